@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Measures packs of a model on the device at hand and fits the pack cost to them."""
+    """Measures packs of a model on this device and fits the pack cost to them."""
     from megatron.sft.commands.moved import run_moved
 
     run_moved("megatron.packing.calibrate", "calibrate")

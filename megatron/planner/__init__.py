@@ -1,1 +1,15 @@
-"""What packing gains, from lengths alone and without a GPU; README.md has the map."""
+"""Planner: gains of packing, from lengths alone and without a GPU.
+
+    from megatron.packing.scheduling.registry import SCHEDULERS
+    from megatron.planner.compare import compare
+    from megatron.planner.plan_options import LayoutOptions, ModelOptions
+
+    lengths = np.random.default_rng(0).integers(16, 4096, 512)
+    layout = LayoutOptions(dp=8, pp=2).step_layout(8192, ModelOptions().cost(), None)
+    for outcome in compare([lengths], layout, SCHEDULERS, longest=4096).outcomes:
+        print(f"{outcome.name:30} fill {outcome.fill:.0%}, balance {outcome.balance:.3f}")
+
+Names to know: `plan.plan` (the command), `compare.compare` (schedulers side by side),
+`advice.Adviser` (other layouts), `step_record.StepRecord` (a scheduled step, as JSON and back),
+`calibrate.calibrate` (measured cost of packs). README.md has the map.
+"""

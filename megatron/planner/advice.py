@@ -1,12 +1,11 @@
-"""pure. What another capacity, layout or size of the global batch would change, in sentences with a
-figure each.
+"""pure. Advice on capacity, layout and size of the global batch, in sentences with a figure each.
 
 Every figure is a global batch scheduled again by `default` and modelled, not a rule of thumb.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,21 +21,21 @@ from megatron.planner.step_record import StepLayout
 
 IntArray = npt.NDArray[np.int64]
 
-_MIN_SAID = 0.01
-"""Share of the step's time."""
-_MANY_SEQUENCES = 30_000
-"""As many are scheduled again for each figure, but at least one global batch."""
+MIN_SAID = 0.01
+"""Share of the step's time, below which a gain is not mentioned."""
+MAX_SEQUENCES = 30_000
+"""Sequences that are scheduled again for each figure, at most; at least one global batch."""
 
 
 class Beside(NamedTuple):
-    """What advice on another layout depends on beside what a `StepLayout` says."""
+    """Properties of the run that advice needs and a `StepLayout` does not have."""
 
     context_parallel_size: int
     num_layers: int | None = None
-    """None where it isn't known."""
+    """None where it is not known."""
     sync_below: int | None = None
     """Context-parallel size from which experts lie within a data-parallel rank, so that ranks do
-    not meet; None where it isn't known.
+    not wait for one another at each microbatch; None where it is not known.
     """
 
 
@@ -44,15 +43,15 @@ class Adviser:
     """Schedules the same global batches under other layouts."""
 
     def __init__(self, batches: Sequence[IntArray], layout: StepLayout, beside: Beside) -> None:
-        self._batches = batches[: max(1, min(len(batches), _MANY_SEQUENCES // batches[0].size))]
+        self._batches = batches[: max(1, min(len(batches), MAX_SEQUENCES // batches[0].size))]
         self._pairs = batches[: max(2, len(self._batches) // 2 * 2)]
         self._layout = layout
         self._beside, self._context = beside, beside.context_parallel_size
         self._now = modelled_cost(self._batches, layout, default)
 
     def advice(self, comparison: Comparison) -> list[str]:
-        """Returns sentences on the schedulers, the capacity, the layout and the batch, those that
-        say something.
+        """Returns sentences on the schedulers, the capacity, the layout and the batch, each if its
+        gain is worth one.
         """
         best = next((outcome for outcome in comparison.outcomes if outcome.name == "default"), None)
         sentences = self._on_schedulers(comparison, best)
@@ -92,7 +91,7 @@ class Adviser:
                 f"Its modelled time is {best.balance:.3f} of what any schedule of even packs "
                 "takes: small packs first and last fill the bubbles of the pipeline."
             )
-        elif best.balance < 1 + _MIN_SAID:
+        elif best.balance < 1 + MIN_SAID:
             sentences.append(
                 f"It is {best.balance - 1:.2%} above the lower bound: no schedule can gain more "
                 "than that."
@@ -100,34 +99,21 @@ class Adviser:
         return sentences
 
     def _on_capacity(self, best: Outcome | None) -> list[str]:
+        """Says what 0.5 to 2 times the capacity would change, where the longest sequence fits."""
         layout, longest = self._layout, max(int(batch.max()) for batch in self._batches)
-        needed = int(layout.alignment.padded_length(np.int64(longest)))
-        found = {}
-        for factor in (0.5, 0.75, 1.5, 2.0):
-            capacity = (
-                int(layout.capacity * factor) // layout.alignment.pack * layout.alignment.pack
-            )
-            if capacity >= needed:
-                found[capacity] = self._change(replace(layout, capacity=capacity))
-        sentences = []
-        more = {capacity: saved for capacity, saved in found.items() if capacity > layout.capacity}
-        less = {capacity: saved for capacity, saved in found.items() if capacity < layout.capacity}
-        if more and max(more.values()) < _MIN_SAID:
-            largest = max(more) // self._context
-            sentences.append(
-                f"More capacity does not pay for its memory: up to {largest:,} tokens per rank "
-                f"(--max-seqlen-per-dp-cp-rank) would save {max(0.0, *more.values()):.1%} of the "
-                "time."
-            )
-        elif more:
-            each = ", ".join(
-                f"{self._per_rank(capacity)} {_percent(saved)}" for capacity, saved in more.items()
-            )
-            sentences.append(f"More capacity (--max-seqlen-per-dp-cp-rank): {each}.")
-        if less:
-            smallest, saved = min(less.items())
-            fill = "" if best is None else f"packs are {best.fill:.0%} filled; "
-            each = f"{self._per_rank(smallest)} {_percent(saved)}"
+        needed, unit = layout.alignment.padded_length(np.int64(longest)), layout.alignment.pack
+        tried = [int(layout.capacity * times) // unit * unit for times in (0.5, 0.75, 1.5, 2.0)]
+        saved = {
+            capacity: self._change(replace(layout, capacity=capacity))
+            for capacity in tried
+            if capacity >= needed
+        }
+        more = {capacity: it for capacity, it in saved.items() if capacity > layout.capacity}
+        sentences = self._on_more_capacity(more) if more else []
+        fill = "" if best is None else f"packs are {best.fill:.0%} filled; "
+        smallest = min(saved, default=layout.capacity)
+        if smallest < layout.capacity:
+            each = f"{self._per_rank(smallest)} {_percent(saved[smallest])}"
             sentences.append(
                 f"Less capacity: {fill}{each}, and activations take "
                 f"{smallest / layout.capacity:.0%}."
@@ -135,10 +121,23 @@ class Adviser:
         elif best is not None and best.fill < 0.8:
             sentences.append(
                 f"Packs are {best.fill:.0%} filled, but the longest sequence, {longest:,} tokens, "
-                "needs the capacity: a smaller one would take more context parallel, or cutting "
+                "needs the capacity: a smaller one would take more context parallel, or truncating "
                 "sequences."
             )
         return sentences
+
+    def _on_more_capacity(self, more: Mapping[int, float]) -> list[str]:
+        if max(more.values()) < MIN_SAID:
+            largest = max(more) // self._context
+            return [
+                f"More capacity does not pay for its memory: up to {largest:,} tokens per rank "
+                f"(--max-seqlen-per-dp-cp-rank) would save {max(0.0, *more.values()):.1%} of the "
+                "time."
+            ]
+        each = ", ".join(
+            f"{self._per_rank(capacity)} {_percent(saved)}" for capacity, saved in more.items()
+        )
+        return [f"More capacity (--max-seqlen-per-dp-cp-rank): {each}."]
 
     def _per_rank(self, capacity: int) -> str:
         return f"{capacity // self._context:,} tokens per rank would"
@@ -160,7 +159,7 @@ class Adviser:
             )
         other = _with_twice_the_context(layout, self._beside)
         saved = self._change(other)
-        if share <= 1 and saved < _MIN_SAID:
+        if share <= 1 and saved < MIN_SAID:
             return []
         dp, cp = layout.num_ranks // 2, self._context * 2
         reason = f"{longest[0].upper()}{longest[1:]}, which bounds the step: " if share > 1 else ""
@@ -200,8 +199,10 @@ def _cost_per_token(batches: Sequence[IntArray], layout: StepLayout) -> float:
 
 
 def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None:
-    """Returns the next larger number of virtual stages that the layers of a stage divide into; None
+    """Returns the next larger number of virtual stages that divides the layers of a stage; None
     without one.
+
+    12 layers per stage, 2 virtual stages    ->    3
     """
     if model.num_stages == 1 or model.sync_every_microbatch:
         return None
@@ -219,13 +220,14 @@ def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None
 
 
 def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
-    """Returns half the ranks, each with twice the devices for a sequence; a microbatch moves the
-    weights as before.
+    """Returns the layout of half the ranks, each with twice the devices for a sequence.
+
+    A microbatch moves as many weights per device as before, so that `fixed` stays.
     """
     alignment, num_ranks = layout.alignment, layout.num_ranks // 2
     context = 2 * beside.context_parallel_size
     sequence = 2 * context
-    meet = (
+    syncs = (
         layout.model.sync_every_microbatch
         and num_ranks > 1
         and (beside.sync_below is None or context < beside.sync_below)
@@ -235,7 +237,7 @@ def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
     return replace(
         layout,
         num_ranks=num_ranks,
-        model=replace(layout.model, sync_every_microbatch=meet),
+        model=replace(layout.model, sync_every_microbatch=syncs),
         capacity=2 * layout.capacity // alignment.pack * alignment.pack,
         alignment=alignment,
         cost=cost,

@@ -1,15 +1,15 @@
-"""mcore. Measures how long packs of a model take on the device at hand, and fits the pack cost in
-seconds to it:
+"""mcore. Measures the time of a model's packs on this device, and fits the pack cost in seconds to
+it:
 
     megatron-sft calibrate --pretrained-checkpoint Qwen3-8B/ --output pack_cost.json
     torchrun ... -m megatron.sft --config run.yaml --pack-cost pack_cost.json
 
 One process, the whole width of the model, forward and backward passes: of GPTModel with one layer
 (embedding, output layer and loss besides) and of one layer alone, which counts for all layers but
-one. Packs of one long sequence and of several short ones, at several total lengths, tell linear,
-quadratic and fixed cost apart. Each time is the median of several, taken in turns, so that what
+one. Packs of one long sequence and of several short ones, at several total lengths, determine
+linear, quadratic and fixed cost. Each time is the median of several, taken in turns, so that what
 else the machine does touches all packs alike. Gradients are added up as in training, but in the
-parameters' own precision. The optimizer's step and what ranks say to one another are not in it.
+parameters' own precision. The optimizer's step and communication between ranks are not in it.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ Pass = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(Architecture):
-    """Model, as the training run has it, and what is measured of it."""
+    """Model, as in the training run, and the packs to measure."""
 
     pretrained_checkpoint: str | None = None
     """Folder of a HuggingFace model: its config.json gives the model's options."""
     vocab_size: int
-    """Vocabulary."""
+    """Vocabulary size."""
     seq_length: int
-    """Most tokens of one sequence."""
+    """Tokens of the longest sequence."""
     max_seqlen_per_dp_cp_rank: int | None = None
     """Tokens of the largest pack to measure (default: --seq-length)."""
     repeats: int = 9
-    """Times that each pack is measured."""
+    """Measurements of each pack."""
     output: str = "pack_cost.json"
     """File to write."""
     bf16: bool | None = None
@@ -121,8 +121,10 @@ def parse_arguments(
 
 
 def packs_to_measure(largest: int) -> list[tuple[int, ...]]:
-    """Returns lengths of each pack: of up to `largest` tokens and down by halves, of one sequence
-    and of several.
+    """Returns the lengths in each pack: `largest` tokens and down by halves, in one sequence and in
+    several.
+
+        256    ->    (256,), (64, 64, 64, 64), (16,) * 16, (128,), (32, 32, 32, 32), ...
     """
     packs = dict.fromkeys(
         (total // num_sequences,) * num_sequences
@@ -191,8 +193,8 @@ def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
 def _passes(
     model: GPTModel, layer: TransformerBlock, lengths: Sequence[int], device: torch.device
 ) -> tuple[Pass, Pass]:
-    """Returns forward and backward of one pack through the model of one layer, and through a layer
-    alone.
+    """Returns forward and backward of one pack: through the model of one layer, and through one
+    layer alone.
     """
     layout = PackLayout.of(lengths, Alignment())
     microbatch = layout_microbatches([layout])[0]
@@ -248,9 +250,7 @@ def _seconds(run: Pass, device: torch.device) -> float:
 
 @contextmanager
 def one_process(device: torch.device) -> Iterator[None]:
-    """Makes groups of one rank. Without CUDA, the one question to it that dense layers ask is
-    answered with the CPU.
-    """
+    """Makes groups of one rank. Without CUDA, dense layers receive the CPU as current device."""
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore()
     )
@@ -284,8 +284,9 @@ def circumstances(device: torch.device) -> dict[str, Any]:
 
 
 def calibrate(options: CalibrateOptions, device: torch.device) -> None:
-    """Measures, fits, writes `options.output` and prints what was found; ValueError for what cannot
-    be measured.
+    """Measures, fits, writes `options.output` and prints the fit.
+
+    Raises ValueError for a model or device that cannot be measured.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -327,7 +328,7 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
 
 
 def calibrate_here(options: CalibrateOptions) -> None:
-    """Measures on the GPU at hand, else on the CPU; ValueError for what cannot be measured."""
+    """Measures on this machine's GPU, else on its CPU; see `calibrate`."""
     has_gpu = torch.cuda.is_available()
     try:
         calibrate(

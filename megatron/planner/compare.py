@@ -1,6 +1,6 @@
 """pure. Schedulers side by side on the same global batches, with padding as the baseline.
 
-The baselines are what training without packing would compute, modelled like any schedule:
+The baselines model training without packing like any schedule:
 
     padding, to the longest          one sequence per microbatch, each padded to the longest of all
     padding, to the microbatch's     consecutive sequences of a rank, each padded to the longest of
@@ -30,11 +30,11 @@ PADDED_PER_MICROBATCH = "padding, to the microbatch's"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a scheduler makes of the global batches, on average."""
+    """Result of a scheduler: means over the global batches."""
 
     name: str
     microbatches: float
-    """Of each rank."""
+    """Microbatches of each rank."""
     fill: float
     """Share of the packs' capacity that holds real tokens."""
     padding: float
@@ -50,14 +50,14 @@ class Outcome:
 
 
 class Failed(NamedTuple):
-    """A scheduler that gave no valid schedule, and why."""
+    """A scheduler that gave no valid schedule, with the reason."""
 
     name: str
     reason: str
 
 
 class Comparison(NamedTuple):
-    """All outcomes, baselines first; and the first global batch as each scheduler scheduled it."""
+    """All outcomes, baselines first, and each scheduler's schedule of the first global batch."""
 
     outcomes: list[Outcome]
     failed: list[Failed]
@@ -65,7 +65,7 @@ class Comparison(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A global batch, and what schedulers are asked of it."""
+    """A global batch, and the request to schedulers for it."""
 
     title: str
     batch: IntArray
@@ -91,8 +91,11 @@ def compare(
     schedulers: Mapping[str, Scheduler],
     longest: int,
 ) -> Comparison:
-    """Schedules each of `batches` (real lengths, int64) by each of `schedulers`; `longest` is what
-    padding pads to.
+    """Schedules each of `batches` by each of `schedulers`.
+
+    Args:
+        batches: real lengths, int64 [N] each.
+        longest: length to which the first baseline pads.
     """
     asked = [
         _Asked(_title_of(number, len(batches), batch.size), batch, layout.request(batch))
@@ -114,7 +117,10 @@ def compare(
     for name, scheduler in schedulers.items():
         try:
             ran = [_run(name, scheduler, layout, each) for each in asked]
-        except (Exception, SystemExit) as error:  # a scheduler may be the user's
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a scheduler may be the user's: compare the others
             failed.append(Failed(name, f"{type(error).__name__}: {error}"))
             continue
         outcomes.append(_outcome(name, [account for account, _ in ran]))
@@ -137,9 +143,7 @@ def modelled_cost(batches: Sequence[IntArray], layout: StepLayout, scheduler: Sc
 
 
 def _title_of(number: int, count: int, size: int) -> str:
-    """Returns the title of a batch in pictures: it may be one of several that the table's figures
-    are means of.
-    """
+    """Returns the title of a batch in pictures, which says if the table has means of several."""
     sequences = "1 sequence" if size == 1 else f"{size:,} sequences"
     return sequences if count == 1 else f"batch {number} of {count:,}, {sequences}"
 
@@ -187,8 +191,8 @@ def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
 def _padded_per_microbatch(
     request: ScheduleRequest, batch: IntArray, layout: StepLayout
 ) -> _Account:
-    """Pads each rank's sequences in the order drawn, as many to a microbatch as fit padded to the
-    longest of them.
+    """Pads each rank's sequences in the order loaded; as many to a microbatch as fit, padded to
+    the longest of them.
     """
     shapes_of = [
         padded_rows(request.lengths[request.source_rank == rank].tolist(), layout.capacity)
@@ -231,7 +235,7 @@ def _padded_to(
 def _time_of(costs: npt.NDArray[np.float64], layout: StepLayout) -> float:
     """Returns the modelled time of packs [ranks, microbatches].
 
-    Of equal ones a pipeline's steady state is not simulated: there each microbatch adds its cost.
+    The steady state of a pipeline with equal packs is not simulated: each microbatch adds its cost.
     """
     model = layout.model
     few = 4 * model.num_stages * layout.microbatch_multiple

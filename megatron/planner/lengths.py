@@ -21,27 +21,27 @@ TokenizerType = Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullToken
 
 @dataclass(frozen=True, kw_only=True)
 class RunSource:
-    """A run whose packs the lengths are of, and how the last of them were made."""
+    """A run whose packs gave the lengths, with the layout of the last of them."""
 
     folder: Path
     num_ranks: int
     """Data-parallel ranks."""
     capacity: int | None
-    """Tokens that a pack could hold; None where it isn't written."""
+    """Tokens that a pack could hold; None where the run did not write it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Lengths in the source's order, int64 [N], and what to say of them."""
+    """Lengths in the source's order, int64 [N], and facts about them."""
 
     lengths: IntArray
     described: str
     dropped: int = 0
     """Records without a token to train on, or broken and skipped."""
     record: StepRecord | None = None
-    """Where the source is one scheduled step."""
+    """The step, if the source is a scheduled step."""
     run: RunSource | None = None
-    """Where it is a run's folder."""
+    """The run, if the source is a run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class LengthOptions:
 
     source: str | None = field(default=None, metadata={"positional": True})
     """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its
-    file; the folder of a run, which also tells model and layout; a schedule that --dump-schedule
+    file; the folder of a run, which also gives model and layout; a schedule that --dump-schedule
     wrote.
     """
     tokenizer_type: TokenizerType | None = None
@@ -60,15 +60,15 @@ class LengthOptions:
     chat_template: str | None = None
     """File with a chat template, instead of the tokenizer's."""
     data_columns: str | None = None
-    """Odd names of the chats' columns, as in training."""
+    """Column renames of the chats, as in training."""
     seq_length: int | None = None
-    """Most tokens of a sequence (default: no limit)."""
+    """Tokens of a sequence, at most (default: no limit)."""
     over_length_policy: OverLengthPolicy = "error"
-    """What happens to a sequence longer than --seq-length or than a pack."""
+    """Treatment of a sequence longer than --seq-length or than a pack."""
     skip_bad_samples: bool = False
     """Count and skip records that cannot be read."""
     seed: int = 1234
-    """Of the order in which global batches are drawn."""
+    """Random seed of the order of sequences."""
 
     def __post_init__(self) -> None:
         if self.source is None:
@@ -81,8 +81,9 @@ class LengthOptions:
 
 
 class LengthReader(Protocol):
-    """Reads the lengths that are asked for; mock data gives `needed` of them. ValueError for what
-    cannot be read.
+    """Reads the lengths that the options name; mock data gives `needed` of them.
+
+    Raises ValueError for a source that cannot be read.
     """
 
     def __call__(self, options: LengthOptions, vocab_size: int | None, needed: int) -> Lengths: ...

@@ -21,30 +21,30 @@ from megatron.planner.lengths import LengthOptions, LengthReader, Lengths
 from megatron.planner.plan_options import LayoutOptions, ModelOptions, PlanOptions, scheduler_of
 from megatron.planner.plan_run import as_in_run
 from megatron.planner.step_page import Table, page
-from megatron.planner.step_picture import picture_of
+from megatron.planner.step_picture import StepPicture, picture_of
 from megatron.planner.step_record import StepLayout, StepRecord
 
 IntArray = npt.NDArray[np.int64]
 
 AS_RUN = "as it ran"
 _SEQUENCES = 200_000
-"""Scheduled by default, unless one global batch has more."""
+"""Sequences scheduled by default, unless one global batch has more."""
 _MAX_PLOTTED = 3
 _BESIDE_A_STEP = ("--scheduler", "--png", "--html")
-"""What may be asked of a step that ran."""
+"""Options that a step that ran accepts."""
 _MAX_OPERATIONS = 60_000
-"""Of a rank, to be simulated and drawn in a second or two."""
+"""Passes of microbatches of a rank, simulated and drawn in a second or two."""
 
 
 class Plan(NamedTuple):
-    """What is compared, and on what."""
+    """Global batches and layout on which schedulers are compared."""
 
     lengths: Lengths
     batches: list[IntArray]
     layout: StepLayout
     beside: Beside
     lead: list[str]
-    """Lines that say what is assumed."""
+    """Lines that state the assumptions."""
 
 
 COMMON = {
@@ -312,30 +312,34 @@ def _draw(
     advice: Sequence[str],
     lead: Sequence[str],
 ) -> None:
-    records = comparison.records
-    if not records or (options.html is None and options.png is None):
+    if options.html is None and options.png is None:
         return
+    pictures = _pictures(comparison.records)
+    if pictures and options.html is not None:
+        write(Path(options.html), page("Packing plan", " · ".join(lead), pictures, table, advice))
+        print(f"\npage: {options.html}")
+    if pictures and options.png is not None:
+        _plot(options.png, pictures[:_MAX_PLOTTED])
+
+
+def _pictures(records: Sequence[StepRecord]) -> list[StepPicture]:
+    """Returns the pictures of steps that are short enough, and names the others."""
     seen = [record for record in records if operations_of(record) <= _MAX_OPERATIONS]
     if len(seen) < len(records):
         names = ", ".join(record.scheduler for record in records if record not in seen)
         print(f"\nnot drawn, as they have over {_MAX_OPERATIONS:,} passes of microbatches: {names}")
-    if not seen:
-        return
-    pictures = [picture_of(record) for record in seen]
-    if options.html is not None:
-        write(Path(options.html), page("Packing plan", " · ".join(lead), pictures, table, advice))
-        print(f"\npage: {options.html}")
-    if options.png is not None:
-        from megatron.planner.step_plot import figure_of
+    return [picture_of(record) for record in seen]
 
-        figure = figure_of(pictures[:_MAX_PLOTTED])
-        try:
-            figure.savefig(options.png)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"--png {options.png}: {error}; give the path of a .png file"
-            ) from error
-        print(f"\npicture: {options.png}")
+
+def _plot(path: str, pictures: Sequence[StepPicture]) -> None:
+    from megatron.planner.step_plot import figure_of
+
+    figure = figure_of(pictures)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--png {path}: {error}; give the path of a .png file") from error
+    print(f"\npicture: {path}")
 
 
 def operations_of(record: StepRecord) -> int:

@@ -35,14 +35,14 @@ _PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(ModelShape):
-    """Model: what a token and a pair of tokens cost. Without any, the run's, or one of 8B
-    parameters.
+    """Model, for the cost of a token and of a pair of tokens (default: the run's, or one of 8B
+    parameters).
     """
 
     vocab_size: int | None = None
-    """Vocabulary; without it the output layer is left out."""
+    """Vocabulary size; without it the output layer is not counted."""
     loss_share: float = 1.0
-    """Part of the tokens that counts for the loss; the others need no output layer."""
+    """Share of the tokens that count for the loss; the others need no output layer."""
     pretrained_checkpoint: str | None = None
     """Folder of a HuggingFace model: its config.json gives the shape, its tokenizer reads chats."""
     pack_cost: str | None = None
@@ -78,8 +78,8 @@ class ModelOptions(ModelShape):
             )
 
     def shape(self) -> ModelShape:
-        """Returns the default model's shape where none was given, a measured one's as far as its
-        file says.
+        """Returns the shape; the default model's where none was given, a measured cost's where its
+        file has one.
         """
         if self.pack_cost is not None:
             said = read_pack_cost(self.pack_cost)[1]
@@ -101,7 +101,7 @@ class ModelOptions(ModelShape):
 
     @property
     def origin(self) -> str:
-        """Where the shape is from but from flags, for messages."""
+        """Source of the shape in messages; empty for flags."""
         if self.pack_cost is not None:
             return f" (of --pack-cost {self.pack_cost})"
         return " (the default model's)" if self.num_layers is None else ""
@@ -158,11 +158,11 @@ class LayoutOptions:
     every microbatch.
     """
     sequence_parallel: bool = False
-    """Packs are multiples of what tensor-parallel ranks then share."""
+    """Align packs for sequence parallel."""
     global_batch_size: int | None = None
     """Sequences of one step (default: 8 times --dp times --pp)."""
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Tokens that one rank holds of a pack (default: what the longest sequence needs)."""
+    """Tokens of a pack that one rank holds, at most (default: those of the longest sequence)."""
 
     def __post_init__(self) -> None:
         check_range(self, 1, None, "dp", "tp", "pp", "vpp", "cp", "ep")
@@ -203,7 +203,7 @@ class LayoutOptions:
 
     @property
     def alignment(self) -> Alignment:
-        """What the layout demands of packs."""
+        """Lengths that sequences and packs are multiples of in this layout."""
         return Alignment.for_layout(
             context_parallel_size=self.cp,
             tensor_parallel_size=self.tp,
@@ -228,7 +228,7 @@ class LayoutOptions:
     def step_layout(
         self, capacity: int, cost: PackCost, seconds_per_unit: float | None
     ) -> StepLayout:
-        """Returns what schedulers need to know of it."""
+        """Returns the layout as schedulers need it."""
         multiple = self.pp if self.vpp > 1 else 1
         return StepLayout(
             num_ranks=self.dp,
@@ -255,8 +255,7 @@ class PlanOptions:
     num_batches: int | None = None
     """Global batches to schedule (default: 8, or fewer where they are large)."""
     tflops_per_device: float = 400.0
-    """Speed at which a device computes, to tell times in milliseconds; ratios do not depend on it.
-    """
+    """Speed of a device, to print times in milliseconds; ratios do not depend on it."""
     png: str | None = None
     """File for a picture; needs matplotlib."""
     html: str | None = None
@@ -299,7 +298,7 @@ def scheduler_of(name: str) -> Scheduler:
 
 
 def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
-    """Reads the cost in a file, and what it says of the model, which may be nothing."""
+    """Reads the cost in a file, and its facts about the model; {} where it has none."""
     try:
         found = read_json(path)
         if not isinstance(found, dict):

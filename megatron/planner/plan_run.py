@@ -1,4 +1,4 @@
-"""pure. The model and the layout of a run, as its options.json has them, in the planner's words."""
+"""pure. Model and layout of a run, read from its options.json into the planner's options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS_FILE = "options.json"
 
 
 class Planned(NamedTuple):
-    """What a plan is made for, and lines that say where it is from."""
+    """Model and layout of a plan, and lines that name their source."""
 
     model: ModelOptions
     layout: LayoutOptions
@@ -25,10 +25,9 @@ class Planned(NamedTuple):
 def as_in_run(
     run: RunSource, model: ModelOptions, layout: LayoutOptions, given: Sequence[str]
 ) -> Planned:
-    """Returns `model` and `layout`, each by the run's options instead where none of its flags is
-    among `given`.
+    """Returns `model` and `layout`; the run's instead of each that has no flag among `given`.
 
-    ValueError for a file that is not a run's options.
+    Raises ValueError for a file that does not hold a run's options.
     """
     path = run.folder / OPTIONS_FILE
     takes = {
@@ -63,8 +62,8 @@ def as_in_run(
 
 
 def _model_of(options: Mapping[str, Any]) -> ModelOptions:
-    """Returns the model by the cost that the run was scheduled by, where its file is still there,
-    else by its shape.
+    """Returns the model by the cost file that the run was scheduled by; by its shape if that file
+    is missing.
     """
     measured = options["packing"]["pack_cost"]
     if measured is not None and _is_readable(measured):

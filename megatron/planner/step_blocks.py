@@ -1,6 +1,4 @@
-"""pure. Shapes of a step's picture: packs and operations in lines, and those too thin to see put
-together.
-"""
+"""pure. Shapes of a step's picture: packs and operations in lines, merged where too thin to see."""
 
 from __future__ import annotations
 
@@ -17,12 +15,11 @@ class Block(NamedTuple):
     end: float
     kind: Kind
     shade: float
-    """0 to 1: of a pack, the share of the capacity that it fills; of an operation, its cost over
-    the costliest's.
+    """0 to 1: share of the capacity that a pack fills, or cost of an operation over the costliest.
     """
     text: str
     cuts: tuple[float, ...] = ()
-    """Where its sequences begin, but for the first."""
+    """Starts of its sequences, without the first."""
 
 
 class Line(NamedTuple):
@@ -33,9 +30,7 @@ class Line(NamedTuple):
 
 
 def joined(blocks: Iterable[Block]) -> list[Block]:
-    """Returns a pack's forward and backward pass as one block, where the one follows the other at
-    once.
-    """
+    """Returns a pack's forward and backward pass as one block, where no time lies between them."""
     joined: list[Block] = []
     for block in blocks:
         last = joined[-1] if joined else None
@@ -47,9 +42,7 @@ def joined(blocks: Iterable[Block]) -> list[Block]:
 
 
 def merged(blocks: Sequence[Block], finest: float) -> Iterator[Block]:
-    """Yields neighbours thinner than `finest` as one block, so that at most about 2 / `finest` are
-    left.
-    """
+    """Yields neighbours thinner than `finest` as one block: at most about 2 / `finest` blocks."""
     pending: list[Block] = []
     for block in blocks:
         is_full = pending and pending[-1].end - pending[0].start >= finest
@@ -62,7 +55,7 @@ def merged(blocks: Sequence[Block], finest: float) -> Iterator[Block]:
 
 
 def _one(blocks: Sequence[Block]) -> Block:
-    """Returns one block of the kind that takes most of the time."""
+    """Returns one block in place of several, of the kind that takes most of the time."""
     if len(blocks) == 1:
         return blocks[0]
     widths = [block.end - block.start for block in blocks]

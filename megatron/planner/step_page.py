@@ -1,5 +1,5 @@
-"""pure. Scheduled steps as one HTML page that needs nothing else: SVG, no script; each block tells
-by hovering.
+"""pure. Scheduled steps as one HTML page without other files: SVG, no script, each block with a
+tooltip.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.planner.step_blocks import Block, Line
 from megatron.planner.step_picture import StepPicture, ticks
 
 _LEFT, _WIDTH, _RIGHT = 74, 1000, 26
-"""Of a drawing: labels, lines, margin; pixels."""
+"""Widths in a drawing, in pixels: labels, lines, margin."""
 _FILL_STOPS = (
     (0.0, (253, 231, 37)),
     (0.5, (53, 183, 121)),
@@ -215,7 +215,7 @@ class _Shapes:
         return x, end - x - (1 if end - x > 4 else 0)
 
     def _cuts(self, blocks: Sequence[Block], height: float) -> None:
-        """Draws white lines between the sequences of packs, where they can be told apart."""
+        """Draws white lines between the sequences of packs, where they are wide enough to see."""
         path = []
         for block in blocks:
             x, width = self._place(block)

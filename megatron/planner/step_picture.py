@@ -1,9 +1,8 @@
 """pure. A scheduled step as shapes over modelled time: packs of ranks, operations of pipeline
 stages, and the share of all devices that computes. `step_page` and `step_plot` draw it.
 
-Times are shares of the step, 0 to 1. What is too much to see is left out or drawn together, and
-`notes` say so: of many ranks those from the quickest to the slowest at even distances, and
-neighbours thinner than a pixel as one.
+Times are shares of the step, 0 to 1. Of many ranks some are drawn, from the slowest to the quickest
+at even distances, and neighbours thinner than a pixel are merged. `notes` say so.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ MAX_LINES = 48
 _MAX_BLOCKS = 4_000
 _MAX_OPERATIONS = 150_000
 _FINEST = 1 / 1200
-"""Of the width: about a pixel."""
+"""Width of a block, over that of the picture, below which blocks are merged: about a pixel."""
 _WIDE, _MAX_CUTS = 4 / 1000, 64
-"""Of a pack whose sequences are told apart: its width, and their number."""
+"""Width of a pack at least, and number of its sequences at most, where they are drawn apart."""
 _BINS = 240
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPicture:
-    """What is drawn of a step."""
+    """The shapes of a step's picture."""
 
     title: str
     facts: str
@@ -44,11 +43,11 @@ class StepPicture:
     cost: float
     """The same in units of the cost model."""
     bound: float
-    """As a share of the step: its lower bound, of pipelines that of even packs."""
+    """Lower bound over the time of the step; in pipelines the bound of even packs."""
     bound_name: str
     ranks: list[Line]
     stages: list[Line]
-    """Of the slowest rank; none without a pipeline."""
+    """Stages of the slowest rank; empty without a pipeline."""
     slowest_rank: int
     busy: FloatArray
     """Share of all devices that compute in each of `_BINS` equal parts of the step."""
@@ -70,7 +69,7 @@ def picture_of(record: StepRecord) -> StepPicture:
         2 * model.num_virtual_stages if model.num_stages > 1 else 1
     )
     own_ends = costs.sum(axis=1) if model.sync_every_microbatch else ends
-    drawn = _spread(own_ends, max(4, min(MAX_LINES, _MAX_OPERATIONS // per_rank)))
+    drawn = _ranks_by_end(own_ends, max(4, min(MAX_LINES, _MAX_OPERATIONS // per_rank)))
     slowest = int(own_ends.argmax())
     scene = _Scene(record, costs, paced, total)
     seconds = record.layout.seconds_per_unit
@@ -131,7 +130,7 @@ def facts_of(record: StepRecord) -> str:
 
 
 class _Scene:
-    """Knows the operations of a step, and what is told of them."""
+    """Builds the lines of a step's picture."""
 
     def __init__(
         self, record: StepRecord, costs: FloatArray, paced: FloatArray, total: float
@@ -198,7 +197,7 @@ class _Scene:
         return np.clip(np.cumsum(change)[:_BINS] / (num_ranks * self._model.num_stages), 0, 1)
 
     def notes(self, num_drawn: int) -> list[str]:
-        """Returns what a reader must know to read the picture."""
+        """Returns sentences that a reader of the picture needs."""
         num_ranks, model = len(self._costs), self._model
         notes = []
         if num_drawn < num_ranks:
@@ -227,8 +226,9 @@ class _Scene:
         return [joined(blocks) for blocks in blocks_of]
 
     def _times(self, timed: TimedOperation, rank: int, row: int) -> tuple[float, float]:
-        """Returns when the rank starts and ends, which may be before the others that it then waits
-        for.
+        """Returns the start and the end of the rank's own pass, as shares of the step.
+
+        It may end before the pass of the costliest rank, for which it then waits.
         """
         start, end = float(timed.start[row]), float(timed.end[row])
         microbatch = timed.operation.microbatch
@@ -269,9 +269,9 @@ def _pack_in_words(lengths: Sequence[int], capacity: int) -> str:
     )
 
 
-def _spread(ends: FloatArray, number: int) -> list[int]:
-    """Returns that many ranks from the slowest to the quickest at even distances; all in order
-    where they are few.
+def _ranks_by_end(ends: FloatArray, number: int) -> list[int]:
+    """Returns `number` ranks from the slowest to the quickest at even distances; all in order where
+    they are no more.
     """
     if ends.size <= number:
         return list(range(ends.size))
@@ -286,8 +286,9 @@ def _even_places(size: int, number: int) -> list[int]:
 
 
 def _add_ramps(change: FloatArray, at: FloatArray, sign: int) -> None:
-    """Adds what begins (or ends) at each of `at`: bins after it change by one, its own by what is
-    left of it.
+    """Adds the bins' shares after each of `at`: 1 for later bins, the rest of its own bin.
+
+    at 2.25 bins    ->    change[2] += 0.75, change[3] += 0.25, whose running sum is .75 1 1 ...
     """
     places = at * _BINS
     whole = np.minimum(places.astype(np.int64), _BINS)

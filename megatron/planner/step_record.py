@@ -1,6 +1,5 @@
-"""pure. A scheduled step as one value: what was scheduled, under which layout, and where each
-sequence went. It can be written down, read again, accounted for and drawn, without the data or the
-model.
+"""pure. A scheduled step as one value: sequences, layout, and the place of each sequence. It can be
+written as JSON, read again, accounted for and drawn, without the data or the model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.stats import PackingStats, packing_stats
 
 IntArray = npt.NDArray[np.int64]
-_MOST, _MAX_STAGES = 1 << 62, 4096
+_MAX_NUMBER, _MAX_STAGES = 1 << 62, 4096
 _FORMER_NAMES = {"ranks_meet": "sync_every_microbatch"}
 """Keys of the model in records that were written before the field was renamed."""
 Packs = list[list[list[int]]]
@@ -41,13 +40,13 @@ class StepLayout:
     microbatch_multiple: int = 1
     model: StepModel
     seconds_per_unit: float | None = None
-    """What a unit of `cost` takes all devices of a data-parallel rank; None where only ratios are
-    known.
+    """Seconds that all devices of a data-parallel rank take for a unit of `cost`; None where only
+    ratios are known.
     """
 
     def request(self, lengths: IntArray) -> ScheduleRequest:
-        """Returns the question to a scheduler; ranks draw equal parts of `lengths` (real ones), one
-        by one.
+        """Returns the request to a scheduler; ranks load equal parts of the real `lengths`, one
+        sequence per `next`.
         """
         size = lengths.size
         starts = np.array(
@@ -80,8 +79,10 @@ class StepRecord:
     def of(
         cls, title: str, scheduler: str, layout: StepLayout, lengths: IntArray, schedule: Schedule
     ) -> StepRecord:
-        """Makes the record of a schedule; `lengths` int64 [N] are the real ones of the sequences
-        that it places.
+        """Returns the record of a schedule.
+
+        Args:
+            lengths: int64 [N], real lengths of the sequences that it places.
         """
         by_pack = lengths[np.argsort(schedule.pack, kind="stable")].tolist()
         ends = np.cumsum(
@@ -94,7 +95,7 @@ class StepRecord:
 
     @property
     def num_microbatches(self) -> int:
-        """Of each rank."""
+        """Microbatches of each rank."""
         return len(self.packs[0])
 
     @cached_property
@@ -106,13 +107,12 @@ class StepRecord:
 
     @cached_property
     def request(self) -> ScheduleRequest:
-        """What a scheduler would be asked for these sequences; who drew them is not known any
-        more."""
+        """Request for these sequences. The ranks that loaded them are not known any more."""
         return self.layout.request(self.lengths)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Where each of `lengths` went."""
+        """Place of each of `lengths`."""
         counts = [len(pack) for rank in self.packs for pack in rank]
         pack = np.repeat(np.arange(len(counts)), counts)
         return Schedule(
@@ -124,7 +124,7 @@ class StepRecord:
 
     @cached_property
     def stats(self) -> PackingStats:
-        """The account of the step, but for what moved, was dropped or cut."""
+        """Account of the step, without tokens moved, samples dropped and samples truncated."""
         return packing_stats(
             request=self.request,
             schedule=self.schedule,
@@ -147,7 +147,7 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """Reads the object that `to_json` wrote; ValueError for what cannot be one."""
+        """Reads the object that `to_json` wrote; raises ValueError for another one."""
         try:
             packs = _checked_packs(values["packs"])
             alignment, cost, model = (
@@ -186,9 +186,10 @@ class StepRecord:
 
 
 def read_cost(values: Mapping[str, Any]) -> PackCost:
-    """Reads a fitted cost as JSON has it, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in
-    seconds of the whole model on one device; other keys say how it came about. ValueError for one
-    that cannot be.
+    """Reads a fitted cost, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in seconds of the
+    whole model on one device; other keys are ignored.
+
+    Raises ValueError for missing terms and for terms that are no numbers.
     """
     numbers = {}
     for name in ("linear", "quadratic", "fixed"):
@@ -206,7 +207,7 @@ def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
         is_cost = name in ("linear", "quadratic", "fixed", "head")
         if (
             type(value) not in ((int, float) if is_cost else (int,))
-            or not 0 <= value < _MOST
+            or not 0 <= value < _MAX_NUMBER
             or value < (not is_cost)
         ):
             raise ValueError(
@@ -216,21 +217,23 @@ def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-def _checked_packs(packs: object) -> Packs:
-    if (
-        not isinstance(packs, list)
-        or not packs
-        or not all(isinstance(rank, list) and rank for rank in packs)
-    ):
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _checked_packs(packs: Any) -> Packs:
+    if not _is_list(packs) or not all(_is_list(rank) for rank in packs):
         raise ValueError("packs must be a list per rank of a list per microbatch of lengths")
     if len({len(rank) for rank in packs}) > 1:
         raise ValueError("packs must have as many microbatches on each rank")
     for rank, microbatches in enumerate(packs):
         for microbatch, pack in enumerate(microbatches):
-            if not isinstance(pack, list) or not all(
-                type(length) is int and length > 0 for length in pack
-            ):
+            if not _are_lengths(pack):
                 raise ValueError(
                     f"packs[{rank}][{microbatch}] must be lengths above 0, but is {pack!s:.60}"
                 )
     return packs
+
+
+def _are_lengths(pack: object) -> bool:
+    return isinstance(pack, list) and all(type(each) is int and each > 0 for each in pack)

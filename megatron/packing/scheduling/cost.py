@@ -24,7 +24,7 @@ _FLOPS_PER_MULTIPLY_ADD = 3 * 2
 # A microbatch moves each weight through memory whatever it holds: read in bfloat16 forward and
 # backward (2 + 2 bytes), its gradient added to in float32 (4 + 4 bytes). Meanwhile an accelerator
 # could have done so many FLOPs per byte (A100 156, H200 206, H100 295, B200 281). `calibrate`
-# measures what it is on the device at hand.
+# measures it on the user's device.
 _BYTES_PER_WEIGHT = 2 + 2 + 4 + 4
 _FLOPS_PER_BYTE = 256
 

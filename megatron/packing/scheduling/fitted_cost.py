@@ -52,13 +52,13 @@ def fit_pack_cost(points: Sequence[Point], dummy: Point) -> Fit:
     cost, at least what `dummy`, a pack of next to nothing, takes beside its sequences' cost, or a
     hundredth of its time: at a fixed cost of 0, any number of empty packs would be free.
 
-    ValueError where the points do not tell the terms apart, or time does not grow with tokens.
+    Raises ValueError where points do not determine the terms, or time does not grow with tokens.
     """
     terms = np.array([_terms_of(point) for point in points]).reshape(-1, len(_TERMS))
     seconds = np.array([point.seconds for point in points])
     if len(points) < len(_TERMS) or np.linalg.matrix_rank(terms / terms.max(axis=0)) < len(_TERMS):
         raise ValueError(
-            "the measured packs do not tell linear, quadratic and fixed cost apart; "
+            "the measured packs do not determine linear, quadratic and fixed cost; "
             "measure longer packs"
         )
     least = min(float(seconds.min()), dummy.seconds)

@@ -11,6 +11,8 @@ Without it 0.76 of the tokens move; with it 0.20 in mode ranks, 0.39 to 0.50 in 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,17 +29,26 @@ from megatron.packing.scheduling.problem import ScheduleRequest
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-KEPT_FREE = (0, 1 / 256, 1 / 64, 1 / 32, 1 / 16)
-"""Shares of the costliest rank's cost that ranks leave free for sequences that others cannot keep:
-tried one after the other, as each more keeps less."""
-LARGE_BATCH = 1 << 14
-"""Sequences, above which only the last of those is tried, to bound the time."""
-KEEP_TRADES = 100_000
-"""Pairs of sequences considered to balance ranks that keep theirs, about 0.5 ms."""
-MAX_PAIRS = 8
-"""Pairs per rank, those that share the most tokens, among which ranks are matched."""
-SPARSE_PAIRS = 8
-"""Possible pairs per sequence, above which hardly two sequences share a pair: none are summed."""
+
+@dataclass(frozen=True, kw_only=True)
+class MoveLimits:
+    """Limits of the ways that reduce moved tokens."""
+
+    kept_free: tuple[float, ...] = (0, 1 / 256, 1 / 64, 1 / 32, 1 / 16)
+    """Shares of the costliest rank's cost that ranks leave free for sequences that others cannot
+    keep. They are tried in turn, as each more keeps less."""
+    large_batch: int = 1 << 14
+    """Sequences, above which only the last share is tried, to bound the time."""
+    keep_trades: int = 100_000
+    """Pairs of sequences considered to balance ranks that keep theirs, about 0.5 ms."""
+    max_pairs: int = 8
+    """Pairs per rank, those that share the most tokens, among which ranks are matched."""
+    sparse_pairs: int = 8
+    """Possible pairs per sequence, above which hardly two sequences share a pair: none are summed.
+    """
+
+
+LIMITS = MoveLimits()
 
 
 def tokens_moved(length: IntArray, source: IntArray, rank: IntArray) -> int:
@@ -83,13 +94,13 @@ def _keep(
         return None
     limit = largest_rank(cost, pack, packs)
     allowed = max(good_enough, limit)
-    for part in KEPT_FREE if length.size <= LARGE_BATCH else KEPT_FREE[-1:]:
+    for part in LIMITS.kept_free[-1 if length.size > LIMITS.large_batch else 0 :]:
         begun = np.empty(length.size, np.int64)
         sizes = length.size, cost, length, source, *packs
         compiled.CORE.call("keep", *sizes, limit * (1 - part), begun)
         kept = place_longest_first(length, cost, packs, begun=begun)
         if kept is not None and largest_rank(cost, kept, packs) > allowed:
-            kept = trade(length, cost, kept, packs, budget=KEEP_TRADES)
+            kept = trade(length, cost, kept, packs, budget=LIMITS.keep_trades)
         if kept is not None and largest_rank(cost, kept, packs) <= allowed:
             return kept
     return None
@@ -122,14 +133,16 @@ def _match(part: IntArray, place: IntArray, weight: IntArray, size: int) -> IntA
         part, place, weight: [N], what part and place share, weights descending.
     """
     parts, places = part, place
-    if weight.size > size * size // SPARSE_PAIRS:
+    if weight.size > size * size // LIMITS.sparse_pairs:
         # Sums weights of equal pairs: pairs 0 4 4, weights 9 5 2    ->    pairs 0 4, shared 9 7
         pairs = part * size + place
         by_pair = sorted_order(pairs)
         pairs = pairs[by_pair]
         first = np.flatnonzero(np.diff(pairs, prepend=-1))
         shared = np.add.reduceat(weight[by_pair], first)
-        parts, places = np.divmod(pairs[first][sorted_order(-shared)[: MAX_PAIRS * size]], size)
+        parts, places = np.divmod(
+            pairs[first][sorted_order(-shared)[: LIMITS.max_pairs * size]], size
+        )
     place_of = np.full(size, -1, np.int64)
     if compiled.CORE is not None:
         compiled.CORE.call("match", parts.size, parts, places, size, place_of)

@@ -102,10 +102,10 @@ def test_points_that_cannot_be_fitted_are_refused():
         Point(num_sequences=n, sequence_length=64, seconds=float(n)) for n in (1, 2, 3, 4)
     ]
     with pytest.raises(
-        ValueError, match="do not tell linear, quadratic and fixed cost apart; measure longer packs"
+        ValueError, match="do not determine linear, quadratic and fixed cost; measure longer packs"
     ):
         fit_pack_cost(one_length, DUMMY)
-    with pytest.raises(ValueError, match="do not tell"):
+    with pytest.raises(ValueError, match="do not determine"):
         fit_pack_cost(one_length[:2], DUMMY)
     flat = [Point(num_sequences=n, sequence_length=length, seconds=1.0) for n, length in SHAPES]
     with pytest.raises(ValueError, match="do not grow with the number of tokens"):
@@ -157,7 +157,7 @@ BROKEN = [
 def test_wrong_value_is_named(path, changes, words):
     """NaN would make all packs equally costly, a negative cost all bounds wrong."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ValueError, match=r"python -m megatron\.packing\.calibrate") as failure:
+    with pytest.raises(ValueError, match=r"megatron-sft calibrate") as failure:
         read_fitted_cost(path)
     assert f"--pack-cost {path}: " in str(failure.value)
     assert words in str(failure.value)
