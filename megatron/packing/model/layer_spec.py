@@ -5,6 +5,7 @@ installed and without.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -16,31 +17,40 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron.packing.model.attention import PackedDotProductAttention
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.packing.model.norms import TorchNorm
+from megatron.packing.model.parts import PLAIN, Parts
 from megatron.packing.model.rotary import PackedSelfAttention
 
 
 def packed_block_spec(
-    config: TransformerConfig, vp_stage: int | None = None
+    config: TransformerConfig, vp_stage: int | None = None, parts: Parts = PLAIN
 ) -> TransformerBlockSubmodules:
-    """The `transformer_layer_spec` for GPTModel that takes packs (and plain batches, also with
-    context parallel).
+    """Returns the `transformer_layer_spec` for GPTModel that takes packs (and plain batches, also
+    with context parallel).
 
     With Transformer Engine on CUDA it is megatron-core's own. Without, megatron-core's local one,
     in which the core attention and the norms are ours, since its own refuse packs, context parallel
     and sequence parallel. In both, rotary embeddings that no kernel fuses are applied to whole
-    packs (see `rotary`).
+    packs (see `rotary`). `parts` that Transformer Engine has no place for make local layers, too.
     """
-    use_transformer_engine = transformer_engine_installed()
+    use_transformer_engine = transformer_engine_installed() and not parts.need_local_layers
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
+    layers = spec.layer_specs
+    if not use_transformer_engine:
+        layers = [parts.in_layer(_takes_packs(layer), config) for layer in layers]
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = [
+        _turns_packs(layer, parts.of_attention(first + number))
+        for number, layer in enumerate(layers)
+    ]
     if use_transformer_engine:
-        return replace(spec, layer_specs=[_turns_packs(layer) for layer in spec.layer_specs])
-    layers = [_turns_packs(_takes_packs(layer)) for layer in spec.layer_specs]
+        return replace(spec, layer_specs=layers)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 
 
@@ -85,11 +95,12 @@ def _takes_packs(layer: ModuleSpec) -> ModuleSpec:
     )
 
 
-def _turns_packs(layer: ModuleSpec) -> ModuleSpec:
+def _turns_packs(layer: ModuleSpec, arguments: dict[str, Any]) -> ModuleSpec:
     attention = layer.submodules.self_attention
     if (
         attention.module is not SelfAttention
     ):  # latent attention turns a part of each head, in its own way
         return layer
-    turning = replace(attention, module=PackedSelfAttention)
+    params = {**(attention.params or {}), **arguments}
+    turning = replace(attention, module=PackedSelfAttention, params=params)
     return replace(layer, submodules=replace(layer.submodules, self_attention=turning))

@@ -37,9 +37,11 @@ _MODULES = {
     "self_attention.linear_proj": "attention.proj",
     "self_attention.q_layernorm": "attention.q_norm",
     "self_attention.k_layernorm": "attention.k_norm",
-    "self_attention.core_attention": "attention",
+    "self_attention.core_attention": "attention",  # sinks: softmax_offset
     "input_layernorm": "mixer_norm",
     "pre_mlp_layernorm": "mlp_norm",
+    "self_attn_bda.norm": "mixer_norm_behind",
+    "mlp_bda.norm": "mlp_norm_behind",
 }
 _ALIASES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),

@@ -22,18 +22,9 @@ _ABOVE_ZERO = (
     "logits_scaling",
     "activation_func_clamp_value",
     "moe_router_topk_scaling_factor",
+    "window_rotary_base",
 )
-_NOT_BUILT = (
-    "qk_layernorm_over_heads",
-    "norm_position",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "query_scale_beta",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "linear_attention_freq",
-)
+_NOT_BUILT = ("linear_attention_freq",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +54,10 @@ class Architecture(ModelShape):
     """Norms before attention and MLP, behind them (before their output is added), or both."""
     no_rope_freq: tuple[int, ...] = ()
     """For each layer 1 if its queries and keys are not rotated, else 0 (default: all are)."""
+    window_rotary_base: float | None = None
+    """Base period of rotary embeddings in layers with a window, which --rope-scaling does not
+    stretch (default: they have those of the other layers).
+    """
     rotary_interleaved: bool = False
     """Rotate pairs of neighbouring channels, instead of one channel of each half of a head."""
     softmax_scale: float | None = None
@@ -117,6 +112,8 @@ class Architecture(ModelShape):
         for name in _ABOVE_ZERO:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{flag_of(name)} must be above 0, but is {getattr(self, name)}")
+        if self.window_rotary_base is not None and not self.window_size:
+            raise ValueError("--window-rotary-base needs --window-size; pass it")
         if self.qk_layernorm_over_heads and not self.qk_layernorm:
             raise ValueError("--qk-layernorm-over-heads needs --qk-layernorm; pass it")
         if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":

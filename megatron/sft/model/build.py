@@ -41,7 +41,7 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.distributed import gathered
 from megatron.sft.model.checkpoint_weights import CheckpointWeights
-from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
+from megatron.sft.model.gpt_additions import add_to_gpt, logit_rule, parts_of, prepare_config
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
 from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.model.mcore_fixes import drop_unused_output_weight
@@ -238,7 +238,7 @@ def build_gpt(
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
     vp_stage = number if config.num_virtual_stages is not None else None
-    block_spec = packed_block_spec(transformer_config, vp_stage=vp_stage)
+    block_spec = packed_block_spec(transformer_config, vp_stage, parts_of(model))
     gpt = GPTModel(
         config=transformer_config,
         transformer_layer_spec=block_spec,
@@ -259,7 +259,8 @@ def build_gpt(
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
     if not config.training.logits_of_masked_tokens:
-        skip_masked_tokens(gpt, vocab_size if model.mask_vocab_padding else None)
+        num_words = vocab_size if model.mask_vocab_padding else None
+        skip_masked_tokens(gpt, num_words, logit_rule(model))
     return gpt
 
 

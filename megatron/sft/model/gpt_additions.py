@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.sft.model.rope import inverse_frequencies
+from megatron.packing.model.multipliers import LogitRule, adjust_logits, multiply_embeddings
+from megatron.packing.model.parts import Parts
+from megatron.packing.model.rotary import LayerRotary, QueryScale
+from megatron.sft.model.rope import inverse_frequencies, plain_frequencies
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
@@ -25,6 +27,9 @@ def prepare_config(transformer_config: TransformerConfig, model: ModelConfig) ->
         and (scaling := parse_rope_scaling(model.rope_scaling)).rope_type == "yarn"
     ):
         transformer_config.yarn_rotary_scaling_factor = scaling.factor  # type: ignore[attr-defined]
+        if not scaling.raises_scores:  # equal factors, whose quotient multiplies cosines and sines
+            transformer_config.yarn_mscale = 1.0  # type: ignore[attr-defined]
+            transformer_config.yarn_mscale_all_dim = 1.0  # type: ignore[attr-defined]
         transformer_config.apply_rope_fusion = False
 
 
@@ -38,18 +43,49 @@ def add_to_gpt(gpt: GPTModel, model: ModelConfig, vocab_size: int) -> None:
             dim, model.rotary_base, parse_rope_scaling(model.rope_scaling)
         )
         gpt.rotary_pos_emb.inv_freq = frequencies.to(gpt.rotary_pos_emb.inv_freq.device)
-    if model.scale_embeddings and hasattr(
-        gpt, "embedding"
-    ):  # also where multi-token prediction has a copy
-        gpt.embedding.word_embeddings.register_forward_hook(_scale_by_root_of_width)
+    if model.scale_embeddings:  # rounded first, as Gemma's
+        multiply_embeddings(gpt, model.hidden_size**0.5, is_rounded=True)
+    multiply_embeddings(gpt, model.embedding_multiplier)
+    adjust_logits(gpt, logit_rule(model))
     if model.mask_vocab_padding and gpt.post_process and gpt.vocab_size > vocab_size:
         gpt.output_layer.register_forward_hook(_Hide(vocab_size))
 
 
-def _scale_by_root_of_width(module: object, inputs: object, output: Tensor) -> Tensor:
-    return output * torch.tensor(
-        output.shape[-1] ** 0.5, dtype=output.dtype
-    )  # rounded first, as Gemma's
+def logit_rule(model: ModelConfig) -> LogitRule:
+    """Returns how logits are scaled and capped."""
+    return LogitRule(scale=1.0 / model.logits_scaling, softcap=model.final_logit_softcapping)
+
+
+def parts_of(model: ModelConfig) -> Parts:
+    """Returns the parts of layers that megatron-core's config has no field for."""
+    query_scale = None
+    if model.query_scale_beta is not None:
+        assert model.rope_scaling is not None
+        length = parse_rope_scaling(model.rope_scaling).original_max_position_embeddings
+        query_scale = QueryScale(model.query_scale_beta, int(length))
+    return Parts(
+        norm_position=model.norm_position,
+        residual_multiplier=model.residual_multiplier,
+        softcap=model.attn_logit_softcapping,
+        has_whole_width_qk_norms=model.qk_layernorm_over_heads,
+        rotary_of_layers=_rotary_of_layers(model),
+        query_scale=query_scale,
+    )
+
+
+def _rotary_of_layers(model: ModelConfig) -> tuple[LayerRotary | None, ...]:
+    """Layers with a window may have a base of their own; layers without rotary embedding none."""
+    if model.window_rotary_base is None:
+        return ()
+    dim = int(model.resolved_kv_channels * model.rotary_percent)
+    rotary = LayerRotary(
+        plain_frequencies(dim, model.window_rotary_base), is_interleaved=model.rotary_interleaved
+    )
+    skipped = model.no_rope_freq or (0,) * model.num_layers
+    return tuple(
+        rotary if kind.window is not None and not without else None
+        for kind, without in zip(model.layer_kinds(), skipped)
+    )
 
 
 class _Hide:

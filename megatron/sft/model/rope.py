@@ -12,6 +12,13 @@ from torch import Tensor
 from megatron.sft.options.rope_scaling import RopeScaling
 
 
+def plain_frequencies(dim: int, base: float) -> Tensor:
+    """Radians per position of each pair of a head's `dim` channels, for the contexts that the base
+    was made for; float32 [dim / 2].
+    """
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
 def inverse_frequencies(dim: int, base: float, scaling: RopeScaling) -> Tensor:
     """Radians per position of each pair of a head's `dim` channels; float32 [dim / 2]."""
     wavelengths = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)

@@ -89,8 +89,13 @@ class ModelConfig(Architecture):
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(self, name) is not None and self.recompute_granularity != "full":
                 raise ValueError(f"{flag_of(name)} needs --recompute-granularity full")
-        if self.rope_scaling is not None:
-            parse_rope_scaling(self.rope_scaling)
+        scaling = None if self.rope_scaling is None else parse_rope_scaling(self.rope_scaling)
+        if self.query_scale_beta is not None and not (
+            scaling and scaling.original_max_position_embeddings
+        ):
+            raise ValueError(
+                "--query-scale-beta needs a --rope-scaling with original_max_position_embeddings"
+            )
         if self.num_experts is not None:
             self._check_experts()
 

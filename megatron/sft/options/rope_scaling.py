@@ -18,6 +18,7 @@ _NEEDED = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 _PLAIN = {"default", None}
+_SWITCHES = ("truncate", "raises_scores")
 
 
 class RopeScaling(NamedTuple):
@@ -36,6 +37,10 @@ class RopeScaling(NamedTuple):
     beta_slow: float = 1.0
     truncate: bool = True
     """Of yarn: whether the border's dimensions are rounded to whole ones."""
+    raises_scores: bool = True
+    """Of yarn: whether cosines and sines are multiplied by `yarn_attention_factor`; not where
+    `mscale` equals `mscale_all_dim`.
+    """
 
     def to_json(self) -> str:
         """The text of --rope-scaling; equal for equal scalings."""
@@ -93,16 +98,27 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
         for name in RopeScaling._fields
         if fields.get(name) is not None and name != "rope_type"
     }
-    for name in (name for name in (*known, "attention_factor") if name != "truncate"):
+    for name in (name for name in (*known, "attention_factor") if name not in _SWITCHES):
         if fields.get(name) is not None and not is_positive(fields[name]):
             raise ValueError(
                 f"{where} must have numbers above 0, but {name} is {shown(fields[name])}"
             )
-    numbers = {name: float(value) for name, value in known.items() if name != "truncate"}
-    scaling = RopeScaling(kind, **numbers, truncate=known.get("truncate", True))
+    numbers = {name: float(value) for name, value in known.items() if name not in _SWITCHES}
+    scaling = RopeScaling(
+        kind,
+        **numbers,
+        truncate=known.get("truncate", True),
+        raises_scores=known.get("raises_scores", True) and not _has_equal_scales(fields),
+    )
     if kind == "yarn":
         _check_attention_factor(fields, scaling, where)
     return scaling
+
+
+def _has_equal_scales(fields: Mapping[str, Any]) -> bool:
+    """Whether the factors that yarn multiplies cosines and sines by cancel out."""
+    scale = fields.get("mscale")
+    return bool(scale) and scale == fields.get("mscale_all_dim")
 
 
 def is_positive(value: object) -> bool:
@@ -123,10 +139,12 @@ def _check_attention_factor(fields: Mapping[str, Any], scaling: RopeScaling, whe
             f"{where} has attention_factor {given}, but only the usual 0.1 ln(factor) + 1 is "
             "supported"
         )
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        raise ValueError(f"{where} has mscale and mscale_all_dim, which are not supported")
+    if fields.get("mscale") and fields.get("mscale_all_dim") and scaling.raises_scores:
+        raise ValueError(f"{where} has mscale and mscale_all_dim that differ, which is unsupported")
 
 
 def yarn_attention_factor(scaling: RopeScaling) -> float:
-    """What yarn multiplies cosines and sines by."""
+    """Returns what yarn multiplies cosines and sines by."""
+    if not scaling.raises_scores:
+        return 1.0
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0

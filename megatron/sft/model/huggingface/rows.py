@@ -61,8 +61,8 @@ ATTENTION_ROWS: tuple[Row, ...] = (
         tuple(f"{name}.bias" for name in QKV),
         "qkv_bias",
     ),
-    Row("attention.q_norm.weight", "whole", ("head",), ("self_attn.q_norm.weight",), "qk_norms"),
-    Row("attention.k_norm.weight", "whole", ("head",), ("self_attn.k_norm.weight",), "qk_norms"),
+    Row("attention.q_norm.weight", "whole", ("q_norm",), ("self_attn.q_norm.weight",), "qk_norms"),
+    Row("attention.k_norm.weight", "whole", ("k_norm",), ("self_attn.k_norm.weight",), "qk_norms"),
     Row(
         "attention.proj.weight",
         "columns",
@@ -71,6 +71,7 @@ ATTENTION_ROWS: tuple[Row, ...] = (
         "attention",
     ),
     Row("attention.proj.bias", "whole", ("hidden",), ("self_attn.o_proj.bias",), "proj_bias"),
+    Row("attention.softmax_offset", "rows", ("query_heads",), ("self_attn.sinks",), "sinks"),
 )
 MLP_ROWS: tuple[Row, ...] = (
     Row(
@@ -139,11 +140,25 @@ LAYER_ROWS: tuple[Row, ...] = (
     Row("mixer_norm.weight", "whole", ("hidden",), ("input_layernorm.weight",), "norms_before"),
     *ATTENTION_ROWS,
     Row(
+        "mixer_norm_behind.weight",
+        "whole",
+        ("hidden",),
+        ("post_attention_layernorm.weight",),
+        "norms_behind",
+    ),
+    Row(
         "mlp_norm.weight",
         "whole",
         ("hidden",),
         ("post_attention_layernorm.weight",),
         "norms_before",
+    ),
+    Row(
+        "mlp_norm_behind.weight",
+        "whole",
+        ("hidden",),
+        ("post_feedforward_layernorm.weight",),
+        "norms_behind",
     ),
     *MLP_ROWS,
     *EXPERT_ROWS,

@@ -140,7 +140,9 @@ def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
     biases = not model.disable_bias_linear
     holds = {
         "always": True,
-        "norms_before": True,
+        "norms_before": model.norm_position != "behind",
+        "norms_behind": model.norm_position != "before",
+        "sinks": model.softmax_type == "learnable" and is_attention,
         "attention": is_attention,
         "qk_norms": model.qk_layernorm and is_attention,
         "qkv_bias": (model.add_qkv_bias or biases) and is_attention,
@@ -157,12 +159,18 @@ def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
 
 def sizes_of(model: ModelConfig, kind: LayerKind) -> Mapping[str, int]:
     """Returns the sizes of a layer's tensors, by the names that rows have for them."""
+    query, key = (
+        heads * kind.kv_channels for heads in (kind.num_attention_heads, kind.num_query_groups)
+    )
+    is_wide = model.qk_layernorm_over_heads
     sizes = {
         "one": 1,
         "hidden": model.hidden_size,
         "head": kind.kv_channels,
-        "query": kind.num_attention_heads * kind.kv_channels,
-        "key": kind.num_query_groups * kind.kv_channels,
+        "query": query,
+        "key": key,
+        "q_norm": query if is_wide else kind.kv_channels,
+        "k_norm": key if is_wide else kind.kv_channels,
         "query_heads": kind.num_attention_heads,
         "ffn": kind.ffn_hidden_size,
     }
