@@ -214,7 +214,15 @@ class SavedRun:
                 folder, chunks, adapter, partial(companions.write_beside_adapter, adapter)
             )
         else:
-            write_folder(folder, chunks, weights, companions.write, values_of=merged_values(chunks))
+            source = self._output.huggingface_source
+            write_folder(
+                folder,
+                chunks,
+                weights,
+                companions.write,
+                values_of=merged_values(chunks),
+                source=None if source is None else open_folder(source),
+            )
         if log is not None:
             what = "adapter" if self._lora.writes_adapter else "model"
             log.say(

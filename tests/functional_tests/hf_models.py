@@ -7,6 +7,7 @@ HuggingFace's names: as it writes a model, so it writes gradients.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -86,9 +87,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-yarn-tied": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    # transformers gives the embedding of a pad token no gradient; here it is a token like any
-    # other.
-    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "pad_token_id": None}),
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": (
         "qwen2_moe",
@@ -100,7 +99,91 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2},
     ),
 }
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_BASES = {
+    "full_attention": LINEAR | {"rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_MIXTURE = {"num_experts_per_tok": 3, "head_dim": 16, "moe_intermediate_size": 32}
+FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "seed-oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "smollm3": ("smollm3", {}),
+    "ernie4.5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "glm4-moe": (
+        "glm4_moe",
+        _MIXTURE | {"n_routed_experts": 8, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm4-moe-groups": (
+        "glm4_moe",
+        _MIXTURE
+        | {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "phi3-windows": ("phi3", {"sliding_window": 8}),
+    "granite": (
+        "granite",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        _WINDOWS
+        | {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        _WINDOWS | {"head_dim": 16, "query_pre_attn_scalar": 20, "rope_parameters": _BASES},
+    ),
+    "olmo3": (
+        "olmo3",
+        _WINDOWS | {"rope_parameters": _BASES | {"full_attention": YARN}},
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 4}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": YARN
+            | {
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "mistral-windows": ("mistral", {"sliding_window": 8}),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8},
+    ),
+}
+"""Models of families that differ from Llama in a mechanism; those of `MODELS` are its relatives."""
+_EAGER = ("gemma2", "gpt_oss")
+"""Families whose soft caps or sinks transformers' fast attention leaves out."""
 _COMMON = {
+    "pad_token_id": None,  # transformers gives the embedding of one no gradient
     # no multiple of a tensor-parallel size: the padding must stay out of the softmax
     "vocab_size": 250,
     "hidden_size": 64,
@@ -146,7 +229,7 @@ def write_model(
     kB."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, changes = MODELS[name]
+    kind, changes = (MODELS | FAMILY_MODELS)[name]
     changes = (changes if vocab_size is None else changes | {"vocab_size": vocab_size}) | (
         sizes or {}
     )
@@ -156,6 +239,9 @@ def write_model(
         # Wide enough that the losses depend on everything, and the experts of a token differ
         # clearly.
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name in model.state_dict():
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size="100kB")
 
 
@@ -174,10 +260,15 @@ def train_by_transformers(
     torch.set_default_dtype(torch.float32)
     options = {"experts_implementation": "eager"}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", **options
+        folder,
+        dtype=dtype,
+        attn_implementation="eager" if _kind_of(folder) in _EAGER else "sdpa",
+        **options,
     )
     if dtype == torch.float64:
         _keep_double(sys.modules[type(model).__module__])
+        for parameter in model.parameters():  # routers stay float32 otherwise
+            parameter.data = parameter.data.double()
     if adapter is not None:
         from peft import PeftModel
 
@@ -219,6 +310,11 @@ def train_by_transformers(
     return Trained(losses, logits, gradients)
 
 
+def _kind_of(folder: Path) -> str:
+    kind: str = json.loads((folder / "config.json").read_text())["model_type"]
+    return kind
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -227,6 +323,7 @@ def _keep_double(module: Any) -> None:
     """Float64 where transformers says float32: norms and routers; rotary angles are float32 on both
     sides.
     """
+    module.double = float  # `float("-inf")` stays what it is
     for function in cpu_support._functions_of(module):
         if "Rotary" not in function.__qualname__:
             cpu_support.rewrite(function, {}, {"float32": "float64", "float": "double"})
@@ -386,6 +483,7 @@ def _note_logits() -> list[tuple[Tensor, Tensor]]:
         if self._layer.sequence_parallel:
             states = gather_from_sequence_parallel_region(states)
         whole = gather_from_tensor_model_parallel_region(states @ logits.weight.detach().t())
+        self._words.rule.apply_(whole)
         noted.append((given[0][0].clone(), whole[:, 0]))
         return compute(self, labels, logits)
 

@@ -43,6 +43,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -468,8 +469,9 @@ def _keep_double() -> None:
     for function in (
         moe_utils.topk_routing_with_score_function,
         moe_utils.compute_routing_scores_for_aux_loss,
+        Attention._apply_output_gate,
     ):
-        cpu_support.rewrite(function, {}, {"float32": "float64"})
+        cpu_support.rewrite(function, {}, {"float32": "float64", "float": "double"})
     clip_grads.l2_norm_impl = _norm
     cpu_support.rewrite(
         clip_grads.clip_grad_by_total_norm_fp32, {"torch.FloatTensor": "torch.DoubleTensor"}, {}

@@ -21,6 +21,7 @@ from megatron.packing.model import auxiliary_losses
 def install() -> None:
     """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
     _define_te_general_gemm()
+    _count_no_tokens_for_biases()
     _load_distributed_adam()
     _count_float32_weights_first()
     _save_weights_where_they_are()
@@ -50,6 +51,18 @@ def _define_te_general_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _count_no_tokens_for_biases() -> None:
+    """A router's bias is never moved here (`moe_router_bias_update_rate` 0), so tokens need not be
+    counted for it; 0.16.1 fails as it does where padding is masked.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def count_nothing(self: object, *arguments: object, **options: object) -> None:
+        pass
+
+    TopKRouter._apply_expert_bias = count_nothing  # type: ignore[method-assign, assignment]
 
 
 def _load_distributed_adam() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron.packing.flags import flag_of
 from megatron.sft.model.checkpoint_folder import distributed_checkpoint
-from megatron.sft.model.huggingface.config import options_of, window_of
+from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import options_of_adapter
 from megatron.sft.options.rope_scaling import parse_rope_scaling
@@ -36,17 +37,13 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     config, where = read_config(folder), str(Path(folder) / "config.json")
     decided = options_of(config, where)
     _check_given(given, decided, where)
-    window, seq_length = window_of(config), given.get("seq_length", 0)
-    if window is not None and seq_length > window:
-        raise ValueError(
-            f"{where} has a sliding window of {window} tokens, which is exact only for "
-            f"--seq-length up to that, but it is {seq_length}; lower it"
-        )
+    family, text, _ = language_model(config, where)
     own_tokenizer = given.get("tokenizer_type", "HuggingFaceTokenizer") != "HuggingFaceTokenizer"
     defaults = {
         "tokenizer_model": None if own_tokenizer else folder,
-        "attention_dropout": config.get("attention_dropout") or 0.0,
+        "attention_dropout": text.get("attention_dropout", 0.0),
         "mask_vocab_padding": True,
+        **family.run_defaults,
     }
     return defaults | decided | of_adapter
 

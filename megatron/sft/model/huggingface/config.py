@@ -93,17 +93,6 @@ def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
     ConfigFields(config, where).refuse(*unsupported)
 
 
-def window_of(config: Mapping[str, Any]) -> int | None:
-    """Returns the tokens that a token sees, itself included; None where it sees all before it."""
-    family, text, _ = language_model(config)
-    if family.has_window_switch and not text.get("use_sliding_window"):
-        return None
-    kinds = text.get("layer_types")
-    if kinds and "sliding_attention" not in kinds:
-        return None
-    return text.values.get("sliding_window", family.window)
-
-
 def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the options of a model as `options_of` would, defaults resolved: equal for equal
     models.
@@ -145,7 +134,10 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     differing: dict[str, list[str]] = {}
     for kind, family in FAMILIES.items():
         config = _as_family(family, model, vocab_size)
-        found = options_of(config)
+        try:
+            found = options_of(config)
+        except ValueError:
+            continue  # the family has no such model
         if found == wanted:
             return config
         differing[kind] = [

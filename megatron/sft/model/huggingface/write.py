@@ -1,9 +1,7 @@
 """mcore. Write a model as a HuggingFace folder, from any parallel layout: whole, or not at all.
 
-Tensor-parallel ranks gather one parameter at a time to their first rank; nothing travels between
-pipeline stages, nor between ranks with different experts: each writes files of its own. A file's
-header is known before its first tensor, so tensors are written as they come. Host memory: one
-parameter beyond the model, twice where it is cut.
+Each rank that holds whole tensors (see `gather`) writes files of its own. A file's header is known
+before its first tensor, so tensors are written as they come.
 """
 
 from __future__ import annotations
@@ -12,23 +10,32 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.sft.distributed import gathered
-from megatron.sft.model.huggingface.folder import DTYPES, INDEX, SINGLE
-from megatron.sft.model.huggingface.read import Placed, placed_parameters, weights_bar
-from megatron.sft.model.huggingface.tensors import Part, Tensors, copies
+from megatron.sft.model.huggingface.folder import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    Folder,
+    Stored,
+    carried_tensors,
+)
+from megatron.sft.model.huggingface.gather import Dtypes, ValuesOf, tensors_of, written_parts
+from megatron.sft.model.huggingface.read import Placed, placed_parameters
+from megatron.sft.model.huggingface.tensors import Part, Tensors
 
 MAX_BYTES_PER_FILE = 5 * 10**9
+_BLOCK = 1 << 24
+_NAMES = {getattr(torch, known): name for name, known in DTYPES.items()}
 
 
 class _File(NamedTuple):
@@ -68,20 +75,25 @@ def write_folder(
     weights: Tensors,
     write_companions: Callable[[Path], str],
     most_bytes_per_file: int = MAX_BYTES_PER_FILE,
-    values_of: Callable[[Placed], Tensor] = lambda placed: placed.parameter.detach(),
+    values_of: ValuesOf = lambda placed: placed.parameter.detach(),
+    source: Folder | None = None,
 ) -> None:
-    """Write weights, and on rank 0 what `write_companions` adds: all other files, whose answer is
+    """Writes weights, and on rank 0 what `write_companions` adds: all other files, whose answer is
     the weights' dtype.
 
     Collective. The folder, which must not exist or be empty, takes its place only once it is whole.
-    `values_of` tells what is written of a parameter.
+    `values_of` gives what is written of a parameter. source: the folder that the model is from;
+    its tensors that are no part of the model are written as they are.
     """
     with finished_folder(folder) as unfinished:
         dtype: list[str] = [write_companions(unfinished) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(dtype)
-        placed = written_parameters(chunks, weights)
-        tensors = tensors_of(placed, getattr(torch, dtype[0]), values_of)
-        _write_weights(unfinished, placed, tensors, getattr(torch, dtype[0]), most_bytes_per_file)
+        dtypes = _dtypes(getattr(torch, dtype[0]), source)
+        own = written_parameters(chunks, weights)
+        tensors = tensors_of(own, dtypes, values_of)
+        carried = {} if source is None else carried_tensors(source, weights)
+        files = _cut_into_files(written_parts(own), dtypes, most_bytes_per_file)
+        _write_weights(unfinished, files, tensors, dtypes, carried)
 
 
 @contextmanager
@@ -108,115 +120,114 @@ def written_parameters(chunks: Sequence[GPTModel], weights: Tensors) -> list[Pla
     return [p for p in placed if p.is_first_replica and not p.is_repeated]
 
 
-def written_parts(placed: Sequence[Placed]) -> list[Part]:
-    """The tensors that `tensors_of` yields on this rank."""
-    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-    return [
-        part for p in placed if p.weight.is_expert or tensor_rank == 0 for part in p.weight.parts
-    ]
+def _dtypes(default: torch.dtype, source: Folder | None) -> Dtypes:
+    """Tensors that are float32 in a folder of narrower ones stay so: a router's bias, say."""
+    if source is None or default == torch.float32:
+        return Dtypes(default)
+    wide = [name for name, found in source.tensors.items() if found.dtype == "F32"]
+    if len(wide) * 2 > len(source.tensors):
+        return Dtypes(default)
+    return Dtypes(default, dict.fromkeys(wide, torch.float32))
 
 
 def _write_weights(
     folder: Path,
-    placed: Sequence[Placed],
+    files: Sequence[_File],
     tensors: Iterator[Tensor],
-    dtype: torch.dtype,
-    most_bytes: int,
+    dtypes: Dtypes,
+    carried: Mapping[str, Stored],
 ) -> None:
-    files = _cut_into_files(written_parts(placed), dtype, most_bytes)
+    """Writes this rank's files; rank 0 also one of the tensors that are `carried` through."""
     all_files = gathered(files)
-    num_before, num_files = sum(map(len, all_files[: dist.get_rank()])), sum(map(len, all_files))
+    num_before = sum(map(len, all_files[: dist.get_rank()]))
+    num_files = sum(map(len, all_files)) + bool(carried)
     names = [_file_name(number, num_files) for number in range(num_files)]
     for file, name in zip(files, names[num_before:]):
-        _write_file(folder / name, file, dtype, tensors)
+        _write_file(folder / name, file, dtypes, tensors)
     for _ in tensors:  # ranks that only send
         raise AssertionError("a tensor is in no file")
-    if dist.get_rank() == 0 and num_files > 1:
-        in_order = [file for of_rank in all_files for file in of_rank]
+    if dist.get_rank() != 0:
+        return
+    in_order = [file for of_rank in all_files for file in of_rank]
+    if carried:
+        in_order.append(_write_carried(folder / names[-1], carried))
+    if num_files > 1:
         _write_index(folder, in_order, names)
 
 
-def _cut_into_files(parts: Sequence[Part], dtype: torch.dtype, most_bytes: int) -> list[_File]:
+def _write_carried(path: Path, carried: Mapping[str, Stored]) -> _File:
+    """Copies the bytes of tensors from the folder that they are from."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, stored in carried.items():
+        begin, end = end, end + stored.end - stored.begin
+        header[name] = {
+            "dtype": stored.dtype,
+            "shape": list(stored.shape),
+            "data_offsets": [begin, end],
+        }
+    with path.open("wb") as stream:
+        stream.write(_header_bytes(header))
+        for stored in carried.values():
+            with stored.path.open("rb") as origin:
+                origin.seek(stored.begin)
+                left = stored.end - stored.begin
+                while left:
+                    block = origin.read(min(left, _BLOCK))
+                    if not block:
+                        raise ValueError(f"{stored.path} became shorter while it was read")
+                    stream.write(block)
+                    left -= len(block)
+    return _File(tuple(Part(name, stored.shape) for name, stored in carried.items()), end)
+
+
+def _cut_into_files(parts: Sequence[Part], dtypes: Dtypes, most_bytes: int) -> list[_File]:
     files: list[_File] = []
     for part in parts:
-        size = _num_bytes(part, dtype)
+        size = _num_bytes(part, dtypes)
         if not files or files[-1].num_bytes + size > most_bytes:
             files.append(_File((), 0))
         files[-1] = _File((*files[-1].parts, part), files[-1].num_bytes + size)
     return files
 
 
-def _num_bytes(part: Part, dtype: torch.dtype) -> int:
-    return torch.Size(part.shape).numel() * dtype.itemsize
+def _num_bytes(part: Part, dtypes: Dtypes) -> int:
+    return torch.Size(part.stored_shape).numel() * dtypes.of(part.name).itemsize
 
 
 def _file_name(number: int, num_files: int) -> str:
     return SINGLE if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
 
 
-def tensors_of(
-    placed: Sequence[Placed], dtype: torch.dtype, values_of: Callable[[Placed], Tensor]
-) -> Iterator[Tensor]:
-    """The tensors that this rank writes, in order; collective over tensor parallel."""
-    with weights_bar("writing", sum(one.parameter.numel() for one in placed)) as bar:
-        for one in placed:
-            yield from _whole(one, values_of(one), dtype)
-            bar.update(one.parameter.numel())
-
-
-def _whole(placed: Placed, mine: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The HuggingFace tensors of a weight, on the rank that writes it; none on ranks that send
-    their part to it.
-    """
-    weight = placed.weight
-    group = parallel_state.get_tensor_model_parallel_group()
-    if weight.is_expert or weight.layout == "whole" or group.size() == 1:
-        if not written_parts([placed]):
-            return
-        pieces = [mine]
-    else:
-        pieces = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []
-        dist.gather(mine.contiguous(), pieces or None, group=group, group_dst=0)
-        if not pieces:
-            return
-    tensors = [torch.empty(part.shape, dtype=dtype) for part in weight.parts]
-    for rank, piece in enumerate(pieces):
-        for copy in copies(weight, rank, len(pieces), len(mine)):
-            target = tensors[copy.part][copy.rows]
-            if target.dim() == 2:
-                target = target[:, copy.columns]
-            target.copy_(piece[copy.row : copy.row + len(target)])
-    yield from tensors
-
-
-def _write_file(path: Path, file: _File, dtype: torch.dtype, tensors: Iterator[Tensor]) -> None:
-    header, _ = header_of(file.parts, dtype)
+def _write_file(path: Path, file: _File, dtypes: Dtypes, tensors: Iterator[Tensor]) -> None:
+    header, _ = header_of(file.parts, dtypes)
     with path.open("wb") as stream:
         stream.write(header)
         for _ in file.parts:
             stream.write(bytes_of(next(tensors)))
 
 
-def header_of(parts: Sequence[Part], dtype: torch.dtype) -> tuple[bytes, list[int]]:
-    """What a safetensors file of these tensors begins with, and where each of them begins, and the
-    file ends.
+def header_of(parts: Sequence[Part], dtypes: Dtypes) -> tuple[bytes, list[int]]:
+    """Returns the beginning of a safetensors file of these tensors, and where each of them begins,
+    and the file ends.
     """
-    name_of_dtype = next(
-        name for name, known in DTYPES.items() if known == str(dtype).removeprefix("torch.")
-    )
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends = [0]
     for part in parts:
-        ends.append(ends[-1] + _num_bytes(part, dtype))
+        ends.append(ends[-1] + _num_bytes(part, dtypes))
         header[part.name] = {
-            "dtype": name_of_dtype,
-            "shape": list(part.shape),
+            "dtype": _NAMES[dtypes.of(part.name)],
+            "shape": list(part.stored_shape),
             "data_offsets": ends[-2:],
         }
+    begin = _header_bytes(header)
+    return begin, [len(begin) + end for end in ends]
+
+
+def _header_bytes(header: Mapping[str, object]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8
-    begin = struct.pack("<Q", len(text)) + text
-    return begin, [len(begin) + end for end in ends]
+    return struct.pack("<Q", len(text)) + text
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -13,14 +13,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.sft.distributed import gathered
+from megatron.sft.model.huggingface.gather import Dtypes, tensors_of, written_parts
 from megatron.sft.model.huggingface.read import Placed
 from megatron.sft.model.huggingface.write import (
     bytes_of,
     finished_folder,
     header_of,
-    tensors_of,
     written_parameters,
-    written_parts,
 )
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import WEIGHTS
@@ -47,17 +46,17 @@ def write_adapter(
             for p in chunk.parameters()
             if p.requires_grad and p.dim() == 2
         )
-        dtype = torch.promote_types(dtype, torch.float32)
+        dtypes = Dtypes(torch.promote_types(dtype, torch.float32))
         own = written_parts(placed)
         parts_of_all = gathered([written for part in own for written in weights.written_as(part)])
-        header, begins = header_of([part for parts in parts_of_all for part in parts], dtype)
+        header, begins = header_of([part for parts in parts_of_all for part in parts], dtypes)
         file = unfinished / WEIGHTS
         if dist.get_rank() == 0:
             with file.open("wb") as stream:
                 stream.write(header)
                 stream.truncate(begins[-1])
         dist.barrier()
-        tensors = tensors_of(placed, dtype, lambda one: one.parameter.detach())
+        tensors = tensors_of(placed, dtypes, lambda one: one.parameter.detach())
         with file.open("r+b") as stream:
             stream.seek(begins[sum(map(len, parts_of_all[: dist.get_rank()]))])
             for number, tensor in enumerate(tensors):

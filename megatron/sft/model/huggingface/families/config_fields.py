@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.packing.user_files import shown
+from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import is_positive, rope_scaling_of
 
 _MOST = 1 << 24
@@ -121,3 +123,45 @@ class ConfigFields:
                 "model_type"
             )
         return float(found or default or 1.0)
+
+    def every(self, interval: int, num_layers: int | None = None) -> tuple[int, ...]:
+        """Returns 0 for each `interval`-th layer, and 1 for those between: 3 -> 1 1 0 1 1 0."""
+        layers = self.number("num_hidden_layers") if num_layers is None else num_layers
+        return tuple(int((layer + 1) % interval != 0) for layer in range(layers))
+
+    def windows(
+        self, window: int | None, has_window: tuple[int, ...] | None = None
+    ) -> dict[str, Any]:
+        """Returns the options of layers that attend to `window` tokens, themselves included.
+
+        has_window: 1 for each layer that has it; None: what `layer_types` says, or all.
+        """
+        if has_window is None:
+            has_window = self.layers("layer_types", "sliding_attention")
+        if window is None or (has_window is not None and not any(has_window)):
+            return {}
+        if type(window) is not int or window < 1:
+            raise ValueError(
+                f"{self.where} has sliding_window {shown(window)}, but it must be a whole number "
+                "of at least 1"
+            )
+        freq = () if has_window is None or all(has_window) else has_window
+        return {"window_size": (window - 1, 0), "window_attn_skip_freq": freq}
+
+
+def windows_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json for the windows of a model's layers."""
+    window = model.window_size[0] + 1 if model.window_size else None
+    kinds = [
+        "full_attention" if kind.window is None else "sliding_attention"
+        for kind in model.layer_kinds()
+    ]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def rope_fields(model: ModelConfig) -> dict[str, Any]:
+    """Returns `rope_scaling` of config.json; the default kind for models without."""
+    if model.rope_scaling is None:
+        return {"rope_type": "default"}
+    found: dict[str, Any] = json.loads(model.rope_scaling)
+    return found

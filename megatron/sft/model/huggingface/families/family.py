@@ -41,14 +41,14 @@ class Family:
     """The only `hidden_act` that is computed."""
     partial_rotary_factor: float | None = None
     """Default of the share of rotated channels; None where the family rotates all of them."""
-    window: int | None = None
-    """The sliding window where `sliding_window` is missing."""
-    has_window_switch: bool = False
-    """Whether the window only counts where `use_sliding_window` says so."""
     needs_key_value_heads: bool = True
     """Whether `num_key_value_heads` must be there."""
     has_attention_bias: bool = False
     """Whether `options` reads `attention_bias`; else it must be off."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys of config.json that transformers fills in where they are missing."""
+    run_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options that are no part of the model, and their defaults for this family."""
     options: Callable[[ConfigFields], dict[str, Any]] = _nothing
     """config.json -> the options that differ from Llama's; ValueError for what cannot be computed.
     """

@@ -9,7 +9,8 @@ from megatron.sft.model.huggingface.families.family import Family
 from megatron.sft.options.model import ModelConfig
 
 
-def _options(config: ConfigFields) -> dict[str, Any]:
+def biases(config: ConfigFields) -> dict[str, Any]:
+    """Returns whether all linear layers have biases, or none; ValueError where some have."""
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if attention != mlp:
         # megatron-core has no switch for those of attention or MLP alone.
@@ -20,7 +21,8 @@ def _options(config: ConfigFields) -> dict[str, Any]:
     return {"disable_bias_linear": not attention}
 
 
-def _config(model: ModelConfig) -> dict[str, Any]:
+def biases_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json that say the same."""
     return dict.fromkeys(("attention_bias", "mlp_bias"), not model.disable_bias_linear)
 
 
@@ -29,6 +31,6 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     needs_key_value_heads=False,
     has_attention_bias=True,
-    options=_options,
-    config=_config,
+    options=biases,
+    config=biases_config,
 )

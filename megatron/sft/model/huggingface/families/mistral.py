@@ -1,7 +1,53 @@
-"""pure. Mistral 7B to Small 3, whose first release attends to a window."""
+"""pure. Mistral 7B to Small 3, whose first release attends to a window, and Ministral 3."""
 
 from __future__ import annotations
 
-from megatron.sft.model.huggingface.families.family import Family
+import json
+from typing import Any
 
-MISTRAL = Family(model_type="mistral", architecture="MistralForCausalLM", window=4096)
+from megatron.sft.model.huggingface.families.config_fields import ConfigFields
+from megatron.sft.model.huggingface.families.family import Family, Prefix
+from megatron.sft.options.model import ModelConfig
+
+_WITHIN = {"mistral3": Prefix("language_model.model.", "language_model.lm_head.")}
+
+
+def _options(config: ConfigFields) -> dict[str, Any]:
+    return config.windows(config.values.get("sliding_window", 4096), (1,))
+
+
+def _config(model: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": model.window_size[0] + 1 if model.window_size else None}
+
+
+def _ministral_options(config: ConfigFields) -> dict[str, Any]:
+    return {
+        "query_scale_beta": config.rope().get("llama_4_scaling_beta"),
+        **config.windows(config.values.get("sliding_window"), (1,)),
+    }
+
+
+def _ministral_config(model: ModelConfig) -> dict[str, Any]:
+    rope = {} if model.rope_scaling is None else json.loads(model.rope_scaling)
+    return _config(model) | {
+        "rope_scaling": rope | {"llama_4_scaling_beta": model.query_scale_beta}
+    }
+
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    options=_options,
+    config=_config,
+    within=_WITHIN,
+)
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    norm_epsilon=1e-5,
+    rope_theta=1e6,
+    head_dim=128,
+    options=_ministral_options,
+    config=_ministral_config,
+    within=_WITHIN,
+)

@@ -62,3 +62,32 @@ def qwen_experts_config(model: ModelConfig) -> dict[str, Any]:
         ],
         "decoder_sparse_step": 1,
     }
+
+
+def sigmoid_router(config: ConfigFields) -> dict[str, Any]:
+    """Returns the options of a router that adds a bias to sigmoids for the choice of experts."""
+    num_groups, group_topk = config.get("n_group", 1), config.get("topk_group", 1)
+    if num_groups > 1 and config.number("num_experts_per_tok") // group_topk != 2:
+        raise ValueError(
+            f"{config.where} chooses num_experts_per_tok "
+            f"{config.get('num_experts_per_tok')} of topk_group {group_topk} groups, but only two "
+            "per group are supported: megatron-core rates groups by as many"
+        )
+    scale = config.positive("routed_scaling_factor", 1.0)
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
+        "moe_router_num_groups": num_groups if num_groups > 1 else None,
+        "moe_router_group_topk": group_topk if num_groups > 1 else None,
+    }
+
+
+def sigmoid_router_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json that say the same."""
+    return {
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+    }

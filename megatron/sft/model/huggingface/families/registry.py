@@ -7,15 +7,29 @@ from typing import Any, NamedTuple
 
 from megatron.packing.user_files import shown
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
+from megatron.sft.model.huggingface.families.ernie import ERNIE4_5
+from megatron.sft.model.huggingface.families.exaone4 import EXAONE4
 from megatron.sft.model.huggingface.families.family import Family, Prefix
-from megatron.sft.model.huggingface.families.gemma import GEMMA
+from megatron.sft.model.huggingface.families.gemma import GEMMA, GEMMA2, GEMMA3
+from megatron.sft.model.huggingface.families.glm import GLM4, GLM4_MOE
+from megatron.sft.model.huggingface.families.granite import GRANITE
 from megatron.sft.model.huggingface.families.llama import LLAMA
-from megatron.sft.model.huggingface.families.mistral import MISTRAL
+from megatron.sft.model.huggingface.families.minimax import MINIMAX_M2
+from megatron.sft.model.huggingface.families.mistral import MINISTRAL3, MISTRAL
 from megatron.sft.model.huggingface.families.mixtral import MIXTRAL
+from megatron.sft.model.huggingface.families.olmo import OLMO2, OLMO3
+from megatron.sft.model.huggingface.families.phi3 import PHI3
 from megatron.sft.model.huggingface.families.qwen2 import QWEN2, QWEN2_MOE
 from megatron.sft.model.huggingface.families.qwen3 import QWEN3, QWEN3_MOE
+from megatron.sft.model.huggingface.families.seed_oss import SEED_OSS
+from megatron.sft.model.huggingface.families.smollm3 import SMOLLM3
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+_ALL = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *(SEED_OSS, SMOLLM3, ERNIE4_5, GLM4_MOE, PHI3, GRANITE, OLMO2, GLM4),
+    *(GEMMA2, GEMMA3, OLMO3, EXAONE4, MINISTRAL3, MINIMAX_M2),
+)
+"""A model that was trained from scratch is exported as the first one that computes the same."""
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 _WITHIN = {outer: family for family in _ALL for outer in family.within}
 
@@ -42,9 +56,15 @@ def language_model(config: Mapping[str, Any], where: str = "config.json") -> Lan
             prefix = FAMILIES[kind].within[config["model_type"]]
             tied = config.get("tie_word_embeddings")  # it stands beside text_config
             values = text if tied is None else {**text, "tie_word_embeddings": tied}
-            return LanguageModel(FAMILIES[kind], ConfigFields(values, where), prefix)
+            return _described(FAMILIES[kind], values, where, prefix)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"{where} has model_type {shown(kind)}, but only {', '.join(FAMILIES)} are supported"
         )
-    return LanguageModel(FAMILIES[kind], ConfigFields(config, where), Prefix())
+    return _described(FAMILIES[kind], config, where, Prefix())
+
+
+def _described(
+    family: Family, values: Mapping[str, Any], where: str, prefix: Prefix
+) -> LanguageModel:
+    return LanguageModel(family, ConfigFields({**family.defaults, **values}, where), prefix)

@@ -1,0 +1,158 @@
+"""mcore. Whole HuggingFace tensors from the parts of them that ranks hold, one at a time.
+
+Tensor-parallel ranks gather a parameter to their first rank, expert-parallel ranks a stack of
+experts. Nothing travels between pipeline stages, nor between ranks whose experts are tensors of
+their own. Host memory: one tensor beyond the model, twice where it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron.sft.model.huggingface.read import Placed, weights_bar
+from megatron.sft.model.huggingface.tensors import Copy, Part, copies
+
+ValuesOf = Callable[[Placed], Tensor]
+
+
+class Dtypes(NamedTuple):
+    """Types that tensors are written in."""
+
+    default: torch.dtype
+    kept: Mapping[str, torch.dtype] = {}
+    """Tensors that keep one of their own, such as a router's bias in float32."""
+
+    def of(self, name: str) -> torch.dtype:
+        """Returns the type of a tensor."""
+        return self.kept.get(name, self.default)
+
+
+class _Group(NamedTuple):
+    """Parameters of this rank that share tensors, as the experts of a stack do."""
+
+    placed: tuple[Placed, ...]
+    parts: tuple[Part, ...]
+    """One for each tensor."""
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether other expert-parallel ranks hold other rows of the tensors."""
+        return any(part.view.expert is not None for part in self.parts)
+
+    @property
+    def is_written_here(self) -> bool:
+        """Whether this rank writes them."""
+        if self.is_stacked:
+            return parallel_state.get_expert_model_parallel_rank() == 0
+        is_expert = self.placed[0].weight.is_expert
+        return is_expert or parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _groups(placed: Sequence[Placed]) -> list[_Group]:
+    """Groups in order of their first parameter."""
+    group_of: dict[str, int] = {}
+    groups: list[_Group] = []
+    for one in placed:
+        names = [part.name for part in one.weight.parts]
+        known = next((group_of[name] for name in names if name in group_of), None)
+        if known is None:
+            known = len(groups)
+            groups.append(_Group((), ()))
+        old = groups[known]
+        new = {part.name: part for part in one.weight.parts if part.name not in group_of}
+        group_of |= dict.fromkeys(new, known)
+        groups[known] = _Group((*old.placed, one), (*old.parts, *new.values()))
+    return groups
+
+
+def written_parts(placed: Sequence[Placed]) -> list[Part]:
+    """Returns the tensors that `tensors_of` yields on this rank."""
+    return [part for group in _groups(placed) if group.is_written_here for part in group.parts]
+
+
+def tensors_of(placed: Sequence[Placed], dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tensor]:
+    """Yields the tensors that this rank writes, in order; collective over tensor parallel, and over
+    expert parallel where experts are stacked.
+    """
+    with weights_bar("writing", sum(one.parameter.numel() for one in placed)) as bar:
+        for group in _groups(placed):
+            yield from (
+                _stack(group, dtypes, values_of)
+                if group.is_stacked
+                else _whole(group, dtypes, values_of)
+            )
+            bar.update(sum(one.parameter.numel() for one in group.placed))
+
+
+def _whole(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tensor]:
+    """Yields the tensors of a group, on the rank that writes them; none on ranks that send their
+    part to it.
+    """
+    tensors: dict[str, Tensor] = {}
+    if group.is_written_here:
+        tensors = {
+            part.name: torch.empty(part.stored_shape, dtype=dtypes.of(part.name))
+            for part in group.parts
+        }
+    for one in group.placed:
+        pieces = _pieces(one, values_of(one))
+        for rank, piece in enumerate(pieces):
+            for copy in copies(one.weight, rank, len(pieces), len(piece)):
+                part = one.weight.parts[copy.part]
+                _put(tensors[part.name], part, copy, piece)
+    yield from tensors.values()
+
+
+def _pieces(placed: Placed, mine: Tensor) -> list[Tensor]:
+    """Returns what each tensor-parallel rank holds; empty on ranks that only send."""
+    weight, group = placed.weight, parallel_state.get_tensor_model_parallel_group()
+    if weight.is_expert or weight.layout == "whole" or group.size() == 1:
+        is_written = weight.is_expert or group.rank() == 0
+        return [mine] if is_written else []
+    pieces = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []
+    dist.gather(mine.contiguous(), pieces or None, group=group, group_dst=0)
+    return pieces
+
+
+def _stack(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tensor]:
+    """Yields stacks of experts, of which each expert-parallel rank holds consecutive ones."""
+    numbers = [part.view.expert for one in group.placed for part in one.weight.parts]
+    first = min(number for number in numbers if number is not None)
+    num_here = len(set(numbers))
+    mine = {
+        part.name: torch.empty((num_here, *part.stored_shape[1:]), dtype=dtypes.of(part.name))
+        for part in group.parts
+    }
+    for one in group.placed:
+        values = values_of(one)
+        for copy in copies(one.weight, 0, 1, len(values)):
+            part = one.weight.parts[copy.part]
+            assert part.view.expert is not None
+            _put(mine[part.name][part.view.expert - first], part, copy, values)
+    experts = parallel_state.get_expert_model_parallel_group()
+    device = group.placed[0].parameter.device
+    for held in mine.values():
+        if experts.size() == 1:
+            yield held
+            continue
+        sent = held.to(device)  # the backend of a GPU's groups takes no tensors of the host
+        pieces = [torch.empty_like(sent) for _ in range(experts.size())]
+        dist.gather(sent, pieces if experts.rank() == 0 else None, group=experts, group_dst=0)
+        if experts.rank() == 0:
+            yield torch.cat(pieces).cpu()
+
+
+def _put(tensor: Tensor, part: Part, copy: Copy, piece: Tensor) -> None:
+    """Writes a block of a rank's parameter to its place in the matrix of a part."""
+    if part.view.is_transposed:
+        tensor = tensor.t()
+    num_rows = copy.rows.stop - copy.rows.start
+    block = piece[copy.row : copy.row + num_rows].to(tensor)
+    rows = part.view.rows(copy.rows)
+    tensor[rows if tensor.dim() == 1 else (rows, copy.columns)] = block
