@@ -586,7 +586,7 @@ def _template(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.model.huggingface.config import options_of, window_of
+    from megatron.sft.model.huggingface.config import options_of
     from megatron.sft.model.huggingface.config_file import read_config
     from megatron.sft.options.model import ModelConfig
 
@@ -619,13 +619,23 @@ def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
             "sliding_window": 64,
             "layer_types": ["sliding_attention"],
         },
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                **base,
+                "query_pre_attn_scalar": 16,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {"full_attention": scaling, "sliding_attention": {}},
+            },
+        },
     ]
 
     def read(content: bytes) -> None:
         (folder / "config.json").write_bytes(content)
         config = read_config(folder)
         options = options_of(config, str(folder / "config.json"))
-        window_of(config)
         named = {
             name: value
             for name, value in options.items()

@@ -12,11 +12,17 @@ from megatron.packing.user_files import fits_64_bits, read_json, shown
 
 _KINDS: Mapping[type, str] = {
     str: "model_type hidden_act hidden_activation",
-    int: "num_key_value_heads head_dim max_position_embeddings sliding_window decoder_sparse_step",
-    float: "rms_norm_eps rope_theta partial_rotary_factor router_jitter_noise",
-    bool: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob qkv_bias use_sliding_window",
-    list: "mlp_only_layers layer_types",
-    dict: "rope_scaling rope_parameters quantization_config",
+    int: "num_key_value_heads head_dim max_position_embeddings sliding_window decoder_sparse_step "
+    "max_window_layers no_rope_layer_interval first_k_dense_replace n_shared_experts n_group "
+    "topk_group rotary_dim full_attention_interval",
+    float: "rms_norm_eps rope_theta partial_rotary_factor router_jitter_noise "
+    "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping rope_local_base_freq "
+    "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
+    "routed_scaling_factor attention_dropout swiglu_limit swiglu_alpha",
+    bool: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob qkv_bias use_sliding_window "
+    "use_bias use_qk_norm attention_out_bias",
+    list: "mlp_only_layers layer_types no_rope_layers",
+    dict: "rope_scaling rope_parameters quantization_config text_config",
 }
 """Type -> keys that have it wherever they are there and not null."""
 
@@ -35,6 +41,13 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} must be JSON, but is not: {failure}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds {type(config).__name__}")
+    _check_types(config, path)
+    if config.get("text_config"):
+        _check_types(config["text_config"], path)
+    return config
+
+
+def _check_types(config: Mapping[str, Any], path: Path) -> None:
     for kind, names in _KINDS.items():
         for name in names.split():
             value = config.get(name)
@@ -47,4 +60,3 @@ def read_config(folder: str | Path) -> dict[str, Any]:
                 raise ValueError(
                     f"{path} has {name} {shown(value)}, but it must fit 64 bits; correct it"
                 )
-    return config

@@ -25,7 +25,13 @@ def test_only_word_embeddings_are_scaled():
     further tokens.
     """
     options: Any = SimpleNamespace(
-        rope_scaling=None, scale_embeddings=True, mask_vocab_padding=False
+        rope_scaling=None,
+        scale_embeddings=True,
+        hidden_size=4,
+        embedding_multiplier=1.0,
+        logits_scaling=1.0,
+        final_logit_softcapping=None,
+        mask_vocab_padding=False,
     )
     gpt: Any = SimpleNamespace(embedding=Embedding(), pre_process=False, post_process=True)
     add_to_gpt(gpt, options, 8)

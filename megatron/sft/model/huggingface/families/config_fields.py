@@ -96,11 +96,7 @@ class ConfigFields:
         rope_theta: the base where none is written. kind: of `layer_types`.
         """
         fields = self.rope(kind)
-        base = fields.pop("rope_theta", None) or self.get("rope_theta") or rope_theta
-        if not is_positive(base):
-            raise ValueError(
-                f"{self.where} has rope_theta {shown(base)}, but it must be a number above 0"
-            )
+        base = self.rope_base(fields.pop("rope_theta", None), rope_theta)
         if fields.get("rope_type", fields.get("type")) in ("llama3", "yarn"):
             # As transformers fills it in.
             fields.setdefault(
@@ -108,15 +104,29 @@ class ConfigFields:
             )
         scaling = rope_scaling_of(fields, f"{self.where}: rope_scaling")
         return {
-            "rotary_base": float(base),
+            "rotary_base": base,
             "rope_scaling": None if scaling is None else scaling.to_json(),
         }
+
+    def rope_base(self, written: object, default: float) -> float:
+        """Returns the base that a rope has `written`, else the model's, else `default`."""
+        base = written or self.get("rope_theta") or default
+        if not is_positive(base):
+            raise ValueError(
+                f"{self.where} has rope_theta {shown(base)}, but it must be a number above 0"
+            )
+        return float(base)  # type: ignore[arg-type]
 
     def rotary_percent(self, default: float | None) -> float:
         """Returns the share of a head's channels that are rotated; ValueError for families that
         rotate all (`default` None) and say otherwise.
         """
         found = self.rope().get("partial_rotary_factor") or self.get("partial_rotary_factor")
+        if found is not None and not (is_positive(found) and found <= 1):
+            raise ValueError(
+                f"{self.where} has partial_rotary_factor {shown(found)}, but it must be a number "
+                "above 0 and at most 1"
+            )
         if default is None and (found or 1) != 1:
             raise ValueError(
                 f"{self.where} has a partial_rotary_factor, which is not supported for this "

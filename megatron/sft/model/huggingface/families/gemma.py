@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.packing.user_files import shown
 from megatron.sft.model.huggingface.families.config_fields import (
     ConfigFields,
     rope_fields,
@@ -60,15 +61,15 @@ def _options3(config: ConfigFields) -> dict[str, Any]:
     if local.get("rope_type", "default") != "default":
         raise ValueError(
             f"{config.where} stretches rotary embeddings of layers with a window "
-            f"(rope_type {local['rope_type']!r}), which is not supported"
+            f"(rope_type {shown(local['rope_type'])}), which is not supported"
         )
-    base = local.get("rope_theta") or config.get("rope_local_base_freq", 1e4)
+    base = config.rope_base(local.get("rope_theta") or config.get("rope_local_base_freq", 1e4), 1e4)
     return {
         **_options2(config),
         **windows,
         "qk_layernorm": True,
         **config.rope_options(1e6, "full_attention"),
-        "window_rotary_base": float(base) if windows else None,
+        "window_rotary_base": base if windows else None,
     }
 
 

@@ -18,7 +18,9 @@ def _options(config: ConfigFields) -> dict[str, Any]:
     config.refuse("router_jitter_noise")
     rotary_dim = config.get("rotary_dim")
     head_dim = config.number("head_dim", 128)
-    percent = {} if rotary_dim is None else {"rotary_percent": rotary_dim / head_dim}
+    percent = {}
+    if rotary_dim is not None:
+        percent = {"rotary_percent": min(config.number("rotary_dim"), head_dim) / head_dim}
     return {
         **num_experts(config, "num_local_experts"),
         "moe_ffn_hidden_size": config.number("intermediate_size"),

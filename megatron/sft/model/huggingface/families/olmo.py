@@ -21,13 +21,14 @@ def _options3(config: ConfigFields) -> dict[str, Any]:
         config.values.get("sliding_window", 4096), config.every(4) if kinds is None else kinds
     )
     rope = config.rope_options(5e5, "full_attention")
-    base = config.rope("sliding_attention").get("rope_theta", rope["rotary_base"])
+    local = config.rope("sliding_attention").get("rope_theta")
+    base = config.rope_base(local, rope["rotary_base"])
     return {
         **_NORMS,
         **windows,
         **rope,
         # Only layers that see all tokens are stretched to longer contexts.
-        "window_rotary_base": float(base) if windows else None,
+        "window_rotary_base": base if windows else None,
     }
 
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from megatron.packing.flags import FlagError
-from megatron.sft.model.huggingface.config import config_of, identity_of, options_of, window_of
+from megatron.sft.model.huggingface.config import config_of, identity_of, options_of
 from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.options.model import ModelConfig
 from tests.unit_tests.sft.command_line import parse
@@ -21,6 +21,9 @@ SMALL = {
 }
 LLAMA = {"model_type": "llama", **SMALL}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 STEPS = "--train-iters 2 --global-batch-size 4 --lr 1e-3 --seq-length 64 --mock-data"
 LLAMA3 = {
     "rope_type": "llama3",
@@ -167,8 +170,29 @@ def test_the_same_again_is_no_contradiction(tmp_path):
         ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers"]),
-        ({"model_type": "mistral", "sliding_window": 32}, ["window of 32", "--seq-length"]),
-        ({"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 63}, ["63"]),
+        ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window 0", "at least 1"]),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, ["'longrope'"]),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, ["attention_out_bias"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers of 1 layers"]),
+        (
+            {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"},
+            ["sliding_window_pattern 'LLLG'"],
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            ["layers with a window", "'linear'"],
+        ),
+        (
+            {"model_type": "glm4_moe", **GLM_EXPERTS, "norm_topk_prob": False},
+            ["norm_topk_prob False"],
+        ),
+        (
+            {"model_type": "glm4_moe", **GLM_EXPERTS, "n_group": 4, "topk_group": 2},
+            ["topk_group 2", "two per group"],
+        ),
         ({"model_type": "gemma", "hidden_act": "gelu"}, ["'gelu'"]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias"]),
     ],
@@ -197,27 +221,42 @@ def test_no_config_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "window"),
+    ("config", "windows"),
     [
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "qwen2", "sliding_window": 4096}, None),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, 4096),
+        ({"model_type": "mistral"}, [4096] * 4),
+        ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
+        ({"model_type": "qwen2", "sliding_window": 4096}, [None] * 4),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
+            [None, None, None, 9],
+        ),
         (
             {
                 "model_type": "qwen3",
                 "use_sliding_window": True,
                 "sliding_window": 9,
-                "layer_types": ["full_attention"],
+                "layer_types": ["full_attention"] * 4,
             },
-            None,
+            [None] * 4,
         ),
-        ({"model_type": "mixtral"}, None),
+        ({"model_type": "gemma2", "sliding_window": 9}, [9, None, 9, None]),
+        ({"model_type": "olmo3", "sliding_window": 9}, [9, 9, 9, None]),
+        ({"model_type": "exaone4", "sliding_window": 9}, [9, 9, 9, None]),
+        ({"model_type": "mixtral"}, [None] * 4),
     ],
 )
-def test_window(config, window):
-    """Mistral's first model has one by default; Qwen's have a switch, which is off."""
-    assert window_of(config) == window
+def test_windows(tmp_path, config, windows):
+    """Which layers have one is written as a list, as an interval, behind a switch, or not at all;
+    `sliding_window` counts the token itself.
+    """
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    model = parse_with(tmp_path, {**SMALL, **experts, **config}).model
+    assert [kind.window for kind in model.layer_kinds()] == windows
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -225,16 +264,16 @@ def test_defaults_are_those_of_transformers(kind):
     """A config.json leaves out what is at its default."""
     transformers = pytest.importorskip("transformers")
     changes = EXPERTS | {"shared_expert_intermediate_size": 48} if "moe" in kind else {}
-    missing = {
-        "model_type": kind,
-        **SMALL,
-        **changes,
-        **({"num_local_experts": 8} if kind == "mixtral" else {}),
-    }
+    if kind == "glm4_moe":
+        changes = GLM_EXPERTS
+    if kind in ("mixtral", "minimax_m2"):
+        changes = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    missing = {"model_type": kind, **SMALL, **changes}
     filled = transformers.AutoConfig.for_model(**missing).to_dict()
-    plain = {**missing, **({"num_experts_per_tok": 2} if kind == "mixtral" else {})}
-    assert options_of(plain) == options_of(filled)
-    assert window_of(plain) == window_of(filled)
+    found = options_of(filled)
+    if found["query_scale_beta"] is not None:  # Ministral's class has a rope that no file lacks
+        found |= {"query_scale_beta": None, "rope_scaling": None}
+    assert options_of(missing) == found
 
 
 @pytest.mark.parametrize(
@@ -250,6 +289,21 @@ def test_defaults_are_those_of_transformers(kind):
         ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1, 2]}),
         ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
         ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "head_dim": 16}),
+        ("mistral", {"sliding_window": 9}),
+        ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}),
+        ("smollm3", {"no_rope_layer_interval": 2}),
+        ("ernie4_5", {"head_dim": 16}),
+        ("glm4_moe", GLM_EXPERTS | {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
+        ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
+        ("granite", {"attention_multiplier": 0.25, "logits_scaling": 8.0}),
+        ("olmo2", {}),
+        ("olmo3", {"sliding_window": 9, "rope_scaling": YARN}),
+        ("glm4", {"head_dim": 16}),
+        ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}),
+        ("gemma3_text", {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2}),
+        ("exaone4", {"sliding_window": 9}),
+        ("ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_ROPE}),
+        ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8}),
     ],
 )
 def test_options_and_config_say_the_same(tmp_path, kind, changes):
