@@ -67,7 +67,7 @@ STAGES = {
     "optimizer": Stage("megatron.sft.train:Trainer", "_update", 2),
     "reduce": Stage("megatron.sft.train", "Reduction", 2),
     "evaluate": Stage("megatron.sft.train:Trainer", "_evaluate"),
-    "save": Stage("megatron.sft.model.checkpoint_save", "sums_of_own"),
+    "save": Stage("megatron.sft.model.checkpoint_save", "write_parts"),
     "load": Stage("megatron.sft.model.checkpoint", "_load_state"),
     "stream": Stage("megatron.blending.loading.rank_loader:Loader", "__next__", 3, "data"),
     # Where a full disk is found out, beside a file of a checkpoint that is being written.

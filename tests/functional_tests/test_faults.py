@@ -19,7 +19,6 @@ from megatron.sft.model.checkpoint_files import (
     check_folder,
     check_sound,
     found_faults,
-    sums_of_own,
     written_or_refused,
 )
 from megatron.sft.model.checkpoint_folder import (
@@ -92,7 +91,8 @@ def checked(folder: Path, damaged: str) -> list[str]:
         with written_or_refused(path):
             path.mkdir(exist_ok=True)
             (path / f"__{dist.get_rank()}_0.distcp").write_bytes(b"tensors" * 1000)
-        sums = gathered(sums_of_own(path))
+        own = f"__{dist.get_rank()}_0.distcp"
+        sums = gathered({own: sum_of(path / own)})
         if dist.get_rank() == 0:
             write_checksums(
                 path, {name: found for of_rank in sums for name, found in of_rank.items()}

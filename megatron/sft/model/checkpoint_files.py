@@ -18,13 +18,11 @@ from megatron.sft.distributed import AgreedError, gathered
 from megatron.sft.model.checkpoint_folder import (
     TRACKER,
     FolderLock,
-    Sum,
     checkpoint_path,
     faults_in,
     file_names,
     other_sound_iteration,
     read_checksums,
-    sum_of,
 )
 
 _PROBE_BYTES = 1 << 20
@@ -78,11 +76,6 @@ def _root_of(error: BaseException, folder: Path) -> BaseException:
             with suppress(OSError):
                 probe.unlink()
     return error
-
-
-def sums_of_own(path: Path) -> dict[str, Sum]:
-    """Returns those of the tensors that this rank has just written."""
-    return {file.name: sum_of(file) for file in path.glob(f"__{dist.get_rank()}_*.distcp")}
 
 
 def check_folder(folder: str | Path) -> FolderLock | None:

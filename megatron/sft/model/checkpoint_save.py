@@ -10,6 +10,7 @@ import inspect
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.sft.distributed import gathered
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoint import METADATA, Progress, state_to_save
-from megatron.sft.model.checkpoint_files import sums_of_own, written_or_refused
+from megatron.sft.model.checkpoint_files import written_or_refused
 from megatron.sft.model.checkpoint_folder import (
     TRACKER,
     Sum,
@@ -30,6 +31,7 @@ from megatron.sft.model.checkpoint_folder import (
     unfinished_path,
     write_checksums,
 )
+from megatron.sft.model.checkpoint_write import Part, write_parts
 from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
 
 # From 0.17 on there is another one, of a package of its own.
@@ -114,12 +116,12 @@ class CheckpointSave:
             if dist.get_rank() == 0:
                 self._place(sums)
 
-    def _write(self, parts: object) -> None:
+    def _write(self, parts: Sequence[Part]) -> None:
         try:
-            if self._request.async_fn is not None:
-                rank, _, results = self._request.async_fn_args
-                self._request.async_fn(rank, parts, results)
-            self._sums = sums_of_own(self._unfinished)
+            results, self._sums = write_parts(parts)
+            if self._request.async_fn is not None:  # None where this rank has nothing to write
+                *_, queue = self._request.async_fn_args
+                queue.put(results)  # as megatron-core's own function does, which isn't called
         except Exception as failure:  # raised where all ranks hear of it
             self._failure = failure
 

@@ -160,35 +160,17 @@ def _tell_parameter_groups_apart_by_what_they_are() -> None:
 
 
 def _save_without_other_processes() -> None:
-    """A save writes, and gets its results, in the process that asked for it, as from 0.17 on.
+    """Results of a save wait in a queue of this process, as from 0.17 on (checkpoint_write.py writes
+    in it, too).
 
-    megatron-core 0.16 starts a process for a queue of results in the first save, and forks others
-    in every save, which write. A launcher's SIGTERM to all of a job's processes ends the first, and
-    every later save with it. After a SIGKILL of the rank all of them live on, and hold its
-    connections open, so that others wait for it.
+    megatron-core 0.16 starts a process for that queue in the first save. A launcher's SIGTERM to
+    all of a job's processes ends it, and every later save with it. After a SIGKILL of the rank it
+    lives on, and holds its connections open, so that others wait for it.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
-    writer = filesystem_async.FileSystemWriterAsync
-    if not hasattr(writer, "write_preloaded_data_multiproc"):
-        return
-
-    def write_here(transforms: Any, use_msc: bool, rank: int, parts: Any, results: Any) -> None:
-        found: queue.Queue[tuple[int, Any]] = queue.Queue()
-        numbers: queue.Queue[int] = queue.Queue()
-        for number, part in enumerate(parts):
-            numbers.put(number)
-            writer.write_preloaded_data(
-                transforms, number, part, found, numbers, use_fsync=True, use_msc=use_msc
-            )  # type: ignore[arg-type]
-        of_parts = dict(found.get() for _ in parts)
-        results.put(
-            next((value for value in of_parts.values() if isinstance(value, Exception)), of_parts)
-        )
-
-    writer.write_preloaded_data_multiproc = staticmethod(write_here)  # type: ignore[method-assign, assignment]
 
 
 def _keep_norms_on_the_device() -> None:
