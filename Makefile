@@ -31,7 +31,7 @@ TINY_FINETUNE = data/tiny_finetune
 CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
 	run.py::test_continued_run_follows_its_own_learning_rate run.py::test_mock_data_experts_and_evaluation)
 CODE = megatron tests examples pretrain_sft.py setup.py
-BUILT_FROM = pyproject.toml setup.py megatron/packing/scheduling/core.cpp
+BUILT_FROM = pyproject.toml setup.py megatron/packing/scheduling/core.cpp megatron/blending/order/core.cpp
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.

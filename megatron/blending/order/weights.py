@@ -25,6 +25,10 @@ def integer_weights(weights: Sequence[Weight], max_period: int = MAX_PERIOD) -> 
     a weight of 0 becomes 0. ValueError for a weight that is negative or no number, and if all are
     0.
     """
+    if all(type(weight) is int and weight >= 0 for weight in weights):  # most are, and many times
+        divisor = math.gcd(*weights)  # type: ignore[arg-type]
+        if divisor and sum(weights) // divisor <= max_period:
+            return tuple(weight // divisor for weight in weights)  # type: ignore[misc]
     exact = [exact_weight(weight, number) for number, weight in enumerate(weights)]
     if not (total := sum(exact)):
         raise ValueError(
