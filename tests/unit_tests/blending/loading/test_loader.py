@@ -23,7 +23,7 @@ from megatron.blending import (
 )
 from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
 from megatron.blending.loading.state_form import expanded
-from megatron.blending.order.proportions import _earliest_deadline_first
+from megatron.blending.order.proportions import _exchanged
 from megatron.blending.order.reading import records_at
 from megatron.blending.order.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import (
@@ -76,9 +76,7 @@ def _small_plans(monkeypatch):
     monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
     monkeypatch.setattr("megatron.blending.loading.server._MAX_PLANNED", 90)
     monkeypatch.setattr("megatron.blending.order.proportions._MAX_AT_ONCE", 60)
-    monkeypatch.setattr(
-        "megatron.blending.order.proportions._earliest_deadline_first", _first_deadlines
-    )
+    monkeypatch.setattr("megatron.blending.order.proportions._exchanged", _order_of)
     monkeypatch.setattr("megatron.blending.streams.node.records_at", _records_at)
 
 
@@ -87,11 +85,10 @@ def _small_plans(monkeypatch):
 _FOUND: dict[Any, Any] = {}
 
 
-def _first_deadlines(shares, start, end, counts, draws):
-    state = draws.get_state()[1][:4].tobytes()
-    key = str(shares.lines), str(shares.starts), start, end, tuple(counts), state
+def _order_of(shares, *arguments):
+    key = shares.unit, shares._slopes.tobytes(), shares._at_starts.tobytes(), arguments
     if key not in _FOUND:
-        _FOUND[key] = _earliest_deadline_first(shares, start, end, counts, draws)
+        _FOUND[key] = _exchanged(shares, *arguments)
     return _FOUND[key]
 
 

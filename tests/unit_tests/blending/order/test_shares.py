@@ -105,9 +105,9 @@ def test_hundreds_of_finite_sources_with_odd_weights():
     for child, size in enumerate(sizes):
         assert (found.numbers[found.children == child] == np.arange(size)).all()
     # In proportion to the weights, until the first one runs out.
-    first = segments[1][0]
-    counts = np.array(sequence.counts(first))
-    assert abs(counts - first * np.array(weights) / sum(weights)).max() < 1 + first / 2**16
+    first = int(segments[1][0])
+    shares = first * np.array(weights) / sum(weights)
+    assert abs(sequence.counts(first) - shares).max() < 1 + first / 2**16
 
 
 def test_many_finite_sources_beside_endless_ones_and_by_size():

@@ -40,9 +40,13 @@ def test_checksums_are_those_of_the_files(tmp_path, monkeypatch):
     """
     tensors = torch.arange(100_000.0), torch.zeros(0), torch.eye(3, dtype=torch.bfloat16)
     opened = []
-    monkeypatch.setattr(
-        "builtins.open", lambda path, mode, own=open: opened.append(mode) or own(path, mode)
-    )
+    open_file = open
+
+    def noted_open(path, mode):
+        opened.append(mode)
+        return open_file(path, mode)
+
+    monkeypatch.setattr("builtins.open", noted_open)
     results, sums = write_parts(parts_of(tmp_path, *tensors))
     monkeypatch.undo()
     assert opened == ["wb", "wb"]
