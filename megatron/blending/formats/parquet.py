@@ -1,6 +1,7 @@
 """pure. A ParquetSource reads the rows of a file in any order. It needs pyarrow."""
 
 import bisect
+import warnings
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,47 @@ if TYPE_CHECKING:
     import pyarrow
     import pyarrow.parquet
 
-_CACHED_ROW_GROUPS = 4
 _MAX_ROWS = 1 << 48
+_CACHED_BYTES = 1 << 28
+"""Of decoded row groups that a process keeps, of all its files together."""
+_LARGE_ROW_GROUP = 1 << 25
+
+
+class _DecodedRowGroups:
+    """The row groups decoded last, by the files that they are of.
+
+    A dict is never changed but replaced by another one, so that threads and forked processes never
+    see one that changes; where two threads decode at once, the row group of one may be forgotten.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._tables: dict[tuple[object, int], tuple[pyarrow.Table, int]] = {}
+
+    def get(self, key: tuple[object, int]) -> "pyarrow.Table | None":
+        return self._tables.get(key, (None,))[0]
+
+    def add(self, key: tuple[object, int], table: "pyarrow.Table") -> None:
+        """Keep `table`, whatever its size, and the ones before as far as there is room."""
+        kept = {key: (table, table.nbytes)}
+        room = self._most_bytes - table.nbytes
+        for other, (held, num_bytes) in reversed(self._tables.items()):
+            room -= num_bytes
+            if room < 0:
+                break
+            kept[other] = held, num_bytes
+        self._tables = dict(reversed(kept.items()))
+
+
+_DECODED = _DecodedRowGroups(_CACHED_BYTES)
 
 
 class ParquetSource(FileSource):
     """The rows of a Parquet file, counted from 0.
 
-    A read decodes the row group that holds the row, unless it is one of the last few decoded: in
-    random order, files with small row groups are read fastest.
+    A read decodes the row group that holds the row, unless it is among those decoded before, of
+    which a process keeps 256 MB: files that fit there are decoded once. Of larger ones, those with
+    small row groups are read fastest in random order.
     """
 
     def _open(self) -> None:
@@ -47,7 +80,15 @@ class ParquetSource(FileSource):
                 f"{path}: not a Parquet file: {' '.join(str(error).split()):.500}"
             ) from error
         self._row_group_starts = [0, *accumulate(num_rows)]
-        self._tables: dict[int, pyarrow.Table] = {}
+        self._key = object()  # this file's, in the cache
+        sizes = [self._metadata.row_group(n).total_byte_size for n in range(len(num_rows))]
+        if sum(sizes) > _CACHED_BYTES and max(sizes) > _LARGE_ROW_GROUP:
+            warnings.warn(
+                f"{path}: has row groups of {max(sizes) / 1e6:,.0f} MB, each of which is decoded "
+                "for a single row in random order; write it again with smaller ones, as by "
+                "pyarrow.parquet.write_table(table, path, row_group_size=1000)",
+                stacklevel=4,
+            )
 
     def __len__(self) -> int:
         return self._row_group_starts[-1]
@@ -83,8 +124,7 @@ class ParquetSource(FileSource):
     def _table(self, row_group: int) -> "pyarrow.Table":
         import pyarrow.parquet
 
-        tables = self._tables
-        table = tables.get(row_group)
+        table = _DECODED.get((self._key, row_group))
         if table is None:
             # Opened again and read by this thread alone: nothing that a forked process could share
             # or wait for.
@@ -92,9 +132,5 @@ class ParquetSource(FileSource):
                 self._stream(), metadata=self._metadata, pre_buffer=False
             ) as file:
                 table = file.read_row_group(row_group, use_threads=False)
-            # A dict of its own for the next reader, so that threads never see one that changes.
-            self._tables = {
-                **dict(list(tables.items())[1 - _CACHED_ROW_GROUPS :]),
-                row_group: table,
-            }
+            _DECODED.add((self._key, row_group), table)
         return table

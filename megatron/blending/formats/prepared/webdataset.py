@@ -38,7 +38,7 @@ from megatron.blending.formats.prepared.nv_meta import (
     read_info,
     read_split_part,
 )
-from megatron.blending.formats.prepared.sample_index import find_samples
+from megatron.blending.formats.prepared.sample_index import SampleIndex
 from megatron.blending.formats.prepared.shard import Shard, open_local_shard, open_remote_shard
 from megatron.blending.formats.prepared.tar import BLOCK, TarError, header_key, parse_sample
 from megatron.blending.formats.record import (
@@ -106,6 +106,7 @@ class WebDataset(RecordSource):
         self._skipped = self._find_skipped(part.excluded)
         self._kept_before_skipped = self._skipped - np.arange(self._skipped.size)
         self._samples_of_file: list[range] | None = None
+        self._index = SampleIndex(path)
         self._prepare_parts()
         if len(self) == 0:
             raise ValueError(
@@ -206,7 +207,7 @@ class WebDataset(RecordSource):
             }
             self._samples_of_file = [ranges.get(shard, range(0)) for shard in read_info(self.path)]
         found = {}
-        for key, (file_id, sample) in find_samples(self.path, keys).items():
+        for key, (file_id, sample) in self._index.find(keys).items():
             samples = (
                 self._samples_of_file[file_id]
                 if 0 <= file_id < len(self._samples_of_file)

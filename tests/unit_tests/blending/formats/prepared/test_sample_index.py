@@ -1,12 +1,17 @@
 """The database of keys."""
 
+import os
+import pickle
+import sqlite3
+import threading
+
 import pytest
 
 from megatron.blending.formats.prepared.nv_meta import FOLDER, SQLITE
 from megatron.blending.formats.prepared.sample_index import (
     DuplicateKeyError,
+    SampleIndex,
     SampleIndexWriter,
-    find_samples,
 )
 from megatron.blending.formats.prepared.tar import Part, TarSample, TarScan
 
@@ -33,7 +38,7 @@ def test_finds_what_was_written(tmp_path, folder):
     one.
     """
     root = write(tmp_path / folder, scan("a", "b/c"), scan("é", "\udcff"))
-    assert find_samples(root, ["é", "b/c", "nowhere", "\udcff"]) == {
+    assert SampleIndex(root).find(["é", "b/c", "nowhere", "\udcff"]) == {
         "b/c": (0, 1),
         "é": (1, 0),
         "\udcff": (1, 1),
@@ -55,5 +60,35 @@ def test_a_failure_leaves_the_old_index(tmp_path):
     root = write(tmp_path, scan("a"))
     with pytest.raises(DuplicateKeyError):
         write(tmp_path, scan("b", "b"))
-    assert find_samples(root, ["a", "b"]) == {"a": (0, 0)}
+    assert SampleIndex(root).find(["a", "b"]) == {"a": (0, 0)}
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [SQLITE]
+
+
+def test_one_connection_for_many_questions(tmp_path, monkeypatch):
+    """A store of media asks for one file at a time: a database opened for each took 179
+    microseconds, three times what energon's took.
+    """
+    index = SampleIndex(write(tmp_path, scan("a", "b")))
+    connected = []
+    connect = sqlite3.connect
+
+    def noted_connect(*arguments, **options):
+        connected.append(arguments)
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", noted_connect)
+    assert [index.find([key]) for key in "ab"] == [{"a": (0, 0)}, {"b": (0, 1)}]
+    assert len(connected) == 1
+    found = []
+    thread = threading.Thread(target=lambda: found.append(index.find(["a"])))
+    thread.start()
+    thread.join()
+    assert found == [{"a": (0, 0)}]
+    assert len(connected) == 2
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        is_right = index.find(["b"]) == {"b": (0, 1)}
+        os.write(writer, bytes([is_right, len(connected)]))
+        os._exit(0)
+    assert os.read(reader, 2) == bytes([True, 3])
+    assert pickle.loads(pickle.dumps(index)).find(["b"]) == {"b": (0, 1)}

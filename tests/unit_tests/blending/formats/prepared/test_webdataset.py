@@ -168,7 +168,7 @@ def test_find_by_key(folder):
     with pytest.raises(
         ValueError, match=r"cannot be found by key without a local \.nv-meta/index\.sqlite"
     ):
-        dataset.find(["a"])
+        opened(folder).find(["a"])
 
 
 def test_no_index_file_is_needed_but_missed(folder):
