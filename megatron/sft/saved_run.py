@@ -4,7 +4,6 @@ folder at its end.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.report.model_card import write_card
 from megatron.sft.report.run_folder import RunLog
 
 
@@ -210,16 +210,24 @@ class SavedRun:
         weights, companions = self._companions.weights(), self._companions
         if self._lora.writes_adapter:
             adapter = AdapterWeights(weights, self._lora)
-            write_adapter(
-                folder, chunks, adapter, partial(companions.write_beside_adapter, adapter)
-            )
+
+            def write_beside(target: Path) -> None:
+                companions.write_beside_adapter(adapter, target)
+                self._write_card(target, log)
+
+            write_adapter(folder, chunks, adapter, write_beside)
         else:
+
+            def write_companions(target: Path) -> str:
+                self._write_card(target, log)
+                return companions.write(target)
+
             source = self._output.huggingface_source
             write_folder(
                 folder,
                 chunks,
                 weights,
-                companions.write,
+                write_companions,
                 values_of=merged_values(chunks),
                 source=None if source is None else open_folder(source),
             )
@@ -229,6 +237,14 @@ class SavedRun:
                 f"wrote the {what} to {folder}, for "
                 f"{'peft' if what == 'adapter' else 'transformers'} and others"
             )
+
+    def _write_card(self, folder: Path, log: RunLog | None) -> None:
+        """Writes README.md; a run whose metrics are gone has one without them."""
+        config = self._companions.config
+        try:
+            write_card(folder, config, None if log is None else log.run_dir)
+        except ValueError:
+            write_card(folder, config, None)
 
     def close(self) -> None:
         """Lets another run save there."""

@@ -41,11 +41,18 @@ class Reduced(NamedTuple):
     """Whether every rank has written its part of the checkpoint that is on its way."""
     num_padded_tokens: int = 0
     """That all ranks computed without packing, padding included; 0 with packing."""
+    num_right_tokens: float = math.nan
+    """Loss tokens whose label is the likeliest word; NaN where nobody looked."""
 
     @property
     def loss(self) -> float:
         """Per-token mean; 0 where every token is masked."""
         return self.loss_sum / self.num_loss_tokens if self.num_loss_tokens else 0.0
+
+    @property
+    def token_accuracy(self) -> float:
+        """Share of loss tokens whose label is the likeliest word; NaN where nobody looked."""
+        return self.num_right_tokens / self.num_loss_tokens if self.num_loss_tokens else math.nan
 
     def by_source(self, names: Sequence[str]) -> dict[str, SourceMetrics]:
         """Returns what each source had that was drawn from; {} where there is one."""
@@ -84,7 +91,7 @@ def counts_samples() -> bool:
 class Reduction:
     """Sums over the ranks that hold a part: the last stage the loss, the first stage the counts,
     each rank its stop signal, and whether its part of a checkpoint is written. One all-reduce of 8
-    bytes per number: 40, and per source 64, and 16 more where there are several.
+    bytes per number: 48, and per source 64, and 16 more where there are several.
 
     It begins when it is made; `result` waits for it, and for all that the device was given to do
     before.
@@ -103,11 +110,11 @@ class Reduction:
         self._shape = counts.table.shape
         num_sources = len(counts.table)
         self._num_split = num_split = 2 * num_sources if num_sources > 1 else 0
-        own = torch.zeros(5 + num_split + counts.table.size, dtype=torch.float64)
+        own = torch.zeros(6 + num_split + counts.table.size, dtype=torch.float64)
         own[2], own[3] = float(stop), float(is_written)
         if counts_samples():
             own[4] = num_padded_tokens * parallel_state.get_context_parallel_world_size()
-            own[5 + num_split :] = torch.from_numpy(counts.table).double().flatten()
+            own[6 + num_split :] = torch.from_numpy(counts.table).double().flatten()
         self._is_there: torch.cuda.Event | None = None
         if device.type == "cuda":
             own = own.pin_memory()
@@ -115,8 +122,13 @@ class Reduction:
         if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
             numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
             numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
+            of_heads = [loss.get("right tokens") for loss in losses]
+            if all(right is not None for right in of_heads):
+                numbers[5] = torch.stack(of_heads).sum()
+            else:
+                numbers[5] = math.nan
             if num_split:
-                numbers[5 : 5 + num_split] = (
+                numbers[6 : 6 + num_split] = (
                     torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
                 )
         dist.all_reduce(numbers)
@@ -130,7 +142,9 @@ class Reduction:
         """Returns what all ranks know then."""
         if self._is_there is not None:
             self._is_there.synchronize()
-        loss_sum, num_tokens, stops, written, num_padded_tokens, *rest = self._numbers.tolist()
+        loss_sum, num_tokens, stops, written, num_padded_tokens, num_right, *rest = (
+            self._numbers.tolist()
+        )
         table = np.array(rest[self._num_split :]).astype(np.int64).reshape(self._shape)
         source_losses = np.array(rest[: self._num_split]).reshape(2, -1)
         all_written = written == dist.get_world_size()
@@ -142,6 +156,7 @@ class Reduction:
             source_losses,
             all_written,
             int(num_padded_tokens),
+            num_right,
         )
 
 
@@ -193,12 +208,19 @@ class StepAccount:
     """
 
     def __init__(
-        self, config: SFTConfig, share: Share, cost: PackCost, names: Sequence[str]
+        self,
+        config: SFTConfig,
+        share: Share,
+        cost: PackCost,
+        names: Sequence[str],
+        num_records: int | None = None,
     ) -> None:
+        """num_records: of the training data, which are an epoch; None for data without end."""
         self._config = config
         self._share = share
         self._cost = cost
         self._names = names
+        self._num_records = num_records
 
     def metrics(
         self, progress: Progress, update: Update, reduced: Reduced, seconds: float
@@ -217,7 +239,9 @@ class StepAccount:
             **vars(told),
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
+            epoch=progress.consumed_samples / self._num_records if self._num_records else math.nan,
             loss=reduced.loss,
+            token_accuracy=reduced.token_accuracy,
             lr=update.lr,
             grad_norm=update.grad_norm,
             skipped=update.skipped,

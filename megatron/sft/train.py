@@ -98,7 +98,10 @@ class Trainer:
                 logging.ERROR
             )  # others draw the same samples, and tell
         self._names = datasets.train.names
-        self._account = StepAccount(config, self._share, self._training.cost, self._names)
+        num_records = None if config.data.mock_data else len(datasets.train)
+        self._account = StepAccount(
+            config, self._share, self._training.cost, self._names, num_records
+        )
         self._batches = StepBatches(
             config,
             self._model_config,
@@ -354,6 +357,7 @@ class Trainer:
                     iteration=self._progress.iteration,
                     split=split,
                     loss=reduced.loss,
+                    token_accuracy=reduced.token_accuracy,
                     num_tokens=reduced.num_loss_tokens,
                     dropped_samples=reduced.counts.num_dropped,
                     truncated_samples=reduced.counts.num_cut,

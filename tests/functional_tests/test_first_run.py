@@ -57,3 +57,17 @@ def test_a_dry_run_of_a_layout_needs_no_launcher(tmp_path, chats):
     status, _, err = megatron_sft("train", "--dry-run", *given, "--save-hf", "/proc/model")
     assert status == 2
     assert "/proc" in err
+
+
+def test_the_folder_has_a_card(tmp_path, chats):
+    """A folder that is found a year later says nothing of where it is from."""
+    folder = tmp_path / "tuned"
+    given = ["--pretrained-checkpoint", MODEL, "--data-path", chats.parent, "--lora"]
+    status, _, err = megatron_sft(
+        *given, "--train-iters", "1", "--save-hf", folder, "--run-dir", tmp_path / "run"
+    )
+    assert status == 0, err
+    card = (folder / "README.md").read_text()
+    assert 'base_model: "qwen"\nlibrary_name: peft\n' in card
+    assert "| data | `chats.jsonl` |" in card
+    assert "training loss" in card

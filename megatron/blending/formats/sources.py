@@ -3,6 +3,7 @@
 jsonl       one JSON object per line
 json_array  a JSON list of objects
 parquet     rows
+delimited   rows of .csv and .tsv with a line of column names
 indexed     token sequences as Megatron's tools write them: .bin beside .idx
 """
 
@@ -10,6 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
+from megatron.blending.formats.delimited import DelimitedSource
 from megatron.blending.formats.files import is_file, is_folder, local_path
 from megatron.blending.formats.indexed import IndexedSource
 from megatron.blending.formats.json_array import JsonArraySource
@@ -24,6 +26,8 @@ SOURCES: dict[str, Callable[[str], RecordSource]] = {
     ".ndjson": JsonlSource,
     ".json": JsonArraySource,
     ".parquet": ParquetSource,
+    ".csv": DelimitedSource,
+    ".tsv": DelimitedSource,
     ".bin": IndexedSource,
 }
 

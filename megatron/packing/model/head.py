@@ -95,6 +95,8 @@ class _Head:
         self._plain_calls: float = math.inf
         """Of the output layer, before the one whose losses are computed here."""
         self._rows: Tensor | None = None
+        self.num_right: Tensor | None = None
+        """Tokens of the last losses whose label has the largest logit; a scalar on the device."""
         gpt.register_forward_pre_hook(self._begin, with_kwargs=True)
         gpt.output_layer.forward = self._output_layer
         gpt.compute_language_model_loss = self._loss
@@ -132,7 +134,10 @@ class _Head:
         states = states.flatten(0, 1).index_select(0, rows)
         if not self._layer.sequence_parallel:
             states = copy_to_tensor_model_parallel_region(states, group=group)
-        losses = _CrossEntropy.apply(states, logits.weight, of_tokens[rows], self._words, group)
+        losses, is_right = _CrossEntropy.apply(
+            states, logits.weight, of_tokens[rows], self._words, group
+        )
+        self.num_right = is_right.sum()
         whole = losses.new_zeros(of_tokens.shape).index_copy(0, rows, losses)
         return whole.view(labels.shape[1], labels.shape[0]).t().contiguous()
 
@@ -153,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
         labels: Tensor,
         words: Words,
         group: dist.ProcessGroup,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         first = group.rank() * weight.shape[0]
         num_here = (
             weight.shape[0]
@@ -179,17 +184,21 @@ class _CrossEntropy(torch.autograd.Function):
         is_kept = len(chunks.parts) == 1 and words.rule.softcap is None
         ctx.kept = logits if is_kept else None
         of_label = of_label.where(is_here, 0.0)
+        largest_of_all = largest
         if group.size() > 1 and len(labels):
-            of_all = log_sum.clone()
-            dist.all_reduce(of_all, dist.ReduceOp.MAX, group)
+            most = torch.stack((log_sum, largest))
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+            of_all, largest_of_all = most
             both = torch.stack(((log_sum - of_all).exp(), of_label))
             dist.all_reduce(both, group=group)
             log_sum, of_label = both[0].log() + of_all, both[1]
         ctx.save_for_backward(states, weight, labels_here, is_here, log_sum, largest)
-        return log_sum - of_label
+        is_right = of_label >= largest_of_all
+        ctx.mark_non_differentiable(is_right)
+        return log_sum - of_label, is_right
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, labels_here, is_here, log_sum, largest = ctx.saved_tensors
         chunks, kept = ctx.chunks, ctx.kept
         ctx.kept = None  # written over below

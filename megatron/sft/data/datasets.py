@@ -212,7 +212,7 @@ class _Builder:
 
     def _all_of(self, split: str) -> SampleSet:
         """Returns what is held out, unshuffled."""
-        paths: Sequence[str] = self._data.valid_data_path if split == "val" else ()
+        paths: Sequence[str] = self._data.valid_paths if split == "val" else ()
         if not self._data.valid_data_path:
             paths = [path for path in self._data.paths if split in split_names(path)]
         return self._concatenated(

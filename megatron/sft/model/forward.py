@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron.packing.batch.columns import expand_ranges
@@ -71,7 +71,14 @@ def forward_step(
         if config.num_moe_experts is None
         else routers_mask(batch.padding_mask, config, is_first),
     )
-    return output, partial(loss_sum, batch.loss_mask, sources=sources, num_sources=num_sources)
+    head = getattr(unwrap_model(model), "masked_tokens_head", None) if is_last else None
+    return output, partial(
+        loss_sum,
+        batch.loss_mask,
+        sources=sources,
+        num_sources=num_sources,
+        num_right=None if head is None else head.num_right,
+    )
 
 
 def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool) -> Tensor:
@@ -85,19 +92,26 @@ def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool
 
 
 def loss_sum(
-    loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1
+    loss_mask: Tensor | None,
+    output: Tensor,
+    sources: Tensor | None = None,
+    num_sources: int = 1,
+    num_right: Tensor | None = None,
 ) -> Loss:
     """Returns (sum of weight * cross entropy, number of unmasked tokens, both for the log) of this
     rank's shard.
 
     Nothing is divided here. With `sources`, of each token, the log has the sum of cross entropy
-    without weights, and the number of tokens, by source: float64 [2, num_sources].
+    without weights, and the number of tokens, by source: float64 [2, num_sources]. With `num_right`
+    it has the unmasked tokens whose label is the likeliest word.
     """
     assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
     losses = output.to(torch.promote_types(output.dtype, torch.float32))
     total = (losses * loss_mask).sum()
     num_tokens = loss_mask.count_nonzero().to(torch.int32)
     log: dict[str, Any] = {"lm loss": (total.detach(), num_tokens.detach())}
+    if num_right is not None:
+        log["right tokens"] = num_right
     if sources is not None:
         counts = (loss_mask != 0).flatten()
         both = torch.stack((losses.detach().double().flatten().where(counts, 0.0), counts.double()))

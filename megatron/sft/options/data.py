@@ -15,6 +15,7 @@ from megatron.packing.flags import check_range, flag_of
 from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.planner.lengths import TokenizerType
 from megatron.sft.data.layouts import parse_columns
+from megatron.sft.options.data_paths import expanded, one_of
 
 
 def tokenizer_type_of(
@@ -47,10 +48,10 @@ class DataConfig:
     """Data."""
 
     data_path: tuple[str, ...] = ()
-    """Training data: files, folders or a blend. Files (.jsonl, .json, .parquet) of chats,
-    instructions or text, token files (.bin/.idx) and prepared WebDataset folders are read one
-    after the other; with weights before them (5 a.jsonl 3 b.jsonl) they are blended; a
-    metadataset (.yaml) names a whole blend.
+    """Training data: files, folders, patterns or a blend. Files of chats, instructions or text
+    (.jsonl, .json, .parquet, .csv, .tsv), folders and patterns ('data/*.jsonl') of them, token
+    files (.bin/.idx) and prepared WebDataset folders are read one after the other; with weights
+    before them (5 a.jsonl 3 b.jsonl) they are blended; a metadataset (.yaml) names a whole blend.
     """
     blend_mode: BlendMode = "exact"
     """Order of a blend's sources. exact: each source stays within one sample of its share at
@@ -137,7 +138,7 @@ class DataConfig:
         check_range(
             self, 0, None, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches"
         )
-        _ = self.split_shares, self.resolved_tokenizer_type, self.columns
+        _ = self.split_shares, self.resolved_tokenizer_type, self.columns, self.valid_paths
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType:
@@ -151,7 +152,8 @@ class DataConfig:
         """
         weights = [None if os.path.exists(part) else _number(part) for part in self.data_path]
         if not any(weight is not None for weight in weights):
-            return tuple((None, path) for path in self.data_path)
+            paths = [one for path in self.data_path for one in expanded(path, "--data-path")]
+            return tuple((None, path) for path in paths)
         if (
             any((weight is None) == (number % 2 == 0) for number, weight in enumerate(weights))
             or len(weights) % 2
@@ -160,12 +162,19 @@ class DataConfig:
                 "--data-path with weights must be pairs such as 5 a.jsonl 3 b.jsonl, but is "
                 f"{' '.join(self.data_path)}"
             )
-        return tuple(zip(weights[::2], self.data_path[1::2]))
+        paths = [one_of(path, "--data-path") for path in self.data_path[1::2]]
+        return tuple(zip(weights[::2], paths))
 
     @property
     def paths(self) -> tuple[str, ...]:
         """--data-path without weights."""
         return tuple(path for _, path in self.weighted_paths)
+
+    @cached_property
+    def valid_paths(self) -> tuple[str, ...]:
+        """--valid-data-path, with the files of its folders and patterns."""
+        flag = "--valid-data-path"
+        return tuple(one for path in self.valid_data_path for one in expanded(path, flag))
 
     @property
     def is_blend(self) -> bool:

@@ -71,10 +71,19 @@ class StepMetrics(PackingStats):
     tokens_per_second: float
     """Real tokens of all devices together."""
     tflops_per_device: float
+    epoch: float = math.nan
+    """Passes over the training data, as far as samples are consumed; NaN for data without end."""
+    token_accuracy: float = math.nan
+    """Share of loss tokens whose label is the likeliest word; NaN where it was not measured."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Of each source that had some: reason -> samples that were left out."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
     """Of each source that was drawn from; empty where there is one."""
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss."""
+        return perplexity(self.loss)
 
     @property
     def prediction_error(self) -> float:
@@ -85,7 +94,9 @@ class StepMetrics(PackingStats):
         """Returns the step as one line of a log."""
         parts = [
             f"step {self.iteration:>{len(str(train_iters))}}/{train_iters}",
+            *([f"epoch {self.epoch:.2f}"] if math.isfinite(self.epoch) else []),
             f"loss {self.loss:.4f}",
+            *accuracy_parts(self.token_accuracy),
             f"lr {self.lr:.2e}",
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tokens/s",
@@ -131,10 +142,19 @@ class StepMetrics(PackingStats):
 
 FORMER_NAMES = {"cut_samples": "truncated_samples"}
 """Former names of columns of `metrics.jsonl`: written and read for one more release."""
-DERIVED = ("fill", "padding", "balance", "moved", "prediction_error")
+DERIVED = ("perplexity", "fill", "padding", "balance", "moved", "prediction_error")
 """Properties of a step that are columns of `metrics.jsonl`, too; they are not read back."""
 DRAWN = (
-    *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
+    *(
+        "loss",
+        "perplexity",
+        "token_accuracy",
+        "epoch",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "tflops_per_device",
+    ),
     *(
         "microbatches",
         "fill",
@@ -147,6 +167,7 @@ DRAWN = (
     ),
 )
 """Columns that boards draw."""
+DRAWN_OF_EVALUATIONS = ("loss", "perplexity", "token_accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +181,8 @@ class Evaluation:
     """Per-token mean over all of the evaluation's batches."""
     num_tokens: int
     """Tokens that the loss is taken on."""
+    token_accuracy: float = math.nan
+    """As in a step."""
     dropped_samples: int = 0
     truncated_samples: int = 0
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -167,15 +190,31 @@ class Evaluation:
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
     """As in a step."""
 
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss."""
+        return perplexity(self.loss)
+
     def to_line(self) -> str:
         """Returns the evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
         left_out += f", {self.truncated_samples} cut" * bool(self.truncated_samples)
+        told = [f"perplexity {self.perplexity:,.4g}", *accuracy_parts(self.token_accuracy)]
         line = (
             f"{self.split} loss {self.loss:.4f} after step {self.iteration} "
-            f"({self.num_tokens:,} loss tokens{left_out})"
+            f"({self.num_tokens:,} loss tokens{left_out}, {', '.join(told)})"
         )
         return f"{line} | {sources_line(self.sources)}" if self.sources else line
+
+
+def perplexity(loss: float) -> float:
+    """Returns the exponential of a loss; infinity where it is too large for a float."""
+    return math.exp(loss) if loss < 700 else loss if math.isnan(loss) else math.inf
+
+
+def accuracy_parts(token_accuracy: float) -> list[str]:
+    """`0.5 -> ["token accuracy 50.0%"]`; [] for NaN."""
+    return [] if math.isnan(token_accuracy) else [f"token accuracy {token_accuracy:.1%}"]
 
 
 def sources_line(sources: Mapping[str, SourceMetrics]) -> str:

@@ -29,6 +29,7 @@ from megatron.sft.report.line_file import LineFile
 from megatron.sft.report.metrics import (
     DERIVED,
     DRAWN,
+    DRAWN_OF_EVALUATIONS,
     FORMER_NAMES,
     Evaluation,
     SourceMetrics,
@@ -96,8 +97,16 @@ class MetricsWriter:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Writes and shows the loss over held-out data."""
-        self._file.write(json_line("evaluation", **_with_former_names(asdict(evaluation))))
-        self._add_to_boards({f"{evaluation.split}/loss": evaluation.loss}, evaluation.iteration)
+        drawn = {name: getattr(evaluation, name) for name in DRAWN_OF_EVALUATIONS}
+        self._file.write(json_line("evaluation", **_with_former_names(asdict(evaluation) | drawn)))
+        self._add_to_boards(
+            {
+                f"{evaluation.split}/{name}": value
+                for name, value in drawn.items()
+                if math.isfinite(value)
+            },
+            evaluation.iteration,
+        )
         if self._bar is not None:
             self._bar.write(evaluation.to_line())
         else:

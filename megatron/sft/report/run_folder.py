@@ -145,7 +145,7 @@ class RunLog:
         self._packs = LineFile(run_dir / PACKS_FILE)
         self._log_interval = config.output.log_interval
         self._dumped_steps = config.output.dump_schedule
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._in_seconds = config.packing.fitted_cost is not None
         (run_dir / OPTIONS_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         self.writer.event(
@@ -167,10 +167,10 @@ class RunLog:
             packs = {"capacity": batch.settings.capacity, "packs": batch.decision.pack_lengths()}
             self._packs.write(json_line("packs", iteration=metrics.iteration, **packs))
         if metrics.iteration in self._dumped_steps:
-            title = f"step {metrics.iteration} of {self._run_dir}"
+            title = f"step {metrics.iteration} of {self.run_dir}"
             record = record_of(batch, title, in_seconds=self._in_seconds)
             try:
-                files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record)
+                files = dump_schedule(self.run_dir / f"schedule_{metrics.iteration}", record)
                 self.say(f"schedule of step {metrics.iteration}: {', '.join(map(str, files))}")
             except OSError as error:
                 self.say(f"note: the schedule of step {metrics.iteration} is not written: {error}")

@@ -106,5 +106,8 @@ def test_the_output_layer_reads_nothing(context_parallel_size, monkeypatch):
     states = torch.empty(len(rows), 4, device=DEVICE, requires_grad=True)
     weight = torch.empty(16, 4, device=DEVICE, requires_grad=True)
     labels = torch.empty(len(rows), dtype=torch.int64, device=DEVICE)
-    head._CrossEntropy.apply(states, weight, labels, 15, Ranks()).sum().backward()
+    losses, _ = head._CrossEntropy.apply(
+        states, weight, labels, head.Words(15, head.PLAIN), Ranks()
+    )
+    losses.sum().backward()
     assert weight.grad is not None

@@ -70,7 +70,11 @@ def test_chunks_have_the_losses_and_gradients_of_the_whole(
     if rule.softcap is not None:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
     expected = cross_entropy(logits, labels, reduction="none")
-    losses = head._CrossEntropy.apply(states, weight, labels, Words(num_words, rule), Ranks())
+    losses, is_right = head._CrossEntropy.apply(
+        states, weight, labels, Words(num_words, rule), Ranks()
+    )
+    if dtype == torch.float64:  # in bfloat16 words tie
+        assert torch.equal(is_right, logits.argmax(1) == labels)
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(losses.double(), expected, rtol=0, atol=10 * limit)
     found = gradients(losses, states, weight)
@@ -84,16 +88,19 @@ def test_large_logits_neither_overflow_nor_lose_the_label():
         torch.full((2, 1), 300.0, requires_grad=True),
         torch.tensor([[-300.0], [300.0]]),
     )
-    losses = head._CrossEntropy.apply(states, weight, torch.tensor([0, 1]), PLAIN, Ranks())
+    losses, is_right = head._CrossEntropy.apply(
+        states, weight, torch.tensor([0, 1]), PLAIN, Ranks()
+    )
     assert losses.tolist() == [180_000.0, 0.0]
+    assert is_right.tolist() == [False, True]
 
 
 def test_weights_that_are_not_trained_get_no_gradient():
     states, weight, labels = rows_and_weight(torch.float64)
-    losses = head._CrossEntropy.apply(states, weight.detach(), labels, PLAIN, Ranks())
+    losses, _ = head._CrossEntropy.apply(states, weight.detach(), labels, PLAIN, Ranks())
     (found,) = gradients(losses, states)
     (expected,) = gradients(
-        head._CrossEntropy.apply(states, weight, labels, PLAIN, Ranks()), states
+        head._CrossEntropy.apply(states, weight, labels, PLAIN, Ranks())[0], states
     )
     assert torch.equal(found, expected)
 
@@ -151,7 +158,7 @@ def test_a_model_trains_as_before_and_computes_no_logits_of_masked_tokens(
     assert skip_masked_tokens(model)  # once more changes nothing
     apply = head._CrossEntropy.apply
 
-    def counting(states: Tensor, *others: Any) -> Tensor:
+    def counting(states: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         num_rows.append(len(states))
         return apply(states, *others)
 

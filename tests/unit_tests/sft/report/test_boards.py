@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -36,6 +37,8 @@ def init(**options):
     return Run(**options)
 """
 
+OF_EVALUATION = {"valid/loss", "valid/perplexity"}
+
 
 def run_part(output, run_dir, resume_iteration, iterations):
     """A run that draws these steps, and evaluates after the last."""
@@ -61,7 +64,7 @@ def test_tensorboard_scalars(tmp_path):
     run_part(output, tmp_path, None, [1, 2, 3, 4])
     run_part(output, tmp_path, 2, [3, 4])  # killed after step 4 with a checkpoint of step 2
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    names = {*(f"train/{name}" for name in DRAWN), "train/loss of a", "valid/loss"}
+    names = {*(f"train/{name}" for name in DRAWN), "train/loss of a", *OF_EVALUATION}
     assert set(events.Tags()["scalars"]) == names
     assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [
         (1, 1),
@@ -115,11 +118,11 @@ def test_wandb_draws_one_run_of_all_parts(tmp_path, wandb):
     ]
     assert steps == [(1, 1.0), (2, 1.0), (3, 3.0), (1, 1.0)]
     assert next(each for each in told if "valid/loss" in each[0]) == [
-        {"valid/loss": 2.0},
+        {"valid/loss": 2.0, "valid/perplexity": pytest.approx(math.exp(2))},
         {"step": 2},
     ]
     drawn = {*(f"train/{name}" for name in DRAWN), "train/loss of a"}
-    assert {name for values, more in told if more for name in values} == drawn | {"valid/loss"}
+    assert {name for values, more in told if more for name in values} == drawn | OF_EVALUATION
     assert [values["finish"] for values, _ in told if "finish" in values] == [{"exit_code": 0}] * 3
 
 

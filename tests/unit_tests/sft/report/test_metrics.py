@@ -62,10 +62,19 @@ def test_log_line_tells_sources_apart():
     evaluation = Evaluation(
         iteration=1, split="valid", loss=1.0, num_tokens=9, sources={"a": SOURCE}
     )
-    assert (
-        evaluation.to_line()
-        == "valid loss 1.0000 after step 1 (9 loss tokens) | a 1.2500 (3 samples, 40 tokens)"
+    assert evaluation.to_line() == (
+        "valid loss 1.0000 after step 1 (9 loss tokens, perplexity 2.718) | "
+        "a 1.2500 (3 samples, 40 tokens)"
     )
+
+
+def test_accuracy_perplexity_and_epoch_are_told_where_they_are_known():
+    """Users of other trainers look for these three; a NaN in a log line alarms for nothing."""
+    known = replace(STEP, loss=math.log(8), token_accuracy=0.25, epoch=1.5)
+    assert " | epoch 1.50 | loss 2.0794 | token accuracy 25.0% | " in known.to_line(200)
+    assert known.perplexity == pytest.approx(8)
+    assert "nan" not in replace(STEP, loss=1.0).to_line(200)
+    assert replace(STEP, loss=1e4).perplexity == math.inf
 
 
 def test_log_line_tells_what_went_wrong():

@@ -133,7 +133,7 @@ def test_killed_run_keeps_its_lines(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
     )
     assert killed.returncode == -9
-    assert killed.stdout == "valid loss 2.0000 after step 1 (10 loss tokens)\n"
+    assert killed.stdout == "valid loss 2.0000 after step 1 (10 loss tokens, perplexity 7.389)\n"
     assert [each.loss for each in read_metrics(tmp_path).evaluations] == [2.0]
 
 
@@ -187,7 +187,7 @@ def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
     writer.evaluation(Evaluation(iteration=7, split="valid", loss=2.0, num_tokens=10))
     writer.close()
     out, err = capsys.readouterr()
-    assert out == "valid loss 2.0000 after step 7 (10 loss tokens)\n"
+    assert out == "valid loss 2.0000 after step 7 (10 loss tokens, perplexity 7.389)\n"
     assert " 7/9 " in err
     assert "loss 2.3457, 12,000 tokens/s, fill 75%" in err
 

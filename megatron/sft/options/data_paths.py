@@ -1,0 +1,63 @@
+"""pure. Folders and patterns as --data-path: the files that they stand for."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.blending.formats.sources import SOURCES
+
+_PATTERN = set("*?[")
+_PREPARED = ".nv-meta"
+_MAX_LISTED = 5
+
+
+def expanded(path: str, flag: str) -> tuple[str, ...]:
+    """Returns the files of a folder or pattern, sorted; a file, URL, or prepared folder as it is.
+
+    `"data/*.jsonl" -> ("data/a.jsonl", "data/b.jsonl")`. ValueError, naming `flag`, for a folder or
+    pattern without a file of records.
+    """
+    if os.path.isdir(path) and not _is_prepared(Path(path)):
+        found = _data_files(Path(path).rglob("*"))
+        if not found:
+            raise ValueError(
+                f"{flag} {path}: has no file that ends in {', '.join(SOURCES)}, and is not "
+                f"prepared; name another, or run megatron-sft prepare {path}"
+            )
+        return found
+    if _PATTERN.isdisjoint(path) or os.path.exists(path) or "://" in path:
+        return (path,)
+    found = _data_files(map(Path, glob.glob(path, recursive=True)))
+    if not found:
+        raise ValueError(f"{flag} {path}: matches no file that ends in {', '.join(SOURCES)}")
+    return found
+
+
+def one_of(path: str, flag: str) -> str:
+    """Returns the one file of a path that has a weight; ValueError where there are several."""
+    found = expanded(path, flag)
+    if len(found) > 1:
+        more = " ..." if len(found) > _MAX_LISTED else ""
+        raise ValueError(
+            f"{flag} {path} has a weight, but stands for {len(found)} files "
+            f"({' '.join(found[:_MAX_LISTED])}{more}); give each file its weight"
+        )
+    return found[0]
+
+
+def _is_prepared(folder: Path) -> bool:
+    return (folder / _PREPARED).is_dir() or any(folder.glob("*.tar"))
+
+
+def _data_files(paths: Iterable[Path]) -> tuple[str, ...]:
+    """Returns those that hold records, but for hidden ones."""
+    return tuple(
+        sorted(
+            str(path)
+            for path in paths
+            if path.suffix in SOURCES and path.is_file() and not path.name.startswith(".")
+        )
+    )

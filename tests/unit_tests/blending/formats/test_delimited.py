@@ -1,0 +1,80 @@
+"""CSV and TSV as spreadsheets and data frames write them."""
+
+import csv
+import io
+import json
+import pickle
+from string import printable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.blending.formats.delimited import DelimitedSource
+from megatron.blending.formats.record import RecordError
+from megatron.blending.formats.sources import open_source
+
+
+def written(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return DelimitedSource(str(path))
+
+
+TEXTS = st.lists(st.tuples(st.text(printable), st.text('äß"\n\r, ab')), min_size=1, max_size=8)
+
+
+@given(rows=TEXTS, ends=st.sampled_from(["\n", "\r\n"]))
+@settings(max_examples=60, deadline=None)
+def test_rows_come_back_as_python_wrote_them(tmp_path_factory, rows, ends):
+    """A line end in quotes would tear a row in two, and shift all that follow."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator=ends, quoting=csv.QUOTE_ALL)
+    writer.writerows([("prompt", "completion"), *rows])
+    source = written(tmp_path_factory.mktemp("csv") / "a.csv", text.getvalue())
+    assert len(source) == len(rows)
+    for number, (prompt, completion) in enumerate(rows):
+        if prompt[:1] not in ("[", "{"):
+            assert source[number] == {"prompt": prompt, "completion": completion}
+
+
+def test_tabs_marks_blank_lines_and_json(tmp_path):
+    """Excel's byte-order mark would become part of the first name; turns are JSON in a cell."""
+    turns = [{"role": "user", "content": "a, b"}]
+    cell = json.dumps(turns).replace('"', '""')
+    source = written(tmp_path / "a.tsv", f'\ufeffmessages\tid\n\n"{cell}"\t7\r\n\r\n[x\t8')
+    assert [source[0], source[1]] == [{"messages": turns, "id": "7"}, {"messages": "[x", "id": "8"}]
+    assert source.describe(1) == f"{tmp_path / 'a.tsv'} row 3"
+    again = pickle.loads(pickle.dumps(source))
+    assert (again[1], again.fingerprint()) == (source[1], source.fingerprint())
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (b"1", "must have 2 values, as the first line has, but has 1"),
+        (
+            b"1,2,3",
+            "must have 2 values, as the first line has, but has 3; quote values that",
+        ),
+        (b"\xff,2", "not UTF-8 at byte 1"),
+        (b'"a"b,2', "not a row of values"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, row, fault):
+    """A row too short would train on an empty answer."""
+    source = written(tmp_path / "a.csv", b"q,a\n1,2\n" + row + b"\n3,4\n")
+    assert source[2] == {"q": "3", "a": "4"}
+    with pytest.raises(RecordError, match=f"a.csv row 3: {fault}"):
+        source[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [("", "is empty"), ("a,a\n1,2\n", "must differ"), ("a,b\n", "has no records")],
+)
+def test_a_file_without_names_or_rows_is_refused(tmp_path, content, fault):
+    """The first record would be taken for names, or names for data."""
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=fault):
+        open_source(path)

@@ -1,0 +1,52 @@
+"""Folders and patterns as --data-path."""
+
+import pytest
+
+from megatron.sft.options.data import DataConfig
+from megatron.sft.options.data_paths import expanded
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("b.jsonl", "a.csv", "deep/c.parquet", "notes.txt", ".hidden.jsonl", "b.jsonl.idx"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def names(folder, paths):
+    return [path.removeprefix(f"{folder}/") for path in paths]
+
+
+def test_files_of_folders_and_patterns_are_sorted(folder):
+    """Another order on another machine would train on other samples."""
+    config = DataConfig(data_path=(str(folder), f"{folder}/*.jsonl"))
+    assert names(folder, config.paths) == ["a.csv", "b.jsonl", "deep/c.parquet", "b.jsonl"]
+    assert not config.is_blend
+    deep = DataConfig(data_path=("x.jsonl",), valid_data_path=(f"{folder}/**/*.parquet",))
+    assert names(folder, deep.valid_paths) == ["deep/c.parquet"]
+
+
+def test_prepared_folders_urls_and_single_files_stay(folder):
+    """A WebDataset is read by its index, and a URL may have any character."""
+    (folder / "shard.tar").touch()
+    for path in (str(folder), "s3://bucket/a[1].jsonl", "no-such.jsonl", str(folder / "b.jsonl")):
+        assert expanded(path, "--data-path") == (path,)
+
+
+def test_a_weight_is_of_one_file(folder):
+    """Whether each file or all together have the weight, nobody could tell."""
+    config = DataConfig(data_path=("5", f"{folder}/*.csv", "3", str(folder / "b.jsonl")))
+    assert names(folder, config.paths) == ["a.csv", "b.jsonl"]
+    with pytest.raises(ValueError, match=r"stands for 3 files .*give each file its weight"):
+        DataConfig(data_path=("5", str(folder), "3", "b.jsonl"))
+
+
+@pytest.mark.parametrize("path", ["*.jsonl", ""])
+def test_nothing_to_read_is_refused(tmp_path, path):
+    """A run without data would end after an hour in the queue."""
+    place = tmp_path / path
+    with pytest.raises(
+        ValueError, match=r"--data-path .*: (has no file|matches no file) that ends"
+    ):
+        DataConfig(data_path=(str(place),))
