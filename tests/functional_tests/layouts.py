@@ -28,6 +28,26 @@ MODELS = {
     "further": ROPE + " --mtp-num-layers 1",
     "further-tied": "--position-embedding-type rope --mtp-num-layers 1",
 }
+BEHIND = ROPE + " --group-query-attention --num-query-groups 2 --norm-position"
+MECHANISMS = {
+    "gemma": f"{BEHIND} both --apply-layernorm-1p --qk-layernorm --window-size 7 0 "
+    "--window-attn-skip-freq 1 0 1 1 --window-rotary-base 100 --attn-logit-softcapping 2 "
+    "--final-logit-softcapping 1 --scale-embeddings --softmax-scale 0.3",
+    "olmo": f"{BEHIND} behind --qk-layernorm --qk-layernorm-over-heads --residual-multiplier 0.5 "
+    "--embedding-multiplier 2 --logits-scaling 3 --no-rope-freq 0 1 0 1 --rotary-interleaved",
+    "gpt-oss": ROPE.replace("--disable-bias-linear", "").replace("--swiglu", "--quick-geglu")
+    + " --num-experts 4 --moe-router-topk 2 --window-size 15 0 --window-attn-skip-freq 1 0 1 0 "
+    "--softmax-type learnable --activation-func-clamp-value 1 --glu-linear-offset 1",
+    "minimax": ROPE + " --num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 1.5 --rotary-percent 0.5",
+    "qwen3.5": ROPE + " --num-experts 4 --moe-router-topk 2 --apply-layernorm-1p --qk-layernorm "
+    "--attention-output-gate --linear-attention-freq 1 0 1 1 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 6 "
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --rotary-percent 0.5",
+}
+"""Models after released ones, each with several mechanisms that megatron-core's own layers lack, or
+get wrong where they are cut; of every layer kind at least one on each of two stages.
+"""
 OPTIMIZERS = {
     "plain": "",
     "sharded": "--use-distributed-optimizer",
@@ -58,13 +78,14 @@ class Layout(NamedTuple):
     @property
     def experts(self) -> int:
         """Expert-parallel size: 2 wherever the ranks of a stage divide by it."""
-        return 2 if self.model == "experts" and (self.world_size // self.pipeline) % 2 == 0 else 1
+        has_experts = "--num-experts" in (MODELS | MECHANISMS)[self.model]
+        return 2 if has_experts and (self.world_size // self.pipeline) % 2 == 0 else 1
 
     @property
     def flags(self) -> str:
         """The options that make it."""
         parts = [
-            MODELS[self.model],
+            (MODELS | MECHANISMS)[self.model],
             OPTIMIZERS[self.optimizer],
             f"--tensor-model-parallel-size {self.tensor} --pipeline-model-parallel-size "
             f"{self.pipeline}",
@@ -193,3 +214,17 @@ MATRIX = _matrix()
 COVERING = covering(MATRIX)
 FEW = [layout for layout in COVERING if layout.world_size <= 3]
 CHOSEN = {"all": MATRIX, "few": FEW, None: COVERING}[os.environ.get("LAYOUTS")]
+
+
+MECHANISM_LAYOUTS = [
+    Layout(tensor=2, sequence=True, pipeline=2, interleaved=True, optimizer="sharded"),
+    Layout(tensor=2, sequence=True, context=2, data=1, scheduler="empty"),
+    Layout(),
+    Layout(pipeline=2, data=2, optimizer="overlapped", scheduler="dp_balanced"),
+    Layout(context=2, optimizer="sharded"),
+    Layout(context=4),
+    Layout(data=3, scheduler="empty"),
+    Layout(pipeline=4),
+    Layout(tensor=2, sequence=True, pipeline=2, context=2, optimizer="overlapped"),
+]
+"""For each of `MECHANISMS`: every run does the first two, with LAYOUTS=all it does all."""

@@ -43,7 +43,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -54,11 +53,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import register_parametrization
 
 from megatron.packing.model import head
+from megatron.packing.model.experts import mend_expert_biases
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_data_rank
 from megatron.sft.distributed import make_groups
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import (
+    build_gpt,
     build_model,
     build_optimizer,
     build_scheduler,
@@ -207,30 +208,23 @@ def options(text: str, batches: Sequence[Sequence[Sample]], world_size: int) -> 
 
 
 def train_one_by_one(
-    text: str, batches: Sequence[Sequence[Sample]], numbers: Numbers = EXACT
+    text: str,
+    batches: Sequence[Sequence[Sample]],
+    numbers: Numbers = EXACT,
+    has_own_layers: bool = False,
 ) -> list[Step]:
     """The reference; in a world of one process. Gradients of the sequences are added in float64 in
     any case.
+
+    has_own_layers: of what megatron-core cannot compute; unit tests compare that with definitions.
     """
     config = options(text, batches, 1)
     _prepare(config, numbers.dtype)
     transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
-    block_spec = get_gpt_decoder_block_spec(
-        transformer_config,
-        use_transformer_engine=False,
-        normalization=transformer_config.normalization,
-    )
-    predicts_further = transformer_config.mtp_num_layers is not None
-    model: Any = GPTModel(
-        config=transformer_config,
-        transformer_layer_spec=block_spec,
-        mtp_block_spec=get_gpt_mtp_block_spec(transformer_config, block_spec, False)
-        if predicts_further
-        else None,
-        vocab_size=padded_vocab_size(VOCAB_SIZE, config),
-        max_sequence_length=config.model.seq_length,
-        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
-        position_embedding_type=config.model.position_embedding_type,
+    model = (
+        build_gpt(config, transformer_config, VOCAB_SIZE, 0)
+        if has_own_layers
+        else _cores_own_gpt(config, transformer_config)
     )
     _set_weights([model], numbers)
     router_logits = _note_router_logits(model)
@@ -294,6 +288,29 @@ def train_one_by_one(
     return steps
 
 
+def _cores_own_gpt(config: SFTConfig, transformer_config: Any) -> Any:
+    """megatron-core's layers, and its attention, which takes no packs."""
+    block_spec = get_gpt_decoder_block_spec(
+        transformer_config,
+        use_transformer_engine=False,
+        normalization=transformer_config.normalization,
+    )
+    predicts_further = transformer_config.mtp_num_layers is not None
+    model = GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=block_spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(transformer_config, block_spec, False)
+        if predicts_further
+        else None,
+        vocab_size=padded_vocab_size(VOCAB_SIZE, config),
+        max_sequence_length=config.model.seq_length,
+        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        position_embedding_type=config.model.position_embedding_type,
+    )
+    mend_expert_biases(model)
+    return model
+
+
 def train_packed(
     text: str,
     batches: Sequence[Sequence[Sample]],
@@ -323,6 +340,7 @@ def train_packed(
         for p in chunk.parameters()
         if not p.requires_grad
     ]
+    biases = [(router.expert_bias, router.expert_bias.clone()) for router in _routers(model)]
     steps = []
     for batch in batches:
         draws = draws_of(batch, placement, shape, rank, num_ranks)
@@ -346,7 +364,7 @@ def train_packed(
             )
         )
         scheduler.step(increment=config.training.global_batch_size)
-    assert all(torch.equal(parameter, before) for parameter, before in frozen), (
+    assert all(torch.equal(parameter, before) for parameter, before in frozen + biases), (
         "frozen weights have changed"
     )
     parallel_state.destroy_model_parallel()
@@ -469,7 +487,6 @@ def _keep_double() -> None:
     for function in (
         moe_utils.topk_routing_with_score_function,
         moe_utils.compute_routing_scores_for_aux_loss,
-        Attention._apply_output_gate,
     ):
         cpu_support.rewrite(function, {}, {"float32": "float64", "float": "double"})
     clip_grads.l2_norm_impl = _norm
@@ -505,6 +522,15 @@ def _set_weights(chunks: Sequence[Any], numbers: Numbers) -> None:
         whole = _random(name, shape, numbers, chunks[0].config.num_moe_experts)
         with torch.no_grad():
             parameter.copy_(cut(whole, place))
+    for router in _routers(chunks):
+        generator = torch.Generator().manual_seed(router.layer_number)
+        router.expert_bias.copy_(torch.randn(router.expert_bias.shape, generator=generator) * 0.1)
+
+
+def _routers(chunks: Sequence[Any]) -> list[Any]:
+    """Those with a bias that is added for the choice of experts: a buffer, which no step moves."""
+    routers = [module for chunk in chunks for module in chunk.modules()]
+    return [x for x in routers if isinstance(x, TopKRouter) and x.expert_bias is not None]
 
 
 def _random(name: str, shape: Sequence[int], numbers: Numbers, num_experts: int | None) -> Tensor:

@@ -20,14 +20,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's parameter stands in the full tensor: `dim` None for all of it; `gated` for
-    [gates; values] halves, each cut on its own.
+    """Where a rank's parameter stands in the full tensor: `dim` None for all of it; `sections` for
+    relative sizes of parts that are each cut on their own, as (1, 1) for gates and values.
     """
 
     dim: int | None
     index: int
     count: int
-    gated: bool
+    sections: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,21 @@ def places_of(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Place]]:
                 getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
             )
             count = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
-            gated = chunk.config.gated_linear_unit and "linear_fc1" in name
+            sections = _sections(chunk, local_name, name)
             dim = parameter.partition_dim if is_cut else None
             index = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
-            yield name, parameter, Place(dim, index, count, gated)
+            yield name, parameter, Place(dim, index, count, sections if is_cut else (1,))
+
+
+def _sections(chunk: Any, local_name: str, name: str) -> tuple[int, ...]:
+    """Of the parameter's rows: gates and values, or what a gated delta net projects to."""
+    if chunk.config.gated_linear_unit and "linear_fc1" in name:
+        return (1, 1)
+    if name.endswith(("self_attention.in_proj.weight", "self_attention.conv1d.weight")):
+        net = chunk.get_submodule(local_name.rsplit(".", 2)[0])
+        sizes = tuple(net.sections.values())
+        return sizes if "in_proj" in name else sizes[:3]
+    return (1,)
 
 
 def _first_expert(chunk: Any) -> int:
@@ -127,8 +138,14 @@ def cut(whole: Tensor, place: Place) -> Tensor:
     """What of the full tensor stands at `place`."""
     if place.dim is None:
         return whole
-    parts = whole.chunk(2, place.dim) if place.gated else (whole,)
+    parts = _split(whole, place)
     return torch.cat([part.chunk(place.count, place.dim)[place.index] for part in parts], place.dim)
+
+
+def _split(tensor: Tensor, place: Place) -> tuple[Tensor, ...]:
+    assert place.dim is not None
+    unit = tensor.shape[place.dim] // sum(place.sections)
+    return tensor.split([unit * size for size in place.sections], place.dim)
 
 
 def _join(parts: dict[Place, Tensor]) -> Tensor:
@@ -136,10 +153,8 @@ def _join(parts: dict[Place, Tensor]) -> Tensor:
     in_order = [parts[replace(first, index=index)] for index in range(first.count)]
     if first.dim is None:
         return in_order[0]
-    if not first.gated:
-        return torch.cat(in_order, first.dim)
-    halves = [tensor.chunk(2, first.dim) for tensor in in_order]
-    return torch.cat([half[which] for which in (0, 1) for half in halves], first.dim)
+    by_rank = [_split(tensor, first) for tensor in in_order]
+    return torch.cat([part for section in zip(*by_rank) for part in section], first.dim)
 
 
 def whole_of(name: str, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:

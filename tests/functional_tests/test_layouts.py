@@ -10,8 +10,18 @@ from functools import lru_cache
 import pytest
 import torch
 
-from tests.functional_tests.layouts import CHOSEN, COVERING, FEW, MATRIX, MODELS, Layout
+from tests.functional_tests.layouts import (
+    CHOSEN,
+    COVERING,
+    FEW,
+    MATRIX,
+    MECHANISM_LAYOUTS,
+    MECHANISMS,
+    MODELS,
+    Layout,
+)
 from tests.functional_tests.oracle import (
+    EXACT,
     RankStep,
     Step,
     assemble,
@@ -43,13 +53,34 @@ def test_layout_trains_like_each_sequence_alone(layout: Layout) -> None:
     assert_same(steps, reference(layout.model), relative=1e-12)
 
 
+@lru_cache(maxsize=8)
+def reference_of_mechanism(model: str) -> tuple[Step, ...]:
+    arguments = MECHANISMS[model], BATCHES[:2], EXACT, True
+    return tuple(run_ranks(train_one_by_one, 1, *arguments)[0])
+
+
+@pytest.mark.parametrize("model", MECHANISMS)
+@pytest.mark.parametrize(
+    "layout", MECHANISM_LAYOUTS if CHOSEN is MATRIX else MECHANISM_LAYOUTS[:2], ids=str
+)
+def test_mechanisms_train_like_each_sequence_alone(model: str, layout: Layout) -> None:
+    """Windows, states and positions must be those of a sequence wherever its tokens are; what is
+    cut over ranks must be put together again. With pipelines layers are recomputed.
+    """
+    flags = layout._replace(model=model).flags
+    if layout.pipeline > 1:
+        flags += " --recompute-granularity full"
+    steps = assemble(run_ranks(train_packed, layout.world_size, flags, BATCHES[:2]))
+    assert_same(steps, reference_of_mechanism(model), relative=1e-12)
+
+
 @pytest.mark.parametrize(
     ("starts", "message"),
     [((0, 3), "element 2 not once"), ((0, 1), "element 1 not once"), ((0,), "end after 2")],
 )
 def test_shards_that_leave_or_repeat_elements_fail(starts: tuple[int, ...], message: str) -> None:
     """Elements that no rank reduced would be compared with nothing."""
-    place = Place(dim=None, index=0, count=1, gated=False)
+    place = Place(dim=None, index=0, count=1)
     pieces = [Piece(place, (2, 2), torch.ones(2), start, sharers=(0, 1)) for start in starts]
     with pytest.raises(AssertionError, match=message):
         assemble([[RankStep(0.0, {"weight": piece}, {})] for piece in pieces])

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron.packing.model.attention import PackedDotProductAttention
+from megatron.packing.model.delta_net import GatedDeltaNet
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.packing.model.norms import TorchNorm
 from megatron.packing.model.parts import PLAIN, Parts
@@ -37,7 +38,8 @@ def packed_block_spec(
     and sequence parallel. In both, rotary embeddings that no kernel fuses are applied to whole
     packs (see `rotary`). `parts` that Transformer Engine has no place for make local layers, too.
     """
-    use_transformer_engine = transformer_engine_installed() and not parts.need_local_layers
+    is_local = parts.need_local_layers or bool(config.linear_attention_freq)
+    use_transformer_engine = transformer_engine_installed() and not is_local
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -46,8 +48,8 @@ def packed_block_spec(
         layers = [parts.in_layer(_takes_packs(layer), config) for layer in layers]
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        _turns_packs(layer, parts.of_attention(first + number))
-        for number, layer in enumerate(layers)
+        _turns_packs(_mixes_linearly(layer, config, number), parts.of_attention(number))
+        for number, layer in enumerate(layers, first)
     ]
     if use_transformer_engine:
         return replace(spec, layer_specs=layers)
@@ -93,6 +95,14 @@ def _takes_packs(layer: ModuleSpec) -> ModuleSpec:
             pre_mlp_layernorm=TorchNorm,
         ),
     )
+
+
+def _mixes_linearly(layer: ModuleSpec, config: TransformerConfig, number: int) -> ModuleSpec:
+    """Puts a gated delta net in the place of attention where `linear_attention_freq` has a 1."""
+    if not config.linear_attention_freq or not config.linear_attention_freq[number]:
+        return layer
+    net = ModuleSpec(module=GatedDeltaNet)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=net))
 
 
 def _turns_packs(layer: ModuleSpec, arguments: dict[str, Any]) -> ModuleSpec:

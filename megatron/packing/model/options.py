@@ -24,7 +24,6 @@ _ABOVE_ZERO = (
     "moe_router_topk_scaling_factor",
     "window_rotary_base",
 )
-_NOT_BUILT = ("linear_attention_freq",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +105,6 @@ class Architecture(ModelShape):
         check_range(self, 1, None, "make_vocab_size_divisible_by")
         check_range(self, 1, None, "moe_router_num_groups", "moe_router_group_topk")
         self.check_per_layer("no_rope_freq")
-        for name in _NOT_BUILT:
-            if getattr(self, name) not in (None, (), 1.0, False, "before"):
-                raise ValueError(f"{flag_of(name)} is not supported yet; drop it")
         for name in _ABOVE_ZERO:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{flag_of(name)} must be above 0, but is {getattr(self, name)}")

@@ -104,6 +104,11 @@ class PackedSelfAttention(SelfAttention):
             query = query * self.query_scale.factors(self._places(pack, query), query)
         return (query, key, *others)
 
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See megatron-core, which compiles this; at least in float32, and rounded once."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (x * torch.sigmoid(gate.reshape(x.shape).to(wide))).to(x.dtype)
+
     def _places(self, pack: Any, query: Tensor) -> Places:
         cp = self.pg_collection.cp
         rows = (len(query) * cp.size(),)  # each row of a batch is a sequence of its own

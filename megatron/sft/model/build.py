@@ -35,6 +35,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.architecture import architecture
+from megatron.packing.model.experts import mend_expert_biases
 from megatron.packing.model.head import skip_masked_tokens
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
@@ -255,6 +256,7 @@ def build_gpt(
     )
     gpt.model_type = ModelType.encoder_or_decoder
     drop_unused_output_weight(gpt)
+    mend_expert_biases(gpt)
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)

@@ -100,11 +100,6 @@ class ModelConfig(Architecture):
             self._check_experts()
 
     def _check_experts(self) -> None:
-        if not self.disable_bias_linear:
-            raise ValueError(
-                "--num-experts needs --disable-bias-linear: megatron-core's experts fail with "
-                "biases"
-            )
         if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
             raise ValueError(
                 "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is "
