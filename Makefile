@@ -4,6 +4,7 @@
 # make unit   unit tests alone
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
+# make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
@@ -37,7 +38,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune test unit layouts faults fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
+.PHONY: run finetune test unit layouts faults fit-check fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -74,6 +75,9 @@ layouts: $(VENV)/.dev
 faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults
 	$(VENV)/bin/python -m tests.functional_tests.interruptions
+
+fit-check: $(VENV)/.dev
+	$(VENV)/bin/python -W ignore -m tests.functional_tests.fit_check --write examples/benchmarks/results/fit_check.md
 
 FUZZ_INPUTS ?= 20000
 fuzz: $(VENV)/.dev

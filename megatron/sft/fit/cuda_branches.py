@@ -1,0 +1,210 @@
+"""mcore. Where a run on CUDA takes another way than one on CPU, and what a fake world makes of it.
+
+Fake tensors are on the CPU: a CPU build of torch makes no others. `BRANCHES` lists every place of
+the trainer that asks for the device, with what the estimate does there. `replaced` gives the
+replacements under which a fake world goes CUDA's way where memory depends on it. A test looks for
+places that are not in the table.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.packing.model import attention_kernels, get_batch, rotary, zigzag
+from megatron.sft.model import build
+
+How = Literal["run", "described", "none"]
+"""run: the fake world takes CUDA's way. described: bytes are computed beside the run. none: no
+memory of the device depends on it.
+"""
+
+
+class Branch(NamedTuple):
+    """One place that asks for the device."""
+
+    where: str
+    """module.function below `megatron`."""
+    on_cuda: str
+    how: How
+
+
+BRANCHES = (
+    Branch(
+        "packing.model.attention_kernels.kernel_for",
+        "torch's varlen kernel: q, k, v, its "
+        "output and log-sum-exp are kept; its workspace is described",
+        "run",
+    ),
+    Branch(
+        "packing.model.attention_kernels._by_sequence",
+        "float32, or heads of over 256 channels: "
+        "keys and values repeated for each head; counted as on CPU",
+        "none",
+    ),
+    Branch(
+        "packing.model.get_batch.transformer_engine_installed",
+        "Transformer Engine's layers; the estimate is of layers without it",
+        "none",
+    ),
+    Branch(
+        "packing.model.get_batch.get_batch_on_this_rank_for_sequence_packing",
+        "rows that count are found on the host: 8 bytes for each, as on CPU",
+        "none",
+    ),
+    Branch("packing.model.zigzag.sent", "indices are copied to the device", "run"),
+    Branch("packing.model.pipeline.check_config", "a check", "none"),
+    Branch("packing.batch.microbatches._split", "pinned memory of the host", "none"),
+    Branch("packing.step.groups.device_of", "finds the device", "none"),
+    Branch("packing.step.prefetch.Prefetcher.__init__", "finds the device", "none"),
+    Branch(
+        "packing.step.global_batch.PackedIterator.__init__",
+        "two microbatches are on the device: one computed, one copied",
+        "run",
+    ),
+    Branch("packing.plugin_checks.check_config", "a check", "none"),
+    Branch("sft.model.cpu_support.install", "megatron-core as it is", "none"),
+    Branch("sft.model.checkpoint._random_states", "random states, on the host", "none"),
+    Branch("sft.model.checkpoint._restore_random_states", "random states, on the host", "none"),
+    Branch(
+        "sft.model.build.build_transformer_config",
+        "weights are initialised where they are, "
+        "and outputs of pipeline stages freed once they are sent",
+        "run",
+    ),
+    Branch("sft.model.forward.padded_batches", "pinned memory of the host", "none"),
+    Branch(
+        "sft.model.checkpoint_save.CheckpointSave.__init__",
+        "weights are copied to the host",
+        "none",
+    ),
+    Branch("sft.step_account.Reduction.__init__", "pinned memory of the host", "none"),
+    Branch("sft.step_account.Stopwatch._mark", "events", "none"),
+    Branch(
+        "sft.distributed.process_groups",
+        "NCCL instead of gloo: its buffers are in the margin",
+        "described",
+    ),
+    Branch("sft.distributed._device", "finds the device", "none"),
+    # Of torch, which asks by itself.
+    Branch(
+        "torch.nn.functional.rms_norm",
+        "one kernel that keeps its input and one float32 per row",
+        "run",
+    ),
+    Branch("torch.nn.functional.layer_norm", "two float32 per row are kept", "run"),
+    Branch(
+        "torch.optim.adam._default_to_fused_or_foreach",
+        "all parameters at once, with a temporary of their size",
+        "run",
+    ),
+)
+
+ALLOCATION_BYTES = 512
+"""torch's allocator on CUDA rounds each tensor up to a multiple of it."""
+
+
+def replaced() -> Iterator[tuple[Any, str, Any]]:
+    """Yields (owner, name, replacement) of what goes CUDA's way."""
+    yield attention_kernels, "kernel_for", _kernel_for(attention_kernels.kernel_for)
+    # The CPU's cached tensors of other worlds stay theirs.
+    for owner in (attention_kernels, get_batch, rotary, zigzag):
+        yield owner, "sent", _copy
+    yield zigzag, "zigzag", zigzag.zigzag.__wrapped__
+    yield attention_kernels, "_on_device", attention_kernels._on_device.__wrapped__
+    yield build, "build_transformer_config", _for_cuda(build.build_transformer_config)
+    yield torch.nn.functional, "rms_norm", _rms_norm
+    yield torch.nn.functional, "layer_norm", _layer_norm
+    yield (
+        sys.modules["torch.optim.adam"],
+        "_default_to_fused_or_foreach",
+        lambda *_, **__: (False, True),
+    )
+
+
+def _kernel_for(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(device: torch.device, dtype: torch.dtype, width: int, is_exact: bool) -> Any:
+        if dtype in (torch.bfloat16, torch.float16) and width <= 256:
+            return attention_kernels._varlen()
+        return plain(device, dtype, width, is_exact)
+
+    return kernel
+
+
+def _copy(values: Tensor, device: torch.device) -> Tensor:
+    return values.clone()
+
+
+def _for_cuda(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def config_of(config: Any, device: torch.device, *arguments: Any, **options: Any) -> Any:
+        return plain(config, torch.device("cuda"), *arguments, **options)
+
+    return config_of
+
+
+class _Norm(torch.autograd.Function):
+    """Shapes of a fused norm: what it keeps for its backward pass, and what that returns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_rows: int
+    ) -> Tensor:
+        statistics = [
+            x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+            for _ in range(num_rows)
+        ]
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors[:3]
+        return (
+            torch.empty_like(x),
+            *(p if p is None else torch.empty_like(p) for p in parameters),
+            None,
+        )
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
+    return _Norm.apply(x, weight, None, 1)
+
+
+def _layer_norm(
+    x: Tensor,
+    shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return _Norm.apply(x, weight, bias, 2)
+
+
+def flash_backward_bytes(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> int:
+    """Returns the workspace of FlashAttention 2's backward pass over packs.
+
+    A float32 sum of the queries' gradient, with 128 rows more for each sequence and heads rounded
+    up to 32 channels; one float32 per query and head; and the gradients of keys and values for each
+    head where heads share them.
+    """
+    rows = query.shape[0] + 128 * (cu_seqlens.shape[0] - 1)
+    heads, width = query.shape[1:]
+    sum_of_gradient = 4 * rows * heads * math.ceil(width / 32) * 32
+    expanded = 2 * 2 * key.shape[0] * heads * width if key.shape[1] != heads else 0
+    return sum_of_gradient + 4 * rows * heads + expanded
+
+
+def workspaces() -> Mapping[Any, Callable[..., int]]:
+    """Returns the bytes that kernels take meanwhile, by operation: functions of its arguments."""
+    attention_kernels._varlen()  # defines the operation
+    backward = torch.ops.torch_attn._varlen_attn_backward.default
+    return {
+        backward: lambda gradient, query, key, value, out, lse, cu_q, *rest: flash_backward_bytes(
+            query, key, cu_q
+        )
+    }

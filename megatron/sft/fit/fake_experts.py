@@ -1,0 +1,114 @@
+"""mcore. Experts of a fake world: the numbers of tokens that their dispatcher reads on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe import token_dispatcher
+from torch import Tensor
+
+from megatron.sft.fit.host_reads import Dispatch, Experts, HostReads
+
+_Dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+
+
+def replaced(reads: HostReads) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """What `world` replaces for them: (owner, name, replacement)."""
+    synchronize, permute = _Dispatcher._maybe_dtoh_and_synchronize, token_dispatcher.permute
+    initialize = _Dispatcher.__init__
+
+    def with_order(self: Any, *arguments: Any, **options: Any) -> None:
+        initialize(self, *arguments, **options)
+        chunks = np.arange(self.num_experts * self.tp_size)
+        by_expert = chunks.reshape(-1, self.num_local_experts).T.ravel()
+        by_rank = chunks.reshape(self.num_local_experts, -1).T.ravel()
+        self.sort_input_by_local_experts = Read(by_expert, self.sort_input_by_local_experts)
+        self.restore_output_by_local_experts = Read(by_rank, self.restore_output_by_local_experts)
+
+    def with_numbers(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point != self.cuda_dtoh_point:
+            return synchronize(self, point, tokens_per_expert)
+        experts = Experts(
+            self.num_experts,
+            self.num_local_experts,
+            self.config.moe_router_topk,
+            self.ep_size,
+            self.ep_group.rank(),
+        )
+        numbers = reads.dispatch(self.routing_map.shape[0], experts)
+        for name in ("input_splits", "output_splits"):
+            if getattr(self, name) is not None:
+                setattr(self, name, Held.of(getattr(numbers, name), getattr(self, name)))
+        if self.output_splits_tp is not None:
+            total = numbers.output_splits.sum(keepdims=True)
+            self.output_splits_tp = Held.of(total, self.output_splits_tp)
+        if self.num_local_experts > 1:
+            fake = self.num_global_tokens_per_local_expert
+            self.num_global_tokens_per_local_expert = Read(numbers.from_ranks, fake)
+        self.d2h_event = torch.cpu.Event()
+        return Read(numbers.tokens_per_expert, tokens_per_expert)
+
+    def counted_permute(*arguments: Any, num_out_tokens: int, **options: Any) -> Any:
+        reads.num_selected = num_out_tokens
+        return permute(*arguments, num_out_tokens=num_out_tokens, **options)
+
+    yield _Dispatcher, "__init__", with_order
+    yield _Dispatcher, "_maybe_dtoh_and_synchronize", with_numbers
+    yield token_dispatcher, "permute", counted_permute
+
+
+class Held(np.ndarray):
+    """An array that keeps the tensor alive that it stands for, as an array of its memory would."""
+
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, values: Any, tensor: Tensor) -> Held:
+        held = np.asarray(values).view(cls)
+        held.tensor = tensor
+        return held
+
+
+class Read:
+    """A tensor on the host whose values are known: the part of its interface that is used."""
+
+    def __init__(self, values: Any, tensor: Tensor) -> None:
+        self.values, self.tensor = values, tensor
+
+    def tolist(self) -> list[Any]:
+        return self.values.tolist()
+
+    def ravel(self) -> Read:
+        return Read(self.values.ravel(), self.tensor.ravel())
+
+    @property
+    def T(self) -> Read:
+        return Read(self.values.T, self.tensor.T)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Dispatch]]:
+    """Yields a list to which each layer and microbatch of a run on real tensors adds its
+    numbers."""
+    found: list[Dispatch] = []
+    synchronize = _Dispatcher._maybe_dtoh_and_synchronize
+
+    def record(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == self.cuda_dtoh_point:
+            parts = (
+                tokens_per_expert,
+                self.input_splits,
+                self.output_splits,
+                getattr(self, "num_global_tokens_per_local_expert", None),
+            )
+            values: list[Any] = [None if part is None else np.array(part) for part in parts]
+            found.append(Dispatch(*values))
+        return synchronize(self, point, tokens_per_expert)
+
+    with mock.patch.object(_Dispatcher, "_maybe_dtoh_and_synchronize", record):
+        yield found

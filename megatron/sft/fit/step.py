@@ -1,0 +1,227 @@
+"""mcore. The training steps of one rank as the trainer takes them, and the bytes of each phase.
+
+    build -> [forward and backward -> optimizer] x steps
+
+`run_step` runs the trainer's own `build_training`, `forward_step` and optimizer on real tensors as
+well as in a fake world (see `world`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
+from megatron.packing.batch.samples import Samples
+from megatron.packing.model.zigzag import shard_index
+from megatron.sft.fit.counter import ByteCounter
+from megatron.sft.fit.host_reads import HostReads
+from megatron.sft.model.build import Training, build_training
+from megatron.sft.model.forward import PaddedBatch, forward_step, padded_batches
+from megatron.sft.options.config import SFTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepData:
+    """The sequences of a step on each replica: lengths, by microbatch.
+
+    All microbatches must have equally many tokens: a stage is not told of others' shapes.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    loss_share: float = 1.0
+    """Part of each sequence's tokens that counts for the loss, from its end."""
+
+    def loss_mask(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Returns one weight per token of all sequences: `(4,)` at 0.5 -> `[0, 0, 1, 1]`."""
+        lengths = [length for one in self.lengths for length in one]
+        masks = [np.arange(size) >= round(size * (1 - self.loss_share)) for size in lengths]
+        return np.concatenate(masks).astype(np.float32)
+
+
+class Prepared(NamedTuple):
+    """One microbatch, as the trainer's iterators give it."""
+
+    batch: Any
+    num_tokens: int
+    """Of this context-parallel rank, padding included."""
+    num_loss_tokens: int
+    """Of this context-parallel rank."""
+
+
+def iterated(
+    prepared: Sequence[Prepared], reads: HostReads, *, like_cuda: bool = False
+) -> Iterator[Any]:
+    """Yields microbatches; notes for `HostReads` how many tokens of each count here.
+
+    like_cuda: they are copied to the device, each while the one before it is computed.
+    """
+    copied: Any = None
+    for one, following in zip(prepared, (*prepared[1:], None)):
+        batch = one.batch
+        if like_cuda:
+            batch = copied or _copied(batch)
+            copied = None if following is None else _copied(following.batch)
+        reads.num_loss_tokens = one.num_loss_tokens
+        yield batch
+
+
+def _copied(batch: Any) -> Any:
+    if isinstance(batch, PaddedBatch):
+        fields: dict[str, Any] = {name: getattr(batch, name).clone() for name in FIELDS}
+        return batch._replace(**fields)
+    return {name: value.clone() if name in FIELDS else value for name, value in batch.items()}
+
+
+def prepare(config: SFTConfig, data: StepData) -> list[Prepared]:
+    """Returns this rank's microbatches, on the host; tokens are zero."""
+    size, rank = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    mask = data.loss_mask()
+    if not config.packing.sequence_packing:
+        return _rows(config, data, mask)
+    lengths = np.array([length for one in data.lengths for length in one], np.int64)
+    num_sequences = np.array([len(one) for one in data.lengths])
+    layouts = layouts_of(lengths, num_sequences, config.alignment)
+    stage, num_stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if stage in (0, num_stages - 1):
+        tokens, sources = np.zeros(lengths.sum(), np.int32), np.zeros(lengths.size, np.int32)
+        samples = Samples.of(lengths, sources, tokens, tokens, mask)
+        packs = pack(samples, num_sequences, layouts)
+    else:
+        packs = layout_microbatches(layouts)
+    found = []
+    for one, layout in zip(packs, layouts):
+        num_loss_tokens = 0
+        if "loss_mask" in one:
+            index = shard_index(tuple(layout.padded_lengths.tolist()), size, rank)
+            shard = one["loss_mask"] if index is None else one["loss_mask"][index]
+            num_loss_tokens = int(shard.count_nonzero())
+        found.append(Prepared(one, layout.num_tokens // size, num_loss_tokens))
+    return found
+
+
+def _rows(config: SFTConfig, data: StepData, mask: Any) -> list[Prepared]:
+    draws, start = [], 0
+    for one in data.lengths:
+        samples = []
+        for length in one:
+            tokens = np.zeros(length, np.int64)
+            own = mask[start : start + length]
+            samples.append({"tokens": tokens, "labels": tokens, "loss_mask": own})
+            start += length
+        draws.append(samples)
+    rows = padded_batches(iter(draws), config.training.micro_batch_size, config.alignment.pack)
+    return [Prepared(row, row.tokens.numel(), int(row.loss_mask.count_nonzero())) for row in rows]
+
+
+def to_fake(prepared: Sequence[Prepared], mode: FakeTensorMode) -> list[Prepared]:
+    """Returns microbatches of fake tensors. What says where sequences start stays real: the host
+    reads it.
+    """
+
+    def faked(batch: Any) -> Any:
+        if isinstance(batch, PaddedBatch):
+            fields: dict[str, Any] = {
+                name: mode.from_tensor(getattr(batch, name)) for name in FIELDS
+            }
+            return batch._replace(**fields)
+        return {
+            name: mode.from_tensor(value) if name in FIELDS else value
+            for name, value in batch.items()
+        }
+
+    return [one._replace(batch=faked(one.batch)) for one in prepared]
+
+
+def run_step(
+    config: SFTConfig,
+    vocab_size: int,
+    data: StepData,
+    counter: ByteCounter,
+    world: tuple[FakeTensorMode, HostReads] | None = None,
+    *,
+    num_steps: int = 2,
+    like_cuda: bool = False,
+) -> None:
+    """Trains for `num_steps` on the same data; what was alive is in `counter.phases`.
+
+    From the second step on there is the optimizer's state. world: where this runs in a fake one,
+    which may be `like_cuda`.
+    """
+    reads = HostReads() if world is None else world[1]
+    with _disable_current_modes():
+        prepared = prepare(config, data)
+    if world is not None:
+        prepared = to_fake(prepared, world[0])
+    with counter:
+        with counter.phase("build"):
+            training = build_training(config, vocab_size, torch.device("cpu"))
+        count_by_part(training, counter)
+        for number in range(1, num_steps + 1):
+            with counter.phase(f"forward and backward {number}"):
+                iterators = [
+                    iterated(prepared, reads, like_cuda=like_cuda)
+                    for _ in range(config.num_virtual_stages or 1)
+                ]
+                forward_backward(config, training, iterators, prepared)
+            with counter.phase(f"optimizer {number}"):
+                training.optimizer.step()
+            count_by_part(training, counter)
+
+
+def forward_backward(
+    config: SFTConfig,
+    training: Training,
+    iterators: list[Iterator[Any]],
+    prepared: Sequence[Prepared],
+) -> None:
+    """Runs the passes of one step, as `Trainer` does."""
+    model_config: Any = get_model_config(training.model[0])
+    tokens = prepared[0].num_tokens
+    rows = 1 if config.packing.sequence_packing else config.training.micro_batch_size
+    if model_config.sequence_parallel:
+        tokens //= config.parallel.tensor_model_parallel_size
+    model_config.fit_shape = [tokens // rows, rows, model_config.hidden_size]  # for `world`
+    for chunk in training.model:
+        chunk.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if config.num_virtual_stages else iterators[0],
+        model=training.model if len(training.model) > 1 else training.model[0],
+        num_microbatches=len(prepared),
+        seq_length=config.model.seq_length,
+        micro_batch_size=config.training.micro_batch_size,
+        forward_only=False,
+    )
+
+
+def count_by_part(training: Training, counter: ByteCounter) -> None:
+    """Counts what lives from step to step as what it is."""
+    optimizer: Any = training.optimizer
+    states: list[Tensor] = []
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        groups, state = one.optimizer.param_groups, one.optimizer.state
+        counter.count_as("main parameters", [p for group in groups for p in group["params"]])
+        states += [v for own in state.values() for v in own.values() if isinstance(v, Tensor)]
+    counter.count_as("optimizer state", states)
+    buffers = [b for chunk in training.model for b in chunk.buffers + chunk.expert_parallel_buffers]
+    counter.count_as("gradients", [buffer.grad_data for buffer in buffers])
+    # Last: without float32 copies the optimizer's parameters are these.
+    counter.count_as("weights", [p for chunk in training.model for p in chunk.parameters()])

@@ -1,0 +1,163 @@
+"""mcore. One rank of a world of any size, alone in this process, on tensors without memory.
+
+`fake_world` makes megatron-core's process groups over torch's fake backend, whose collectives do
+nothing, and enters FakeTensorMode, in which tensors have shapes and no memory. The trainer's own
+code then builds a model, runs it forward and backward and takes an optimizer step. What it reads
+from tensors on the way is answered from `HostReads`.
+
+Everything that is replaced meanwhile is listed in `_replaced`; it is put back at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.packing.model import get_batch
+from megatron.sft import distributed
+from megatron.sft.fit import cuda_branches, fake_experts
+from megatron.sft.fit.host_reads import HostReads
+from megatron.sft.model import cpu_support, mcore_fixes
+from megatron.sft.options.config import SFTConfig
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def fake_world(
+    config: SFTConfig, rank: int, world_size: int, reads: HostReads, *, like_cuda: bool = False
+) -> Iterator[FakeTensorMode]:
+    """Enters the world as `rank` of it. No other process group may exist in this process.
+
+    like_cuda: code goes the ways that it goes on CUDA (see `cuda_branches`), else a CPU's.
+
+    Raises RuntimeError where CUDA is available: hide the devices before torch is imported.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("a fake world is a CPU's; set CUDA_VISIBLE_DEVICES= for this process")
+    mcore_fixes.install()
+    cpu_support.install()
+    with ExitStack() as stack:
+        others = cuda_branches.replaced() if like_cuda else ()
+        for owner, name, replacement in (*_replaced(reads), *others):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        distributed.make_groups(config)
+        stack.callback(parallel_state.destroy_model_parallel)
+        tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Kernels(reads))
+        yield mode
+
+
+def _replaced(reads: HostReads) -> Iterator[tuple[Any, str, Any]]:
+    """Functions that read values of tensors, that need another process, or that refuse fake
+    tensors.
+    """
+    yield dist, "new_group", _of_fake_backend(dist.new_group)
+    yield dist, "all_gather_object", _gather_own
+    yield distributed, "_set_pg_timeout", _ignore
+    yield torch.nn.Module, "_apply", _apply
+    # cu_seqlens are the host's, and their values are needed.
+    yield get_batch, "packed_seq_params", _with_values(get_batch.packed_seq_params)
+    yield P2PCommunicator, "_communicate_shapes", _same_shapes(P2PCommunicator._communicate_shapes)
+    # Numbers that they keep from step to step belong to one world.
+    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        yield scaler, "main_loss_backward_scale", None
+    yield from fake_experts.replaced(reads)
+
+
+def _of_fake_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*arguments: Any, **options: Any) -> Any:
+        return new_group(*arguments, **{**options, "backend": "fake"})
+
+    return make
+
+
+def _gather_own(found: list[Any], own: Any, group: object = None) -> None:
+    found[:] = [own] * len(found)
+
+
+def _ignore(*arguments: object) -> None:
+    pass
+
+
+def _apply(
+    self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """torch's, which swaps fake parameters and loses their attributes; real ones it sets so."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)
+    with torch.no_grad():
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.data = fn(parameter)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+    return self
+
+
+def _with_values(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return plain(*arguments, **options)
+
+    return run
+
+
+def _same_shapes(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage sends and receives tensors of one shape: all packs here have equally many tokens."""
+
+    def communicate(self: Any, *arguments: Any, **options: Any) -> tuple[list[int], list[int]]:
+        plain(self, *arguments, **options)
+        return self.config.fit_shape, self.config.fit_shape
+
+    return communicate
+
+
+class _Kernels(TorchDispatchMode):
+    """Results of operations whose shapes or values depend on what tensors hold."""
+
+    def __init__(self, reads: HostReads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see `ByteCounter`
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            # A norm of one, a step that counts from one, no overflow.
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is aten.nonzero.default:
+            assert args[0].dim() == 1
+            return args[0].new_empty((self._reads.num_loss_tokens, 1), dtype=torch.int64)
+        if func is aten.masked_select.default:
+            return args[0].new_empty(self._reads.num_selected)
+        if func.namespace == "c10d" and "coalesced" in func.__name__:
+            return FakeWork().boxed()  # torch has no fake kernel of it
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,268 @@
+"""Bytes of a step on fake tensors against those of the same step on real ones, phase by phase.
+
+    make fit-check       every configuration below, and the table of results
+
+Each configuration runs for real in forked ranks over gloo, counted by `SettledCounter`; then each
+rank runs again in a fake world in this process. Start, end and peak of every phase must be equal to
+the byte, and so must the sequence of storages that operations made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron.sft.distributed import make_groups
+from megatron.sft.fit.counter import ByteCounter, Made, Phase, SettledCounter
+from megatron.sft.fit.fake_experts import recorded
+from megatron.sft.fit.host_reads import Dispatch, HostReads
+from megatron.sft.fit.step import StepData, run_step
+from megatron.sft.fit.world import fake_world
+from megatron.sft.model import cpu_support, mcore_fixes
+from megatron.sft.options.config import SFTConfig, parse_config
+from tests.functional_tests.ranks import run_ranks
+
+VOCAB_SIZE = 96
+COMMON = (
+    "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --mock-data "
+    f"--seq-length 64 --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 --train-iters 1 "
+    "--global-batch-size 24 --lr 1e-3 --eval-iters 0"
+)
+PACKED = "--sequence-packing"
+ROPE = (
+    "--position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --disable-bias-linear"
+)
+GROUPED = f"{ROPE} --group-query-attention --num-query-groups 2 --qk-layernorm"
+EXPERTS = f"{ROPE} --num-experts 4 --moe-router-topk 2"
+TP2 = "--tensor-model-parallel-size 2"
+SP2 = f"{TP2} --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+SHARDED = "--use-distributed-optimizer"
+OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full"
+SELECTIVE = "--recompute-granularity selective"
+LORA = "--lora --lora-rank 4"
+DATA = StepData(lengths=((40, 24), (64,)), loss_share=0.7)
+FOUR = StepData(lengths=((40, 24), (64,), (30, 34), (16, 48)), loss_share=0.7)
+
+
+class Case(NamedTuple):
+    """A model in a layout."""
+
+    world_size: int
+    flags: str
+    data: StepData = DATA
+    num_layers: int = 2
+
+    def config(self) -> SFTConfig:
+        """Returns the run's options."""
+        flags = f"--num-layers {self.num_layers} {COMMON} {self.flags}"
+        return parse_config(flags.split(), self.world_size)
+
+    def __str__(self) -> str:
+        names = [flag.removeprefix("--") for flag in self.flags.split() if flag.startswith("--")]
+        return f"{self.world_size}: {' '.join(names) or 'plain'}"
+
+
+def _cases() -> dict[str, Case]:
+    found = {
+        "tp2-sp": Case(2, f"{PACKED} {GROUPED} {SP2}"),
+        "pp2": Case(2, f"{PACKED} {ROPE} {PP2} --bf16"),
+        "cp2": Case(2, f"{PACKED} {GROUPED} {CP2} --bf16"),
+        "dp2-sharded": Case(2, f"{PACKED} {ROPE} {SHARDED} --bf16"),
+        "ep2": Case(2, f"{PACKED} {EXPERTS} {EP2} --bf16 {SHARDED}"),
+        "lora-full": Case(1, f"{PACKED} {ROPE} {LORA} {FULL} --bf16"),
+        "lora": Case(1, f"{PACKED} {ROPE} {LORA} --bf16"),
+        "full": Case(1, f"{PACKED} {ROPE} {FULL} --bf16"),
+        "learned": Case(1, f"{PACKED}"),
+        "tied": Case(1, f"{PACKED} --position-embedding-type rope --bf16"),
+        "whole-head": Case(1, f"{PACKED} {ROPE} --logits-of-masked-tokens --bf16"),
+        "padded": Case(1, f"{ROPE} --bf16 --micro-batch-size 2", _padded()),
+        "selective": Case(1, f"{PACKED} {GROUPED} {SELECTIVE} --bf16"),
+        "block": Case(
+            1, f"{PACKED} {ROPE} {FULL} --recompute-method block --recompute-num-layers 1"
+        ),
+        "zero-centered": Case(
+            1, f"{PACKED} {ROPE} --apply-layernorm-1p --geglu --bf16".replace("--swiglu ", "")
+        ),
+        "dropout": Case(1, f"{PACKED} --hidden-dropout 0.1 --bf16"),
+        "experts": Case(1, f"{PACKED} {EXPERTS} --bf16"),
+        "shared-expert": Case(
+            1,
+            f"{PACKED} {EXPERTS} --moe-shared-expert-intermediate-size 32 "
+            "--moe-shared-expert-gate --moe-aux-loss-coeff 0.01",
+        ),
+        "dense-first": Case(1, f"{PACKED} {EXPERTS} --moe-layer-freq 0 1 --bf16"),
+        "tp2": Case(2, f"{PACKED} {ROPE} {TP2} --bf16"),
+        "tp2-lora": Case(2, f"{PACKED} {GROUPED} {SP2} {LORA} --bf16"),
+        "tp2-full": Case(2, f"{PACKED} {GROUPED} {SP2} {FULL} --bf16 {SHARDED}"),
+        "tp2-whole-head": Case(2, f"{PACKED} {ROPE} {SP2} --logits-of-masked-tokens --bf16"),
+        "vpp2": Case(
+            2, f"{PACKED} {ROPE} {PP2} --num-layers-per-virtual-pipeline-stage 1 --bf16", FOUR, 4
+        ),
+        "pp2-further": Case(2, f"{PACKED} {ROPE} {PP2} --mtp-num-layers 1 --bf16"),
+        "pp2-tied": Case(2, f"{PACKED} --position-embedding-type rope {PP2} --bf16"),
+        "pp2-padded": Case(2, f"{ROPE} {PP2} --micro-batch-size 2", _padded()),
+        "cp2-selective": Case(2, f"{PACKED} {GROUPED} {CP2} {SELECTIVE} --bf16 {SHARDED}"),
+        "dp2-overlapped": Case(2, f"{PACKED} {ROPE} {OVERLAPPED} --bf16"),
+        "ep2-full": Case(2, f"{PACKED} {EXPERTS} {EP2} {FULL} --bf16"),
+        "tp2-pp2": Case(4, f"{PACKED} {GROUPED} {SP2} {PP2} --bf16"),
+        "tp2-cp2": Case(4, f"{PACKED} {GROUPED} {SP2} {CP2} --bf16 {SHARDED}"),
+        "tp2-ep2": Case(4, f"{PACKED} {EXPERTS} {SP2} {EP2} --bf16 {SHARDED}"),
+        "pp4": Case(4, f"{PACKED} {ROPE} --pipeline-model-parallel-size 4 --bf16", FOUR, 4),
+        "pp2-dp2": Case(4, f"{PACKED} {ROPE} {PP2} --bf16 {OVERLAPPED}"),
+    }
+    return found
+
+
+def _padded() -> StepData:
+    return StepData(lengths=((40, 64), (64, 1)), loss_share=0.7)
+
+
+CASES = _cases()
+FEW = ("tp2-sp", "pp2", "cp2", "dp2-sharded", "ep2", "lora-full")
+"""The cases of every test run."""
+
+
+def run_real(case: Case) -> tuple[list[Phase], list[Dispatch]]:
+    """Returns the phases of this rank on real tensors, and the numbers that its experts read."""
+    config = case.config()
+    mcore_fixes.install()
+    cpu_support.install()
+    make_groups(config)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
+    counter = SettledCounter(keeps_storages=True)
+    gather = dist.all_gather_object
+
+    def gather_unseen(*arguments: object, **options: object) -> None:
+        with _disable_current_modes():  # bytes of pickled objects, on the host
+            gather(*arguments, **options)  # type: ignore[arg-type]
+
+    with recorded() as numbers, mock.patch.object(dist, "all_gather_object", gather_unseen):
+        run_step(config, VOCAB_SIZE, case.data, counter)
+    return counter.phases, numbers
+
+
+def run_fake(case: Case, rank: int, numbers: Sequence[Dispatch]) -> list[Phase]:
+    """Returns the phases of `rank` in a fake world."""
+    config, reads = case.config(), HostReads(recorded=numbers or None)
+    counter = ByteCounter(keeps_storages=True)
+    with fake_world(config, rank, case.world_size, reads) as mode:
+        run_step(config, VOCAB_SIZE, case.data, counter, (mode, reads))
+    return counter.phases
+
+
+def differences(real: Sequence[Phase], fake: Sequence[Phase]) -> list[str]:
+    """Returns what is not equal, with the tensors that only one of both has."""
+    found = []
+    for a, b in zip(real, fake, strict=True):
+        for name in ("start", "end", "peak"):
+            if getattr(a, name) != getattr(b, name):
+                found.append(
+                    f"{a.name}: {name} {getattr(a, name):,} bytes, fake {getattr(b, name):,}"
+                )
+        if a.at_peak != b.at_peak:
+            found.append(f"{a.name}: at the peak {a.at_peak}, fake {b.at_peak}")
+        # What was made meanwhile only explains a difference: gloo's copies show as views of
+        # storages that no operation made.
+        kinds = [("alive", a.alive, b.alive)]
+        if (a.start, a.end, a.peak) != (b.start, b.end, b.peak):
+            kinds.append(("made", a.made, b.made))
+        for kind, x, y in kinds:
+            for who, more, fewer in (("real", x, y), ("fake", y, x)):
+                for made, number in _extra(more, fewer).items():
+                    found.append(f"{a.name}: {kind} only as {who}: {number} x {made}")
+    return found
+
+
+def _extra(more: Sequence[Made], fewer: Sequence[Made]) -> Counter[Made]:
+    """Returns the storages of sizes and types that `more` has more often.
+
+    Operations may differ in name: for one product fake tensors take bmm where real ones take mm.
+    """
+    left = Counter((made.num_bytes, made.dtype) for made in fewer)
+    found: Counter[Made] = Counter()
+    for made in more:
+        key = made.num_bytes, made.dtype
+        if left[key]:
+            left[key] -= 1
+        else:
+            found[made] += 1
+    return found
+
+
+def check(case: Case) -> tuple[list[list[Phase]], list[str]]:
+    """Returns the phases of each rank on real tensors, and all differences.
+
+    When gloo's threads give memory back is chance, so a real run that differs runs again: what is
+    counted wrongly differs each time.
+    """
+    for _ in range(3):
+        real = run_ranks(run_real, case.world_size, case)
+        found = []
+        for rank, (phases, numbers) in enumerate(real):
+            fake = run_fake(case, rank, numbers)
+            found += [f"rank {rank}: {line}" for line in differences(phases, fake)]
+        if not found:
+            break
+    return [phases for phases, _ in real], found
+
+
+def main() -> None:
+    """Checks every case, and writes the table."""
+    parser = argparse.ArgumentParser(description="Fake bytes against real bytes.")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("cases", nargs="*", help="names; all by default")
+    options = parser.parse_args()
+    lines, num_failed = [], 0
+    for name in options.cases or CASES:
+        start, case = time.monotonic(), CASES[name]
+        ranks, found = check(case)
+        num_failed += bool(found)
+        peaks = " ".join(f"{max(phase.peak for phase in phases):,}" for phases in ranks)
+        checked = sum(3 * len(phases) for phases in ranks)
+        verdict = "equal" if not found else f"{len(found)} differences"
+        lines.append(f"| {name} | {case.world_size} | {checked} | {peaks} | {verdict} |")
+        print(f"{lines[-1]} {time.monotonic() - start:.1f} s", flush=True)
+        for line in found[:20]:
+            print(f"    {line}")
+    if options.write is not None:
+        options.write.write_text(_table(lines))
+    sys.exit(num_failed > 0)
+
+
+def _table(lines: Sequence[str]) -> str:
+    return "\n".join(
+        (
+            "# Bytes of a step on fake tensors against real ones",
+            "",
+            f"`make fit-check`, torch {version('torch')}, megatron-core "
+            f"{version('megatron-core')}, "
+            "CPU. Each rank trains two steps for real over gloo and again in a fake world; start, "
+            "end and peak of each phase (build, forward and backward, optimizer) are compared, "
+            "and the storages made and alive.",
+            "",
+            "| case | ranks | figures compared | peak bytes of each rank | fake against real |",
+            "| --- | --- | --- | --- | --- |",
+            *lines,
+            "",
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
