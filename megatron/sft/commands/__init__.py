@@ -19,6 +19,7 @@ _HERE = "megatron.sft.commands"
 COMMANDS = {
     "train": Subcommand("megatron.sft.run", "fine-tune a model (also without the word train)"),
     "plan": Subcommand(f"{_HERE}.plan", "compare packing schedulers and layouts, without a GPU"),
+    "fit": Subcommand(f"{_HERE}.fit", "estimate the memory of a run, without a GPU"),
     "show": Subcommand(
         f"{_HERE}.show", "show samples as they are trained, trained tokens in color"
     ),

@@ -42,7 +42,7 @@ from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
 
-_MOCK_VOCAB_SIZE = 1024
+MOCK_VOCAB_SIZE = 1024
 _MOCK_SAMPLES = 2**40
 _HELD_OUT = ("val", "test")
 
@@ -308,7 +308,7 @@ def _path_of(entry: SourceEntry | Join) -> str:
 
 
 def _build_mock(config: SFTConfig) -> Datasets:
-    vocab_size = config.data.vocab_size or _MOCK_VOCAB_SIZE
+    vocab_size = config.data.vocab_size or MOCK_VOCAB_SIZE
     training = config.training
 
     def made_up(seed: int, num_samples: int, order: int | None = None) -> SampleSet:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.packing.model import attention_kernels, get_batch, rotary, zigzag
+from megatron.packing.model import attention_kernels
 from megatron.sft.model import build
 
 How = Literal["run", "described", "none"]
@@ -57,6 +57,12 @@ BRANCHES = (
         "rows that count are found on the host: 8 bytes for each, as on CPU",
         "none",
     ),
+    Branch(
+        "packing.model.delta_rule.has_kernels",
+        "kernels of flash-linear-attention; counted as plain torch, which keeps more",
+        "none",
+    ),
+    Branch("sft.commands.chat.open_speaker", "no training step", "none"),
     Branch("packing.model.zigzag.sent", "indices are copied to the device", "run"),
     Branch("packing.model.pipeline.check_config", "a check", "none"),
     Branch("packing.batch.microbatches._split", "pinned memory of the host", "none"),
@@ -112,11 +118,9 @@ ALLOCATION_BYTES = 512
 def replaced() -> Iterator[tuple[Any, str, Any]]:
     """Yields (owner, name, replacement) of what goes CUDA's way."""
     yield attention_kernels, "kernel_for", _kernel_for(attention_kernels.kernel_for)
-    # The CPU's cached tensors of other worlds stay theirs.
-    for owner in (attention_kernels, get_batch, rotary, zigzag):
-        yield owner, "sent", _copy
-    yield zigzag, "zigzag", zigzag.zigzag.__wrapped__
-    yield attention_kernels, "_on_device", attention_kernels._on_device.__wrapped__
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.packing.model.") and hasattr(module, "sent"):
+            yield module, "sent", _copy
     yield build, "build_transformer_config", _for_cuda(build.build_transformer_config)
     yield torch.nn.functional, "rms_norm", _rms_norm
     yield torch.nn.functional, "layer_norm", _layer_norm
@@ -128,10 +132,15 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _kernel_for(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(device: torch.device, dtype: torch.dtype, width: int, is_exact: bool) -> Any:
-        if dtype in (torch.bfloat16, torch.float16) and width <= 256:
+    """Chooses as the plain function does on a GPU of compute capability 8.0 or later, without
+    FlashAttention 4.
+    """
+
+    def kernel(device: torch.device, dtype: torch.dtype, width: int, *rest: Any) -> Any:
+        has_softcap = any(getattr(value, "softcap", False) for value in rest)
+        if dtype in (torch.bfloat16, torch.float16) and width <= 256 and not has_softcap:
             return attention_kernels._varlen()
-        return plain(device, dtype, width, is_exact)
+        return plain(device, dtype, width, *rest)
 
     return kernel
 

@@ -8,14 +8,20 @@ well as in a fake world (see `world`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -158,11 +164,13 @@ def run_step(
     *,
     num_steps: int = 2,
     like_cuda: bool = False,
+    passes: bool = True,
 ) -> None:
     """Trains for `num_steps` on the same data; what was alive is in `counter.phases`.
 
     From the second step on there is the optimizer's state. world: where this runs in a fake one,
     which may be `like_cuda`.
+    passes: without, only the optimizer steps.
     """
     reads = HostReads() if world is None else world[1]
     with _disable_current_modes():
@@ -172,14 +180,17 @@ def run_step(
     with counter:
         with counter.phase("build"):
             training = build_training(config, vocab_size, torch.device("cpu"))
+        counter.part = "gradients of activations and temporaries"
+        watch_parts(training, counter)
         count_by_part(training, counter)
         for number in range(1, num_steps + 1):
-            with counter.phase(f"forward and backward {number}"):
-                iterators = [
-                    iterated(prepared, reads, like_cuda=like_cuda)
-                    for _ in range(config.num_virtual_stages or 1)
-                ]
-                forward_backward(config, training, iterators, prepared)
+            iterators = [
+                iterated(prepared, reads, like_cuda=like_cuda)
+                for _ in range(config.num_virtual_stages or 1)
+            ]
+            if passes:
+                with counter.phase(f"forward and backward {number}"):
+                    forward_backward(config, training, iterators, prepared)
             with counter.phase(f"optimizer {number}"):
                 training.optimizer.step()
             count_by_part(training, counter)
@@ -210,6 +221,39 @@ def forward_backward(
         micro_batch_size=config.training.micro_batch_size,
         forward_only=False,
     )
+
+
+_PARTS: tuple[tuple[type, str], ...] = (
+    (Attention, "attention"),
+    (MLP, "MLP"),
+    (BaseMoELayer, "experts"),
+    (LanguageModelEmbedding, "embedding"),
+    (TransformerLayer, "norms and residuals"),
+    (GPTModel, "output layer and loss"),
+)
+"""Kind of module -> the part that its storages count for, but those of modules within it."""
+
+
+def watch_parts(training: Training, counter: ByteCounter) -> None:
+    """Lets storages that modules make in the forward pass count for the modules' parts."""
+    parts = [counter.part]
+
+    def enter(part: str) -> Callable[..., None]:
+        def begin(*_: Any) -> None:
+            parts.append(part)
+            counter.part = part
+
+        return begin
+
+    def leave(*_: Any) -> None:
+        parts.pop()
+        counter.part = parts[-1]
+
+    for module in (module for chunk in training.model for module in chunk.modules()):
+        part = next((part for kind, part in _PARTS if isinstance(module, kind)), None)
+        if part is not None:
+            module.register_forward_pre_hook(enter(part))
+            module.register_forward_hook(leave)
 
 
 def count_by_part(training: Training, counter: ByteCounter) -> None:

@@ -10,6 +10,7 @@ Everything that is replaced meanwhile is listed in `_replaced`; it is put back a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -52,6 +53,8 @@ def fake_world(
     mcore_fixes.install()
     cpu_support.install()
     with ExitStack() as stack:
+        _forget_tensors()
+        stack.callback(_forget_tensors)
         others = cuda_branches.replaced() if like_cuda else ()
         for owner, name, replacement in (*_replaced(reads), *others):
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -63,6 +66,15 @@ def fake_world(
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Kernels(reads))
         yield mode
+
+
+def _forget_tensors() -> None:
+    """Empties caches of indices that layers share: tensors of one world are none of another's."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.packing.model."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 def _replaced(reads: HostReads) -> Iterator[tuple[Any, str, Any]]:

@@ -1,0 +1,188 @@
+"""pure. `megatron-sft fit`: the memory that a run takes on each GPU, before one is rented.
+
+Takes the options of training and the number of processes. The trainer's own code runs on tensors
+without memory (see `megatron/sft/fit/README.md`): no GPU, no network, no weights. Of a HuggingFace
+folder only config.json is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.sft.environment import (
+    exit_with_message,
+    lazy_compile,
+    outlive_output,
+    silence_warnings,
+)
+from megatron.sft.fit.report import ESTIMATED, Column, as_json, parse_memory, table, verdict
+from megatron.sft.options.config import COMMON, GROUPS, SFTConfig
+from megatron.sft.options.defaults import chosen_options
+from megatron.sft.options.megatron_flags import without_megatron_flags
+from megatron.sft.options.pretrained import implied_options
+
+_SHOWN = ("Start from", "Data", "Layout")
+_BYTES_PER_PACKED_TOKEN = 5 + 8 + 8 + 4 + 8 + 1
+"""As it travels, and tokens, labels, mask, positions and padding of the microbatches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """Memory estimate."""
+
+    world_size: int = 1
+    """GPUs of the run."""
+    memory: str | None = None
+    """Memory of a GPU, such as 80GiB: says whether the run fits, and ends with status 1 if not."""
+    loss_share: float = 1.0
+    """Part of the tokens that counts for the loss; the others need no output layer."""
+    expert_routing: Literal["balanced", "worst"] = "balanced"
+    """How tokens go to experts: evenly, or all to those of one rank."""
+    fit_json: str | None = None
+    """File for the estimate in bytes."""
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, None, "world_size")
+        check_range(self, 0, 1, "loss_share")
+        if self.memory is not None:
+            parse_memory(self.memory)
+        if self.fit_json is not None and not Path(self.fit_json).resolve().parent.is_dir():
+            raise ValueError(f"--fit-json {self.fit_json}: no such folder; make it first")
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Prints the estimate; status 2 and one line for a user's mistake, 1 for what does not fit."""
+    outlive_output()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: the estimate runs on the CPU
+    try:
+        config, options = parse(arguments, program)
+        fits = run(config, options)
+    except (FlagError, ValueError, OSError) as failure:
+        exit_with_message(program, str(failure))
+    if not fits:
+        raise SystemExit(1)
+
+
+def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions]:
+    """Returns the options of the run, and of the estimate; those that no memory depends on have
+    defaults.
+    """
+    command = Command(
+        program=program,
+        about="Estimate the memory of a run on each GPU, without a GPU.",
+        usage="--pretrained-checkpoint FOLDER --world-size 8 --memory 80GiB [options of training]",
+        common={
+            "Estimate": ("world_size", "memory", "loss_share", "expert_routing", "fit_json"),
+            **{title: COMMON[title] for title in _SHOWN},
+        },
+    )
+
+    def imply(given: Mapping[str, Any]) -> dict[str, Any]:
+        size = given.get("world_size", 1) * given.get("micro_batch_size", 1)
+        ours = {"global_batch_size": 8 * size, "lr": 1e-5, "train_iters": 1}
+        chosen = {n: v for n, v in chosen_options(given).items() if n == "seq_length"}
+        steps = {"train_epochs", "train_samples"} & given.keys()
+        if steps:
+            del ours["train_iters"]
+        return ours | chosen | implied_options(given)
+
+    *groups, options = parse_flags(
+        (*GROUPS, FitOptions), without_megatron_flags(arguments), command, imply=imply
+    )
+    config = SFTConfig.of(groups)
+    config.check(options.world_size)
+    return config, options
+
+
+def run(config: SFTConfig, options: FitOptions) -> bool:
+    """Prints the estimate; returns whether the run fits, True where no memory was given."""
+    start = time.monotonic()
+    silence_warnings(0)
+    with lazy_compile():
+        from megatron.sft.fit.estimate import Request, estimates
+        from megatron.sft.fit.vocabulary import vocab_size_of
+    request = Request(
+        config=config,
+        vocab_size=vocab_size_of(config),
+        world_size=options.world_size,
+        loss_share=options.loss_share,
+        routing=options.expert_routing,
+    )
+    found = estimates(request)
+    columns = [_column(estimate) for estimate in found]
+    assumed = _assumptions(request, options)
+    print("\n".join([*assumed, ""]))
+    memory = None if options.memory is None else parse_memory(options.memory)
+    for line in table(columns, memory):
+        print(line)
+    print()
+    for remark in dict.fromkeys(remark for estimate in found for remark in estimate.remarks):
+        print(f"note      {remark}")
+    print(f"status    {ESTIMATED}")
+    print(f"host      {_host(config, options)}")
+    print(f"took      {time.monotonic() - start:.0f} s")
+    if options.fit_json is not None:
+        about = {"world_size": options.world_size, "assumes": assumed}
+        Path(options.fit_json).write_text(json.dumps(as_json(columns, about), indent=1))
+    if memory is None:
+        return True
+    fits, line = verdict(columns, memory)
+    print(line)
+    return fits
+
+
+def _column(estimate: Any) -> Column:
+    parts: dict[tuple[str, str], int] = {}
+    for part in (*estimate.states, *estimate.passes):
+        parts[part.name, part.how] = part.num_bytes
+    for part in (estimate.build, estimate.optimizer):  # at other times than the passes
+        parts[f"instead: {part.name}", part.how] = part.num_bytes
+    return Column(estimate.stage.name, parts, estimate.peak)
+
+
+def _assumptions(request: Any, options: FitOptions) -> list[str]:
+    config = request.config
+    model, parallel = config.model, config.parallel
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+        "DP": parallel.data_parallel_size(options.world_size),
+    }
+    layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "DP")
+    packs = (
+        f"packs of {config.capacity_per_rank:,} tokens on each rank"
+        if config.packing.sequence_packing
+        else f"{config.training.micro_batch_size} rows of {model.seq_length:,} tokens"
+    )
+    experts = "" if model.num_experts is None else f", {options.expert_routing} routing of experts"
+    return [
+        f"model     {model.num_layers} layers, hidden {model.hidden_size}, vocabulary "
+        f"{request.vocab_size:,}, {'bfloat16' if config.training.bf16 else 'float32'}",
+        f"layout    {options.world_size} GPUs: {layout}"
+        f"{', sequence parallel' * parallel.sequence_parallel}"
+        f"{', optimizer sharded' * config.shards_optimizer}",
+        f"assumes   {packs}, {options.loss_share:.0%} of them count for the loss{experts}; layers "
+        "without Transformer Engine",
+    ]
+
+
+def _host(config: SFTConfig, options: FitOptions) -> str:
+    """Memory of the host for batches, at most: every sequence as long as it may be."""
+    replicas = config.parallel.data_parallel_size(options.world_size)
+    num_tokens = config.training.global_batch_size // replicas * config.model.seq_length
+    batches = 1 + config.data.prefetch_global_batches
+    size = num_tokens * _BYTES_PER_PACKED_TOKEN * batches / 2**20
+    return (
+        f"at most {size:,.1f} MiB of batches for each rank ({batches} global batches, described); "
+        "without Python, data workers and checkpoints that are being saved"
+    )

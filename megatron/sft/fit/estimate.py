@@ -1,0 +1,204 @@
+"""mcore. The bytes of each pipeline stage of a run, by traces in fake worlds.
+
+weights, gradients, optimizer        run at the run's own depth
+activations, workspaces of passes    run where the stage is shallow; else extrapolated from traces
+                                     of one to three layers, and checked at a fourth depth
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from megatron.sft.fit import cuda_branches
+from megatron.sft.fit.affine import NotAffineError, fitted
+from megatron.sft.fit.counter import ByteCounter, Phase
+from megatron.sft.fit.host_reads import HostReads, Routing
+from megatron.sft.fit.stages import Stage, at_depth, depths_of, layers_per_chunk, stages_of
+from megatron.sft.fit.step import StepData, run_step
+from megatron.sft.fit.world import fake_world
+from megatron.sft.options.config import SFTConfig
+
+How = Literal["run", "extrapolated", "described"]
+STATES = ("weights", "gradients", "main parameters", "optimizer state")
+"""Parts that live from step to step."""
+
+
+class Part(NamedTuple):
+    """Some bytes of a stage, and how they are known."""
+
+    name: str
+    num_bytes: int
+    how: How
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEstimate:
+    """A stage's bytes: those that stay, and those of each phase at its peak."""
+
+    stage: Stage
+    states: tuple[Part, ...]
+    passes: tuple[Part, ...]
+    """Alive beside the states when most is, in forward and backward passes."""
+    build: Part
+    """All that is alive at most while the model is built and before the first step."""
+    optimizer: Part
+    """Alive beside the states, at most, in an optimizer step."""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors, at most."""
+        states = sum(part.num_bytes for part in self.states)
+        passes = sum(part.num_bytes for part in self.passes)
+        return max(self.build.num_bytes, states + max(passes, self.optimizer.num_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A run, and what is assumed of it."""
+
+    config: SFTConfig
+    vocab_size: int
+    world_size: int
+    loss_share: float = 1.0
+    routing: Routing = "balanced"
+    like_cuda: bool = True
+
+    def data(self, num_microbatches: int) -> StepData:
+        """Returns microbatches as large as they may be."""
+        config = self.config
+        rows = (config.model.seq_length,) * config.training.micro_batch_size
+        if config.packing.sequence_packing:
+            size, length = (
+                config.capacity_per_rank * config.parallel.context_parallel_size,
+                int(config.alignment.padded_length(config.model.seq_length)),  # type: ignore[arg-type]
+            )
+            rest = size % length // config.alignment.pack * config.alignment.pack
+            rows = (length,) * (size // length) + ((rest,) if rest else ())
+        return StepData(lengths=(rows,) * num_microbatches, loss_share=self.loss_share)
+
+
+def trace(
+    request: Request, rank: int, num_microbatches: int, *, passes: bool = True
+) -> list[Phase]:
+    """Returns the phases of a rank: build, a step, and what follows once the optimizer has its
+    state.
+    """
+    counter = ByteCounter(
+        unit=cuda_branches.ALLOCATION_BYTES if request.like_cuda else 1,
+        workspaces=cuda_branches.workspaces() if request.like_cuda else {},
+    )
+    reads = HostReads(routing=request.routing)
+    world = fake_world(request.config, rank, request.world_size, reads, like_cuda=request.like_cuda)
+    with world as mode:
+        run_step(
+            request.config,
+            request.vocab_size,
+            request.data(num_microbatches),
+            counter,
+            (mode, reads),
+            num_steps=1 if passes else 2,
+            like_cuda=request.like_cuda,
+            passes=passes,
+        )
+    return counter.phases
+
+
+def estimates(request: Request) -> list[StageEstimate]:
+    """Returns the bytes of each stage. Middle stages of equal depth share their traces."""
+    shared: dict[tuple[bool, bool], dict[tuple[int, int], dict[str, int]]] = {}
+    found = []
+    for stage in stages_of(request.config, request.world_size):
+        kind = stage.number == 0, stage.number == stage.num_stages - 1
+        found.append(_estimate(request, stage, shared.setdefault(kind, {})))
+    return found
+
+
+def _estimate(
+    request: Request, stage: Stage, traced: dict[tuple[int, int], dict[str, int]]
+) -> StageEstimate:
+    build, _, optimizer = trace(request, stage.rank, 1, passes=False)
+    # Only what lives on is at a phase's end.
+    states = {name: optimizer.at_peak.get(name, 0) for name in STATES}
+    remarks: list[str] = []
+    passes = _passes(request, stage, traced, remarks)
+    return StageEstimate(
+        stage=stage,
+        states=tuple(Part(name, size, "run") for name, size in states.items() if size),
+        passes=passes,
+        build=Part("building the model", build.peak, "run"),
+        optimizer=Part("optimizer step", optimizer.peak - sum(states.values()), "run"),
+        remarks=tuple(remarks),
+    )
+
+
+def _passes(
+    request: Request,
+    stage: Stage,
+    traced: dict[tuple[int, int], dict[str, int]],
+    remarks: list[str],
+) -> tuple[Part, ...]:
+    depth, depths = layers_per_chunk(request.config), depths_of(request.config)
+    is_interleaved = request.config.num_virtual_stages is not None
+    flight = stage.in_flight
+    if is_interleaved:  # megatron-core wants a multiple of the stages; twice as many fill it
+        flight = 2 * stage.num_stages
+    if depths:
+        low, middle, high, _ = depths
+        points = [(d, flight if is_interleaved else 1) for d in depths]
+        if not is_interleaved and flight > 1:
+            points += [(low, 2), (middle, 2)]
+            if flight > 2:
+                points.append((high, 3))
+        for point in points:
+            if point not in traced:
+                traced[point] = _beside_states(request, stage, *point)
+        try:
+            return _extrapolated({point: traced[point] for point in points}, depth, flight)
+        except NotAffineError as failure:
+            remarks.append(f"run at its own depth: {failure}")
+    own = _beside_states(request, stage, depth, flight)
+    return tuple(Part(name, size, "run") for name, size in sorted(own.items()) if size)
+
+
+def _beside_states(request: Request, stage: Stage, depth: int, flight: int) -> dict[str, int]:
+    """Returns by part what is alive beside the states at the passes' peak, in a run of that
+    depth.
+    """
+    smaller = replace(request, config=at_depth(request.config, depth))
+    phases = {phase.name: phase for phase in trace(smaller, stage.rank, flight)}
+    passes = phases["forward and backward 1"]
+    alive_before = {name: passes.at_peak.get(name, 0) for name in STATES}
+    others = {name: size for name, size in passes.at_peak.items() if name not in STATES}
+    assert sum(others.values()) + sum(alive_before.values()) == passes.peak
+    return others
+
+
+def _extrapolated(
+    points: Mapping[tuple[int, int], Mapping[str, int]], depth: int, flight: int
+) -> tuple[Part, ...]:
+    """Returns the parts at a depth that was not traced.
+
+    Their sum must be affine, to the byte; where a part alone is not, all are one.
+    """
+    names: Sequence[str] = sorted({name for parts in points.values() for name in parts})
+    total = fitted({point: sum(parts.values()) for point, parts in points.items()}).at(
+        depth, flight
+    )
+    try:
+        found = [
+            Part(
+                name,
+                fitted({point: parts.get(name, 0) for point, parts in points.items()}).at(
+                    depth, flight
+                ),
+                "extrapolated",
+            )
+            for name in names
+        ]
+    except NotAffineError:
+        return (Part("activations and temporaries", total, "extrapolated"),)
+    assert sum(part.num_bytes for part in found) == total
+    return tuple(part for part in found if part.num_bytes)

@@ -1,0 +1,116 @@
+"""pure. The ranks of a layout whose memory differs, and smaller runs that tell of larger ones."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from megatron.sft.options.config import SFTConfig
+
+
+class Stage(NamedTuple):
+    """A pipeline stage. Its tensor, context, data and expert-parallel ranks hold alike."""
+
+    number: int
+    num_stages: int
+    rank: int
+    """One of its ranks."""
+    in_flight: int
+    """Microbatches whose activations it holds at most (of each virtual stage alike)."""
+
+    @property
+    def name(self) -> str:
+        """The stage in words."""
+        if self.num_stages == 1:
+            return "every rank"
+        part = {0: ", with embedding", self.num_stages - 1: ", with head"}.get(self.number, "")
+        return f"stage {self.number}{part}"
+
+
+def stages_of(config: SFTConfig, world_size: int) -> list[Stage]:
+    """Returns the stages of a layout.
+
+    With 1F1B stage s of p has at most p - s microbatches in flight, or as many as there are.
+    """
+    parallel = config.parallel
+    num_stages = parallel.pipeline_model_parallel_size
+    replicas = parallel.data_parallel_size(world_size)
+    num_microbatches = max(config.training.global_batch_size // replicas, 1)
+    if not config.packing.sequence_packing:
+        num_microbatches = max(num_microbatches // config.training.micro_batch_size, 1)
+    step = world_size // num_stages
+    if parallel.use_tp_pp_dp_mapping:
+        step = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return [
+        Stage(number, num_stages, number * step, min(num_stages - number, num_microbatches))
+        for number in range(num_stages)
+    ]
+
+
+def layers_per_chunk(config: SFTConfig) -> int:
+    """Returns the layers of each virtual stage of a rank."""
+    chunks = config.num_virtual_stages or 1
+    return config.model.num_layers // config.parallel.pipeline_model_parallel_size // chunks
+
+
+def depths_of(config: SFTConfig) -> tuple[int, ...]:
+    """Returns four depths of a virtual stage from which any other follows; () where it has no more
+    layers than the last of them, or where its layers do not repeat.
+
+    Layers that are recomputed in runs, or of several kinds in turn, make depths multiples of these.
+    """
+    model, depth = config.model, layers_per_chunk(config)
+    unit = _period(config)
+    first = 0
+    if model.recompute_granularity == "full" and model.recompute_method != "block":
+        unit *= model.recompute_num_layers or 1
+    elif model.recompute_granularity == "full" and (model.recompute_num_layers or 1) < depth:
+        first = model.recompute_num_layers or 1
+    depths = tuple(first + unit * number for number in (1, 2, 3, 4))
+    return depths if depth % unit == 0 and depths[-1] < depth else ()
+
+
+def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
+    """Returns the same run with so many layers in each virtual stage."""
+    parallel, model = config.parallel, config.model
+    chunks = config.num_virtual_stages or 1
+    num_layers = depth * chunks * parallel.pipeline_model_parallel_size
+    changes: dict[str, Any] = {
+        field.name: getattr(model, field.name)[:num_layers] for field in _of_layers(config)
+    }
+    if model.recompute_method == "block":
+        changes["recompute_num_layers"] = min(model.recompute_num_layers or 1, depth)
+    exchanges = parallel.cp_comm_type[:num_layers]
+    return replace(
+        config,
+        model=replace(model, num_layers=num_layers, **changes),
+        parallel=replace(
+            parallel,
+            cp_comm_type=exchanges if len(set(exchanges)) > 1 else exchanges[:1],
+            num_layers_per_virtual_pipeline_stage=None
+            if parallel.num_layers_per_virtual_pipeline_stage is None
+            else depth,
+        ),
+    )
+
+
+def _of_layers(config: SFTConfig) -> list[Any]:
+    """The fields of the model that say something of each layer."""
+    model = config.model
+    found = []
+    for field in fields(model):
+        value = getattr(model, field.name)
+        is_window = field.name == "window_size"  # to the left and to the right
+        if isinstance(value, tuple) and len(value) == model.num_layers and not is_window:
+            found.append(field)
+    return found
+
+
+def _period(config: SFTConfig) -> int:
+    """After how many layers kinds of layers repeat: 3 for (0, 0, 1, 0, 0, 1)."""
+    lists = [getattr(config.model, field.name) for field in _of_layers(config)]
+    kinds = list(zip(*lists)) if lists else [()] * config.model.num_layers
+    for period in range(1, len(kinds) + 1):
+        if all(kind == kinds[number % period] for number, kind in enumerate(kinds)):
+            return period
+    return len(kinds)

@@ -1,0 +1,23 @@
+"""pure. The vocabulary that a run will have, from its options, without its data."""
+
+from __future__ import annotations
+
+from megatron.sft.data.datasets import MOCK_VOCAB_SIZE
+from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.options.config import SFTConfig
+
+
+def vocab_size_of(config: SFTConfig) -> int:
+    """Returns the words of the model: what config.json says, else those of the tokenizer.
+
+    ValueError where the tokenizer's files cannot be read.
+    """
+    data = config.data
+    if config.output.pretrained_checkpoint is not None and data.vocab_size is not None:
+        return data.vocab_size
+    if data.mock_data:
+        return data.vocab_size or MOCK_VOCAB_SIZE
+    tokenizer = build_tokenizer(
+        data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size, data.chat_template
+    )
+    return tokenizer.vocab_size

@@ -1,0 +1,141 @@
+"""Memory estimates: extrapolated bytes are those of a run at its own depth, and the command says
+what fits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.sft.commands import fit
+from megatron.sft.fit import estimate
+from megatron.sft.fit.estimate import Request, StageEstimate, estimates
+from megatron.sft.options.config import parse_config
+from tests.functional_tests.fit_check import (
+    COMMON,
+    EXPERTS,
+    GROUPED,
+    LORA,
+    PACKED,
+    PP2,
+    SP2,
+    VOCAB_SIZE,
+)
+
+
+def request_of(flags: str, world_size: int, num_layers: int, *, like_cuda: bool = True) -> Request:
+    """Returns the request of a tiny model."""
+    config = parse_config(
+        f"--num-layers {num_layers} {COMMON} {PACKED} {flags}".split(), world_size
+    )
+    return Request(config=config, vocab_size=VOCAB_SIZE, world_size=world_size, like_cuda=like_cuda)
+
+
+def bytes_of(found: list[StageEstimate]) -> list[tuple[int, int]]:
+    """Returns of each stage the peak, and what is alive beside its states."""
+    return [(one.peak, sum(part.num_bytes for part in one.passes)) for one in found]
+
+
+DEEP = [
+    (f"{GROUPED} --pipeline-model-parallel-size 3 --bf16", 3, 15),
+    (f"{GROUPED} {SP2} --bf16 --use-distributed-optimizer", 2, 6),
+    (f"{EXPERTS} {PP2} --expert-model-parallel-size 2 --bf16", 4, 12),
+    (f"{GROUPED} --recompute-granularity full --recompute-num-layers 2 --bf16", 1, 10),
+    (f"{GROUPED} {LORA} --context-parallel-size 2 --bf16", 2, 6),
+]
+IS_WHOLE = os.environ.get("FIT_CHECK") == "all"
+
+
+@pytest.mark.parametrize(("flags", "world_size", "num_layers"), DEEP if IS_WHOLE else DEEP[:1])
+def test_extrapolated_bytes_are_those_of_the_whole_depth(
+    flags: str, world_size: int, num_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peak that moves with depth would be wrong by GiB for a model of 80 layers."""
+    request = request_of(flags, world_size, num_layers)
+    extrapolated = estimates(request)
+    assert {part.how for one in extrapolated for part in one.passes} == {"extrapolated"}
+    monkeypatch.setattr(estimate, "depths_of", lambda _: ())
+    whole = estimates(request)
+    assert {part.how for one in whole for part in one.passes} == {"run"}
+    assert bytes_of(extrapolated) == bytes_of(whole)
+
+
+def test_earlier_stages_hold_more_microbatches() -> None:
+    """1F1B: the first of four stages has four microbatches in flight, the last one."""
+    found = estimates(request_of(f"{GROUPED} --pipeline-model-parallel-size 4 --bf16", 4, 4))
+    middle = [sum(part.num_bytes for part in one.passes) for one in found[1:3]]
+    assert [one.stage.in_flight for one in found] == [4, 3, 2, 1]
+    assert middle[0] > middle[1]
+    assert found[1].states == found[2].states
+
+
+def test_worst_routing_takes_more_than_balanced() -> None:
+    """Else one hot expert would end a run that was said to fit."""
+    request = request_of(f"{EXPERTS} --expert-model-parallel-size 2 --bf16", 2, 2)
+    worst = estimates(Request(**{**vars(request), "routing": "worst"}))
+    assert worst[0].peak > estimates(request)[0].peak
+
+
+def test_a_folder_with_a_config_alone_is_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of 140 GB are not downloaded for an estimate."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [
+        *f"--pretrained-checkpoint {tmp_path} --world-size 2 --bf16 --sequence-packing".split(),
+        *f"{SP2} --fit-json {tmp_path}/out.json --mock-data --memory".split(),
+    ]
+    fit.main([*arguments, "8GiB"], "fit")
+    printed = capsys.readouterr().out
+    assert "fits: 6.00 GiB left on every rank" in printed
+    assert "vocabulary 512, bfloat16" in printed
+    (stage,) = json.loads((tmp_path / "out.json").read_text())["stages"]
+    sizes = {part["name"]: part["bytes"] for part in stage["parts"]}
+    # Half of each matrix, and whole norms: embedding, head, six layers.
+    of_layer = 64 * (64 + 64) + 64 * 64 + 3 * 64 * 128
+    weights = 2 * ((2 * 512 * 64 + 6 * of_layer) // 2 + 13 * 64)
+    assert sizes["weights"] == pytest.approx(weights, rel=0.02)  # rounded up to 512 bytes each
+    passes = sum(size for name, size in sizes.items() if not name.startswith("instead"))
+    assert stage["peak_bytes"] >= passes
+    with pytest.raises(SystemExit) as ended:
+        fit.main([*arguments, "2GiB"], "fit")
+    assert ended.value.code == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--memory 80G --world-size 1", "--memory 80G: must be a size above 0, such as 80GiB"),
+        ("--world-size 0", "--world-size"),
+        ("--world-size 3 --tensor-model-parallel-size 2", "must be a multiple of tensor"),
+    ],
+)
+def test_bad_options_are_one_line(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is built."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit) as ended:
+        fit.main([*f"--num-layers 2 {COMMON} {flags}".split()], "fit")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
