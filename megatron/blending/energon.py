@@ -32,7 +32,7 @@ from megatron.blending.metadatasets.metadataset_file import parse_metadataset
 
 _STEPS = (
     "encode_sample preencode_sample postencode_sample select_samples_to_pack pack_selected_samples "
-    "batch_group_criterion batch encode_batch num_tokens"
+    "sample_length batch_group_criterion batch encode_batch num_tokens"
 ).split()
 
 
@@ -45,9 +45,9 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         check_encoder(task_encoder)
         self._task_encoder = task_encoder
         self.cookers = self.cookers or task_encoder.cookers
-        self.over_long = task_encoder.over_long
-        if type(self).decoder is TaskEncoder.decoder:
-            self.decoder = task_encoder.decoder
+        for name in ("decoder", "over_long", "pack_by", "max_open_groups"):
+            if getattr(type(self), name) is getattr(TaskEncoder, name):
+                setattr(self, name, getattr(task_encoder, name))
 
     def uses(self, step: str) -> bool:
         is_own = getattr(type(self), step) is not getattr(AugmentTaskEncoder, step)
@@ -232,7 +232,7 @@ _DIFFERS = {
         "keeps nothing: the operating system does",
     ),
     **dict.fromkeys(
-        ["BatchDataset", "GroupBatchDataset", "MapDataset"],
+        ["BatchDataset", "MapDataset"],
         "failures are tolerated as `@stateless(failure_tolerance=)` or the WorkerConfig says",
     ),
     **dict.fromkeys(
@@ -245,10 +245,11 @@ _DIFFERS = {
     "`mode='random'`",
     "EpochizeDataset": "of finite data, too, in which energon's dries up",
     "FileStore": "no media metadata",
+    "GroupBatchDataset": "at most 256 groups are open on a rank; the oldest of more goes out short",
     "LimitDataset": "counts outputs of each rank where it is outermost, else of the whole stream",
     "MixBatchDataset": "within one of the weights at every moment; draws them with `mode='random'`",
-    "PackingDataset": "a sample in no pack is offered again; what fits in none is dropped, logged "
-    "and counted",
+    "PackingDataset": "a sample in no pack is offered again with its block; what fits in none is "
+    "dropped, logged and counted",
     "RepeatDataset": "no `restart`",
     "Sample": "compared by identity; `__restore_key__` may be left out",
     "SampleDecoder": "called with the name and the bytes of a part; no `guess_content`; pickles "

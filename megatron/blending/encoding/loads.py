@@ -97,10 +97,15 @@ class FileLoad(_Cooks):
     is_json: bool
 
     def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
-        return self.many([record], [restore_key])[0]
+        (sample,) = self.many([record], [restore_key])
+        if isinstance(sample, Exception):
+            raise sample
+        return sample
 
     def many(self, records: Iterable[Record], restore_keys: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Return the samples of many records: in one loop, as calls would cost a fifth more."""
+        """Return the samples of many records, or exceptions of the cooker in their places: in one
+        loop, as calls would cost a fifth more.
+        """
         path, first, is_json = self.path, self.first, self.is_json
         name, subflavors, cook, samples = os.path.basename(path), self.subflavors, self.cook, []
         for record, restore_key in zip(records, restore_keys):
@@ -115,5 +120,8 @@ class FileLoad(_Cooks):
             sample["__restore_key__"] = restore_key
             sample["__subflavors__"] = subflavors
             sample["__sources__"] = (SourceInfo(path, number, name),)
-            samples.append(sample if cook is None else cook(sample))
+            try:
+                samples.append(sample if cook is None else cook(sample))
+            except Exception as error:
+                samples.append(error)
         return samples

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
+from megatron.blending.arguments import check_one_of
 from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import Cooker
 from megatron.blending.encoding.fields import batch_samples, has_fields
@@ -19,7 +20,7 @@ from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.batching import BatchDataset
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
-from megatron.blending.streams.group_batch import GroupBatchDataset
+from megatron.blending.streams.group_batch import MAX_OPEN_GROUPS, GroupBatchDataset
 from megatron.blending.streams.mapping import MapDataset
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.packing_buffer import PackingDataset
@@ -45,8 +46,17 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     cookers: Sequence[Cooker] = ()
     decoder: Any = DECODE
     over_long: str = "drop"
-    """What becomes of a sample that fits in no pack: "drop" (log and count it), "alone" (a pack by
-    itself), "error".
+    """Samples that fit in no pack: "drop" (log and count them), "alone" (a pack by itself) or
+    "error".
+    """
+    pack_by: str = "samples"
+    """What a block of `packing_buffer_size` holds while packs are chosen: "samples", encoded, or
+    "lengths". With lengths `select_samples_to_pack` gets what `sample_length` returned, as ints,
+    and a sample is encoded when its pack is made, so that the memory is that of one pack.
+    """
+    max_open_groups: int = MAX_OPEN_GROUPS
+    """Groups of `batch_group_criterion` that each rank keeps open; of more, the oldest is given out
+    before it is full.
     """
 
     def encode_sample(self, sample: T_sample) -> T_encoded_sample:
@@ -61,13 +71,20 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         """
         return sample
 
+    def sample_length(self, sample: T_sample) -> int:
+        """Return about how long an unencoded sample will be, without encoding it; for `pack_by =
+        "lengths"`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define sample_length")
+
     def postencode_sample(self, sample: Any) -> T_encoded_sample:
         """Finish a sample of `preencode_sample` that was chosen."""
         return sample
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        """Return groups of these samples, each to be one pack; those in no group are offered
-        again."""
+        """Return groups of these samples, each to be one pack; those in no group are offered again
+        with the rest of their block.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define select_samples_to_pack")
 
     def pack_selected_samples(self, samples: list[Any]) -> Any:
@@ -103,8 +120,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     @property
     def current_batch_index(self) -> int:
-        """It is the number of the output that is being made, among those of its rank: the same on
-        all ranks.
+        """Number of the output that is being made, among those of its rank: the same on all ranks.
+        Where outputs are packed or left out, that of the block or position that it is made of.
         """
         return _current(
             BATCH_INDEX,
@@ -149,10 +166,14 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     ) -> SavableDataset[Any]:
         """Return `dataset` with the steps that encode its samples."""
         check_encoder(self)
-        for step in ("encode_sample", "preencode_sample"):
-            if self.uses(step):
-                return MapDataset(dataset, map_fn=getattr(self, step), worker_config=worker_config)
-        return dataset
+        step = self._encoding_step()
+        if step is None:
+            return dataset
+        return MapDataset(dataset, map_fn=getattr(self, step), worker_config=worker_config)
+
+    def _encoding_step(self) -> str | None:
+        steps = ("encode_sample", "preencode_sample")
+        return next((step for step in steps if self.uses(step)), None)
 
     def build_packing(
         self,
@@ -168,6 +189,15 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
             if post_encode is None:
                 return dataset
             return MapDataset(dataset, map_fn=post_encode, worker_config=worker_config)
+        by_length: dict[str, Any] = {}
+        if self.pack_by == "lengths":
+            step = self._encoding_step()
+            is_encoded = isinstance(dataset, MapDataset) and step is not None
+            if is_encoded and dataset.map_fn == getattr(self, str(step)):
+                # Samples are encoded when their pack is made, behind the choice.
+                dataset = dataset.children[0]
+                post_encode = self._encode_whole
+            by_length = {"length_of": self.sample_length}
         return PackingDataset(
             dataset,
             buffer_size=packing_buffer_size,
@@ -176,7 +206,14 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
             sample_encoder=post_encode,
             over_long=self.over_long,
             worker_config=worker_config,
+            **by_length,
         )
+
+    def _encode_whole(self, sample: Any) -> Any:
+        """Encode a sample of which only the length was known."""
+        step = self._encoding_step()
+        encoded = sample if step is None else getattr(self, step)(sample)
+        return self.postencode_sample(encoded) if self.uses("postencode_sample") else encoded
 
     def build_batch(
         self,
@@ -206,6 +243,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
                 batcher=self.batch,
                 fixed_batch_size=batch_size,
                 drop_last=batch_drop_last,
+                max_open_groups=self.max_open_groups,
                 worker_config=worker_config,
             )
         elif batch_size is None:
@@ -322,7 +360,9 @@ def check_encoder(encoder: object, packing_buffer_size: int | None = None) -> No
         raise ValueError(f"{name} defines encode_sample and preencode_sample; keep one")
     if packing_buffer_size is None:
         return
-    for step in ("select_samples_to_pack", "pack_selected_samples"):
+    check_one_of(f"{name}.pack_by", encoder.pack_by, ("samples", "lengths"))
+    lengths = ("sample_length",) if encoder.pack_by == "lengths" else ()
+    for step in ("select_samples_to_pack", "pack_selected_samples", *lengths):
         if not encoder.uses(step):
             raise ValueError(
                 f"packing_buffer_size is {packing_buffer_size}, but {name} has no {step}; define it"

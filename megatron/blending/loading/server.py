@@ -1,238 +1,234 @@
-"""pure. A server makes those outputs of a stream that are one worker's, whatever the others do.
+"""pure. A server makes what stands at those cells of a rank that are one worker's.
 
-Worker w of W serves the slots k with (k - base) % W == w. Slots whose shard never left anything out
-are made in bulk, as arithmetic says; the others in sequence, by their shards. A shard has one
-worker where W divides the number of shards. Else several run it, each of which throws away what the
-others serve. Worked example, 4 shards and 2 workers: worker 0 serves 0 2 4 6, of the shards 0 and
-2; of 3 workers each serves every third slot, and runs all shards for it.
+The rank takes its cells in turns: worker w of W makes those of the turns t with t % W == w. The
+packs of a block that holds lengths alone are dealt so one by one, as each worker knows all of them.
+A cell of which nothing comes out is not told. Several parts of the stream (`Lane`) are served side
+by side, as the rank asks for them.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.blending.streams.failures import Failures, FatalSampleError
-from megatron.blending.streams.node import Block, MultiOutput, Plan, SavableDataset, SkipMarker
+from megatron.blending.loading.cells import CellState
+from megatron.blending.loading.lanes import Lane
+from megatron.blending.streams.failures import Failures
+from megatron.blending.streams.items import (
+    ON_FAILURE,
+    PARTS_OF_DEFERRED,
+    Deferred,
+    Leftover,
+    SkipMarker,
+    applied,
+    numbered,
+    numbered_deferred,
+)
+from megatron.blending.streams.node import Block, Plan
 from megatron.blending.streams.seeding import BATCH_INDEX
-from megatron.blending.streams.shard import ShardEnd, ShardState, StreamShard
 
 _FIRST_PLANNED = 256
 _MAX_PLANNED = 8192
 END = 2**62
-"""The slot after the last one of a pass."""
+"""The turn after the last one of a pass."""
 
 
 class Start(NamedTuple):
-    """It says where servers begin again."""
+    """Says where servers begin."""
 
     generation: int = 0
     """How often they were told to: outputs of before are thrown away."""
     pass_number: int = 0
-    slot: int = 0
-    shards: Mapping[int, ShardState] = {}
-    """States of those that were out of step."""
-    base: int = 0
-    """The slot that is worker 0's."""
-    since: int = END
-    """Slots from here on may not have been run by who made the states."""
+    cells: Sequence[CellState] = ()
+    """Of each lane."""
 
 
 class Message(NamedTuple):
-    """A Message is one output, and what else the state of the stream needs once it was used."""
+    """An output, with all that the state of the stream needs once it was used."""
 
     generation: int
-    slot: int
-    """END if the pass is over: then there is no value."""
-    value: Any = None
-    shards: Mapping[int, ShardState] = {}
-    """States of the shards that it changed."""
+    lane: int
+    turn: int
+    """END if the pass is over: then there is nothing else."""
+    cell: int = 0
+    given: int = 0
+    """Outputs of the cell up to this one: `part` of the next."""
+    items: Sequence[tuple[int | None, Any]] = ()
+    """(part, output), or (None, Leftover)."""
+    ends_turn: bool = True
+    ends_cell: bool = True
     num_failed: int = 0
     num_skipped: int = 0
     error: tuple[str, bytes] | None = None
     """What went wrong in place of an output, and the exception, pickled; b"" if it cannot be."""
 
 
+class _Cell(NamedTuple):
+    turn: int
+    number: int
+    given: int
+    plan: Plan
+    place: int
+    value: Any
+
+
 class Server:
-    """It makes the outputs of its slots in order, one pass at a time."""
+    """Makes the outputs of a worker's turns in order, one pass at a time."""
 
     def __init__(
         self,
-        root: SavableDataset[Any],
-        num_shards: int,
+        lanes: Sequence[Lane],
         worker: int,
         num_workers: int,
+        num_ranks: int,
         failures: Failures,
-        num_ranks: int = 1,
     ) -> None:
-        """`root`: bound."""
-        self._num_ranks = num_ranks
-        self.root = root
+        self.lanes = lanes
         self.failures = failures
-        self.num_shards = num_shards
-        self._worker = self._first_worker = worker
+        self._worker = worker
         self._num_workers = num_workers
-        self._step = math.gcd(num_shards, num_workers)
-        self._size = None if root.continues_across_epochs else root.size
-        self.changed: set[int] = set()
-        """Shards whose state changed since it was last taken."""
-        self.start(Start())
+        self._num_ranks = num_ranks
+        self._streams: list[Iterator[Message]] = []
 
     def start(self, start: Start) -> None:
-        """Go on with the first slot of this server from there on."""
-        self._generation, self._pass, slot, shards, base, since = start
-        self._worker = (self._first_worker + base) % self._num_workers
-        self._shards = {
-            number: self._shard(number, state)
-            for number, state in shards.items()
-            if self._runs(number)
-        }
-        first = min(slot, since)
-        self._slot = first + (self._worker - first) % self._step
-        self._length = _FIRST_PLANNED
-        self._slots: list[int] = []
-        self._plan: Plan | None = None
-        self._at = 0
-        # Where shards are shared, the states may be those of servers that had come less far.
-        behind = [
-            shard.index * self.num_shards + number
-            for number, shard in self._shards.items()
-            if not shard.is_over
+        """Begin again, with the first turn of this worker."""
+        self._start = start
+        self._streams = [
+            self._dealt(lane, cells) if lane.is_dealt_by_output else self._made(lane, cells)
+            for lane, cells in zip(self.lanes, start.cells)
         ]
-        self._slot = min([self._slot, *behind])
-        self._first_wanted = slot
 
-    def next(self) -> Message:
-        """Make the next output of this worker. One of END for ever after the last one of the
-        pass."""
-        while (output := self._go_on()) is None:
-            pass
-        return output
-
-    def catch_up(self) -> None:
-        """Run the shards of this server up to the slot that it was started at, where another had
-        come less far.
-        """
-        while self._slot < self._first_wanted and self._go_on() is None:
-            pass
-
-    def _go_on(self) -> Message | None:
-        """Make the output of the next slot; None if it is not of this worker, not wanted, or there
-        is none.
-        """
-        slot = self._slot
-        number = slot % self.num_shards
-        shard = self._shards.get(number)
-        is_beyond = self._size is not None and slot >= self._size
-        if is_beyond and all(shard.is_over for shard in self._shards.values()):
-            return self._message(END)
-        if (shard is None and is_beyond) or (shard is not None and self._is_done(shard, slot)):
-            self._slot += self._step
-            return None
-        BATCH_INDEX.set(slot // self._num_ranks)
-        counts = self.failures.num_failed, self.failures.num_skipped
+    def next(self, lane: int = 0) -> Message:
+        """Make the next output of a lane. One of END for ever after the last one of the pass."""
+        before = ON_FAILURE.set(self._announce)
         try:
-            if shard is None:
-                value = self._take(slot)
-            else:
-                self.changed.add(number)
-                value = shard.next()
-        except ShardEnd:
-            if self._size is None:
-                raise FatalSampleError(
-                    "an endless stream came to its end; is there anything left in it?"
-                ) from None
-            self._slot += self._step
-            return None
-        except _NotTaken:
-            self._shards[number] = StreamShard(
-                self.root,
-                number,
-                self.num_shards,
-                self.failures,
-                pass_number=self._pass,
-                index=slot // self.num_shards,
-            )
-            return None
-        self._slot += self._step
-        self.failures.succeeded(self._sources if shard is None else shard.sources)
-        if slot >= self._first_wanted and slot % self._num_workers == self._worker:
-            return self._message(slot, value)
-        # Whoever serves it counts what was left out for it.
-        self.failures.num_failed, self.failures.num_skipped = counts
-        return None
-
-    def _message(self, slot: int, value: object = None) -> Message:
-        return Message(
-            self._generation, slot, value, {}, self.failures.num_failed, self.failures.num_skipped
-        )
+            message = next(self._streams[lane], None)
+        finally:
+            ON_FAILURE.reset(before)
+        return self._message(self.lanes[lane], END) if message is None else message
 
     def close(self) -> None:
         """Do nothing, unlike the worker process that may stand in the place of a server."""
 
-    def shard_states(self) -> dict[int, ShardState]:
-        """Return the states of the shards that are out of step."""
-        return {number: shard.state() for number, shard in self._shards.items()}
+    def _message(
+        self,
+        lane: Lane,
+        turn: int,
+        cell: tuple[int, int] = (0, 0),
+        items: Sequence[tuple[int | None, Any]] = (),
+        ends: tuple[bool, bool] = (True, True),
+    ) -> Message:
+        """`cell`: its number, and outputs given with this one. `ends`: the turn, and the cell."""
+        failures = self.failures
+        counts = failures.num_failed, failures.num_skipped
+        return Message(self._start.generation, lane.index, turn, *cell, items, *ends, *counts)
 
-    def changed_states(self) -> dict[int, ShardState]:
-        """Return those of the shards that changed since this was last asked for."""
-        changed, self.changed = self.changed, set()
-        return {number: self._shards[number].state() for number in changed}
+    def _made(self, lane: Lane, state: CellState) -> Iterator[Message]:
+        """Yield the outputs of every num_workers-th cell."""
+        cells = state.cells(self._num_ranks, lane.size)
+        turns = islice(enumerate(cells), self._worker, None, self._num_workers)
+        for cell in self._cells(lane, turns):
+            skipped: list[SkipMarker] = []
+            # Given with the last output, so that a cell which is not finished has given none.
+            leftovers: list[tuple[None, Leftover]] = []
+            waiting: tuple[int, Any] | None = None
+            for part, item in numbered(cell.value):
+                if type(item) is SkipMarker:
+                    self._leave_out(item, skipped)
+                elif part is None:
+                    leftovers.append((None, item))
+                elif part >= cell.given:
+                    if waiting is not None:
+                        # Kept until the next is there, so that it is known which one is the last.
+                        done = cell.number, waiting[0] + 1
+                        yield self._message(lane, cell.turn, done, [waiting], (False, False))
+                    waiting = part, item
+            if waiting is not None or leftovers:
+                self.failures.succeeded(partial(_sources, cell, skipped))
+                last = [] if waiting is None else [waiting]
+                done = cell.number, waiting[0] + 1 if waiting is not None else 0
+                yield self._message(lane, cell.turn, done, [*last, *leftovers])
 
-    def _is_done(self, shard: StreamShard, slot: int) -> bool:
-        return shard.is_over or shard.index * self.num_shards + shard.number > slot
+    def _dealt(self, lane: Lane, state: CellState) -> Iterator[Message]:
+        """Yield every num_workers-th of the outputs, where all workers plan all cells."""
+        turn = 0
+        for cell in self._cells(lane, enumerate(state.cells(self._num_ranks, lane.size))):
+            for item in cell.value:
+                is_own = turn % self._num_workers == self._worker
+                if type(item) is not Deferred:
+                    if is_own:
+                        self._leave_out(item, [])
+                    continue
+                given = (item.number + 1) * PARTS_OF_DEFERRED
+                if given <= cell.given:
+                    continue
+                turn += 1
+                if not is_own:
+                    continue
+                made: list[tuple[int | None, Any]] = []
+                skipped: list[SkipMarker] = []
+                for part, output in numbered_deferred(item):
+                    if part is None:
+                        self._leave_out(output, skipped)
+                    else:
+                        made.append((part, output))
+                if made:
+                    self.failures.succeeded(partial(_sources, cell, skipped))
+                    done = cell.number, given
+                    yield self._message(lane, turn - 1, done, made, (True, item.is_last))
 
-    def _runs(self, shard: int) -> bool:
-        return shard % self._step == self._worker % self._step
-
-    def _shard(self, number: int, state: ShardState) -> StreamShard:
-        shard = StreamShard(
-            self.root, number, self.num_shards, self.failures, pass_number=self._pass
-        )
-        shard.restore(state)
-        return shard
-
-    def _take(self, slot: int) -> object:
-        """Make the output of a slot by arithmetic; _NotTaken if it cannot be made so."""
-        while self._at < len(self._slots) and self._slots[self._at] < slot:
-            self._at += 1
-        if self._at == len(self._slots):
-            self._plan_from(slot)
-        assert self._plan is not None
-        self._at += 1
-        try:
-            value = self._plan.values(self._at - 1, self._at, None)[0]
-        except Exception:
-            # The shard will find out, and say, what it was.
-            raise _NotTaken from None
-        if type(value) is SkipMarker or type(value) is MultiOutput:
-            raise _NotTaken
-        return value
-
-    def _sources(self) -> set[int]:
-        """Return those of the output that was just made by arithmetic."""
-        assert self._plan is not None
-        return {source.number for source, _ in self._plan.entries(self._at - 1, self._at)}
-
-    def _plan_from(self, slot: int) -> None:
-        """Plan the next slots whose shards are in step: few at first, so that the first output
-        comes soon.
+    def _cells(self, lane: Lane, turns: Iterator[tuple[int, tuple[int, int]]]) -> Iterator[_Cell]:
+        """Yield what stands at cells. They are planned together: few at first, so that the first
+        output comes soon.
         """
-        count = max(1, self._length // self.root.samples_per_output)
-        self._length = min(2 * self._length, _MAX_PLANNED)
-        slots = slot + self._step * np.arange(count, dtype=np.int64)
-        if self._size is not None:
-            slots = slots[slots < self._size]
-        if self._shards:
-            slots = slots[
-                [number not in self._shards for number in (slots % self.num_shards).tolist()]
-            ]
-        first = 0 if self._size is None else self._pass * (self.root.num_positions or 0)
-        self._plan = self.root.plan(first + slots, Block())
-        self._slots = slots.tolist()
-        self._at = 0
+        length, first = _FIRST_PLANNED, self._start.pass_number * (lane.size or 0)
+        while True:
+            asked = list(islice(turns, max(1, length // lane.node.samples_per_output)))
+            if not asked:
+                return
+            length = min(2 * length, _MAX_PLANNED)
+            positions = first + np.array([cell for _, (cell, _) in asked], np.int64)
+            plan = lane.node.plan(positions, Block())
+            for place, (turn, (cell, given)) in enumerate(asked):
+                BATCH_INDEX.set(cell // self._num_ranks)
+                value = plan.values(place, place + 1)[0]
+                for node in lane.above:
+                    at = (lane.node.number, int(positions[place]))
+                    value = applied(node, value, at, partial(plan.entries, place, place + 1))
+                yield _Cell(turn, cell, given, plan, place, value)
+
+    def _announce(self, hole: SkipMarker) -> None:
+        where = partial(place_of, hole)
+        self.failures.announce(hole.error, hole.node, hole.function, where, hole.value)
+
+    def _leave_out(self, hole: SkipMarker, skipped: list[SkipMarker]) -> None:
+        skipped.append(hole)
+        leave_out(self.failures, hole)
 
 
-class _NotTaken(Exception):
-    pass
+def leave_out(failures: Failures, hole: SkipMarker) -> None:
+    """Count a sample that makes nothing; FatalSampleError if that is too much."""
+
+    def sources() -> set[int]:
+        return {source.number for source, _ in hole.entries()}
+
+    where = partial(place_of, hole)
+    failures.leave_out(hole.error, hole.node, hole.function, where, hole.value, sources)
+
+
+def place_of(hole: SkipMarker) -> str:
+    """Return where a person finds the (first) record of a sample."""
+    found = hole.entries()
+    return found[0][0].describe(found[0][1]) if found else f"node {hole.node}"
+
+
+def _sources(cell: _Cell, skipped: Sequence[SkipMarker]) -> set[int]:
+    """Return the numbers of the sources of which something came out at a cell."""
+    left = {(id(source), position) for hole in skipped for source, position in hole.entries()}
+    return {
+        source.number
+        for source, position in cell.plan.entries(cell.place, cell.place + 1)
+        if (id(source), position) not in left
+    }

@@ -1,27 +1,28 @@
 """pure. The state of a loader is ints, strings, lists and dicts; here states are checked, compared
 and put together.
 
-The state of a stream says which output comes next and which stream it is; then, for shards that
-left samples out or hold some back, where they stand. Where there are none, it is the same for any
-number of ranks and workers.
-
-At the end of finite data outputs may be missing, and ranks that drew as many stand at different
-places. If others go on from there, it is from the first place on, and "taken" says what was drawn
-behind it: rows of (base, next output of each rank), by which output k >= base was drawn if it is
-below the next one of the rank whose it was. Worked example, of two ranks: [4, [10, 9]] says that
-rank 0 drew 4, 6 and 8, and rank 1 drew 5 and 7.
+The state of a rank says which stream it is of, how many outputs were given, and for each part of
+the stream (lane) which cells are left (cells.py) and which samples wait, by reference. Where
+nothing was left out or packed, it is the same for any number of ranks and workers.
 """
 
+import base64
 import difflib
-import math
+import json
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.blending.loading.server import END
-from megatron.blending.loading.state_form import State, check_form, expanded
-from megatron.blending.streams.shard import ShardState
+from megatron.blending.loading.cells import CellState, dealt_again
 
-VERSION = 4
+State = dict[str, Any]
+
+VERSION = 5
+_LEVEL = 6
+"""Of deflate: numbers that are alike take about a byte each, at about 20 MB/s."""
+_NAMES = (
+    "rank world_size epoch given count is_over cells held counts positions stream checksum"
+).split()
 
 
 def check_stream(saved: State, now: State) -> None:
@@ -66,31 +67,17 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
 
     ValueError if ranks are missing, or were saved at different points.
     """
-    states = [
-        {
-            **state,
-            "shards": {int(number): shard for number, shard in expanded(state["shards"]).items()},
-        }
-        for state in states
-    ]
     by_rank = {state["rank"]: state for state in states}
     first = states[0]
     for state in states:
-        for name in ("version", "world_size", "num_shards", "stream"):
+        for name in ("world_size", "stream"):
             if state[name] != first[name]:
                 raise ValueError(
                     f"states of different runs: {name} of rank {state['rank']} is not that of the "
                     "others"
                 )
     if first["world_size"] == num_ranks and rank in by_rank:
-        state = by_rank[rank]
-        here = _turn(state)
-        shared = [
-            other["shards"]
-            for other in states
-            if other["pass"] == state["pass"] and _turn(other) <= here
-        ]
-        return {**state, "shards": _latest(shared)}
+        return dict(by_rank[rank])
     missing = [other for other in range(first["world_size"]) if other not in by_rank]
     if missing:
         raise ValueError(
@@ -100,92 +87,78 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
         )
     states = [by_rank[number] for number in range(first["world_size"])]
     _check_point(states)
-    base = min(map(_turn, states))
-    taken = [
-        list(row)
-        for row in {(row[0], *row[1]): row for state in states for row in state["taken"]}.values()
-    ]
-    if any(_turn(state) != base for state in states):
-        taken.append([base, [state["slot"] for state in states]])
-    # Of data that goes on, the furthest has noticed that an epoch is over; finite data is over when
-    # all have.
-    lead = max(
-        states, key=lambda state: (state["epoch_start"], state["is_over"] and state["slot"] < END)
-    )
     return {
-        **lead,
+        **states[0],
         "rank": rank,
-        "slot": base + rank,
-        "count": sum(state["count"] for state in states) // num_ranks,
-        "since": min(base, *(state["since"] for state in states)),
-        "taken": taken,
-        "is_over": base >= END or (lead["is_over"] and lead["slot"] < END),
-        "shards": _shards_before_all(states, base),
+        "world_size": num_ranks,
+        "given": states[0]["given"] + sum(state["count"] for state in states),
+        "count": 0,
+        # Of data that goes on, one may have noticed that an epoch is over. Finite data is over when
+        # all have.
+        "is_over": all(state["is_over"] for state in states)
+        or (
+            any(state["is_over"] for state in states)
+            and len({state["count"] for state in states}) == 1
+        ),
+        "cells": [
+            list(dealt_again([CellState(*state) for state in lane], rank, num_ranks))
+            for lane in zip(*(state["cells"] for state in states))
+        ],
+        "held": _held_again([state["held"] for state in states], rank, num_ranks),
+        "counts": _counts_again([state["counts"] for state in states], num_ranks),
     }
 
 
-def is_taken(taken: Sequence[Any], slot: int) -> bool:
-    return any(slot < following[(slot - base) % len(following)] for base, following in taken)
+def _held_again(held: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Deal the samples that wait: neighbours stay together, so that most batches are whole."""
+    dealt: dict[str, Any] = {}
+    for name in {name for one in held for name in one}:
+        numbers = {number for one in held for number in one.get(name, {})}
+        for number in sorted(numbers):
+            refs = [ref for one in held for ref in one.get(name, {}).get(number, [])]
+            own = refs[rank * len(refs) // num_ranks : (rank + 1) * len(refs) // num_ranks]
+            if own:
+                dealt.setdefault(name, {})[number] = own
+    return dealt
 
 
-def _turn(state: State) -> int:
-    """Return the next output of rank 0, if it drew as many; END, and only then, if finite data is
-    over.
-    """
-    return state["slot"] - state["rank"]
+def _counts_again(counts: Sequence[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
+    """Return what ranks count: blends count a rank's own outputs, limits those of all before."""
+    merged: dict[str, Any] = {}
+    for name in {name for one in counts for name in one}:
+        values = [one[name] for one in counts if name in one]
+        kind, _, number = name.partition(" ")
+        if kind == "blend":
+            given = [sum(column) for column in zip(*(value["given"] for value in values))]
+            over = set.intersection(*(set(value["over"]) for value in values))
+            is_every = len(values) == len(counts)
+            merged[name] = {
+                "given": [count // num_ranks for count in given],
+                "over": sorted(over) if is_every else [],
+            }
+        elif kind == "limit":
+            before = f"before {number}"
+            merged[before] = sum(values) + max(one.get(before, 0) for one in counts)
+    return merged
 
 
 def _check_point(states: Sequence[State]) -> None:
-    """ValueError if the ranks did not draw as many, but for those that had no more."""
-    first = max(states, key=lambda state: state["slot"] < END)
+    """ValueError if the ranks did not give as many outputs, but for those that had no more."""
+    first = max(states, key=lambda state: state["count"])
     for state in states:
-        is_beyond = _turn(first) != END and _turn(state) == END and state["count"] <= first["count"]
-        is_there = (
-            state["count"] == first["count"]
-            and (_turn(state) - _turn(first)) % state["world_size"] == 0
-        )
-        are_over = _turn(first) == _turn(state) == END
-        if state["pass"] != first["pass"] or not (is_there or is_beyond or are_over):
+        is_same = all(state[name] == first[name] for name in ("epoch", "given"))
+        if not is_same or (state["count"] != first["count"] and not state["is_over"]):
             raise ValueError(
                 f"rank {first['rank']} was saved after {first['count']} outputs of pass "
-                f"{first['pass']}, rank {state['rank']} after {state['count']} of pass "
-                f"{state['pass']}; save all ranks at one point"
+                f"{first['epoch']}, rank {state['rank']} after {state['count']} of pass "
+                f"{state['epoch']}; save all ranks at one point"
             )
-
-
-def _shards_before_all(states: Sequence[State], base: int) -> dict[int, ShardState]:
-    """Return each shard as the hindmost of the ranks that run it left it: the others make some
-    outputs again.
-    """
-    num_shards, num_ranks = states[0]["num_shards"], len(states)
-    step = math.gcd(num_shards, num_ranks)
-    merged: dict[int, ShardState] = {}
-    # Shards of one residue are run by the same ranks.
-    for residue in range(step):
-        ranks = range((residue - base) % step, num_ranks, step)
-        limit = min(_turn(states[rank]) for rank in ranks)
-        at_limit = [states[rank]["shards"] for rank in ranks if _turn(states[rank]) == limit]
-        merged.update({n: shard for n, shard in _latest(at_limit).items() if n % step == residue})
-    return merged
-
-
-def _latest(shards: Sequence[dict[int, ShardState]]) -> dict[int, ShardState]:
-    """Return of each shard the state that has come furthest; where shards are shared, some servers
-    run behind.
-    """
-    merged: dict[int, ShardState] = {}
-    for part in shards:
-        for number, state in part.items():
-            if number not in merged or merged[number][:2] < state[:2]:
-                merged[number] = state
-    return merged
 
 
 def _without_names(stream: State) -> list[Any]:
     """Leave out names, for data may be moved: its fingerprint tells that it is the same."""
     return [
         stream["seed"],
-        stream["block_length"],
         stream["shape"],
         [row[1:4] for row in stream["sources"]],
     ]
@@ -229,11 +202,15 @@ def checked_states(given: object) -> list[State]:
         if state["version"] != VERSION:
             raise ValueError(
                 f"the state is of version {state['version']!r:.20}, but this release reads version "
-                f"{VERSION}; continue with the release that saved it, or begin the data again"
+                f"{VERSION}; continue with the release that saved it, or restart the data"
             )
     by_rank: dict[int, State] = {}
     for state in states:
-        check_form(state)
+        for name in _NAMES:
+            if name not in state:
+                raise _damaged(f"it has no {name!r}")
+        if state["checksum"] != _checksum(state):
+            raise _damaged("its checksum is another one")
         # Equal ones come from processes that share the data, such as those of a tensor-parallel
         # group.
         if by_rank.setdefault(state["rank"], state) != state:
@@ -243,3 +220,39 @@ def checked_states(given: object) -> list[State]:
                 "WorkerConfig(rank=...)"
             )
     return states
+
+
+def with_checksum(state: State) -> State:
+    """Return a state as it is kept: plain lists, and a sum over all of it."""
+    plain: State = json.loads(json.dumps(state))
+    return {**plain, "checksum": _checksum(plain)}
+
+
+def _checksum(state: State) -> int:
+    rest = {name: value for name, value in state.items() if name != "checksum"}
+    try:
+        return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+    except (TypeError, ValueError, RecursionError):
+        return -1
+
+
+def _damaged(how: str) -> ValueError:
+    return ValueError(f"this is no state of a loader, or a damaged one: {how}")
+
+
+def compact(value: object) -> str:
+    """Return a value of ints, strings, None, lists and dicts with strings as keys as text; tuples
+    become lists.
+    """
+    return base64.b85encode(
+        zlib.compress(json.dumps(value, separators=(",", ":")).encode(), _LEVEL)
+    ).decode()
+
+
+def expanded(text: str) -> Any:
+    """Return what `compact` made the text of; ValueError if it is not such a text, by its
+    checksum."""
+    try:
+        return json.loads(zlib.decompress(base64.b85decode(text)))
+    except (ValueError, zlib.error, RecursionError) as error:
+        raise ValueError(f"this is no state of a loader, or a damaged one: {error}") from error

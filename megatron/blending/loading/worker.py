@@ -168,31 +168,33 @@ def serve(
             put(failure)
 
     server: Server | None = None
-    credit, generation = 0, -1
+    credit: list[int] = []  # of each lane: outputs that may be sent
+    generation = -1
     while True:
-        while (command := get(credit == 0)) is not None:
+        while (command := get(not any(credit))) is not None:
             if command == "stop":
                 return
-            if command == "more":
-                credit += server is not None
+            if isinstance(command, int):
+                credit[command] += server is not None
                 continue
-            generation, credit = command.generation, ahead
+            generation, credit = command.generation, [ahead] * len(command.cells)
             try:
                 server = make_server(tell) if server is None else server
                 server.start(command)
             except Exception as error:
                 put(_failed(generation, error))
-                credit = 0
-        if not credit or server is None:
-            continue
-        try:
-            message = server.next()
-        except Exception as error:
-            put(_failed(generation, error))
-            credit, server = 0, None
-            continue
-        put(message._replace(shards=server.changed_states()))
-        credit = 0 if message.slot == END else credit - 1
+                credit = [0] * len(credit)
+        for lane in range(len(credit)):
+            if not credit[lane] or server is None:
+                continue
+            try:
+                message = server.next(lane)
+            except Exception as error:
+                put(_failed(generation, error))
+                credit, server = [0] * len(credit), None
+                break
+            put(message)
+            credit[lane] = 0 if message.turn == END else credit[lane] - 1
 
 
 def _failed(generation: int, error: Exception) -> Message:
@@ -203,7 +205,7 @@ def _failed(generation: int, error: Exception) -> Message:
         pickle.loads(pickled)
     except Exception:  # whatever a class of the user's does there
         pickled = b""
-    return Message(generation, -1, error=(text, pickled))
+    return Message(generation, 0, -1, error=(text, pickled))
 
 
 def process_main(
@@ -251,13 +253,16 @@ def process_main(
             if os.getppid() != parent:
                 return "stop"
         command = connection.recv_bytes()
-        told = pickle.loads(command) if command else "more"
-        if isinstance(told, Start):
+        # By far most ask for one more output of a lane: its number, as a pickle would take longer
+        # than the sending.
+        asked = pickle.loads(command) if len(command) > 2 else int.from_bytes(command, "little")
+        if isinstance(asked, Start):
             # Else forked workers would all draw what their parent was about to.
             seed, name = salt
-            place = f"{name} pass {told.pass_number} slot {told.slot}"
+            begun = [cells.next for cells in asked.cells]
+            place = f"{name} pass {asked.pass_number} cells {begun}"
             seed_generators(salted_seed(seed, place) % 2**32)
-        return told
+        return asked
 
     # The error is that the other end was closed.
     with contextlib.suppress(EOFError, OSError):

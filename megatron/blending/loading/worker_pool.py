@@ -7,7 +7,6 @@ A worker may die or hang, and does not outlive its parent.
 import contextlib
 import functools
 import logging
-import math
 import mmap
 import multiprocessing
 import os
@@ -18,11 +17,13 @@ import struct
 import tempfile
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+from megatron.blending.loading.lanes import lanes_of
 from megatron.blending.loading.server import END, Message, Server, Start
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import (
@@ -34,16 +35,12 @@ from megatron.blending.loading.worker import (
 )
 from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
 from megatron.blending.streams.node import Binding, SavableDataset
-from megatron.blending.streams.sample_buffer import BufferDataset
-from megatron.blending.streams.shard import ShardState
 from megatron.blending.streams.worker_config import WorkerConfig
 
 logger = logging.getLogger("megatron.blending")
 
-_MANY_HELD = 1000
-"""A worker that may hold more samples says so."""
 _LEAVE_SECONDS = 3.0
-"""So long a worker that is told to stop may take."""
+"""So long a worker that is reported to stop may take."""
 
 
 class WorkerProcess:
@@ -98,14 +95,20 @@ class WorkerProcess:
 
     def start(self, start: Start) -> None:
         self._generation = start.generation
+        self._received: dict[int, deque[Message]] = {}
         self._tell(start)
 
-    def next(self) -> Message | Failure:
-        """Return the next output of the latest generation, or a sample, of any, that failed.
+    def next(self, lane: int = 0) -> Message | Failure:
+        """Return the next output of a lane, of the latest generation, or a sample that failed.
 
         RuntimeError if the worker died or hangs; where it failed, what it failed with.
         """
         while True:
+            if waiting := self._received.get(lane):
+                message = waiting.popleft()
+                if message.turn != END:
+                    self._tell(lane)
+                return message
             self._wait()
             try:
                 message = receive(self._connection)
@@ -117,9 +120,8 @@ class WorkerProcess:
                 continue
             if message.error is not None:
                 raise self._error(*message.error)
-            if message.slot != END:
-                self._tell("more")
-            return message
+            # Of another lane: that it was taken is said when somebody asks for it.
+            self._received.setdefault(message.lane, deque()).append(message)
 
     def close(self) -> None:
         # A forked worker has a copy of this object, which is not its own to close.
@@ -140,13 +142,14 @@ class WorkerProcess:
         self._stacks.close()
         remove(self._stack_file)
 
-    def _tell(self, command: object) -> None:
+    def _tell(self, command: Any) -> None:
         # If it is gone: what it sent before may still be there, so this is found out when more is
         # asked for.
         with contextlib.suppress(OSError):
-            # By far most are "more", which is said by nothing at all: a pickle would take longer
-            # than the sending.
-            self._connection.send_bytes(b"" if command == "more" else pickle.dumps(command))
+            is_lane = isinstance(command, int)
+            self._connection.send_bytes(
+                command.to_bytes(2, "little") if is_lane else pickle.dumps(command)
+            )
 
     def _wait(self) -> None:
         waited = (
@@ -160,10 +163,10 @@ class WorkerProcess:
             if ready:
                 raise RuntimeError(self._died())
             waited += self._slow
-            told = f"{self._named()} has given nothing for {waited:.0f} seconds{self._stack()}"
+            reported = f"{self._named()} has given nothing for {waited:.0f} seconds{self._stack()}"
             if waited >= self._timeout:
-                raise RuntimeError(told)
-            logger.warning("%s", told)
+                raise RuntimeError(reported)
+            logger.warning("%s", reported)
 
     def _error(self, text: str, pickled: bytes) -> Exception:
         """Return what a worker failed with as what it was there, and where: the error that a run
@@ -172,13 +175,13 @@ class WorkerProcess:
         But for StopIteration, which would end a loop in silence, and what cannot be pickled:
         RuntimeError.
         """
-        told = f"{self._named()}: {text}"
+        reported = f"{self._named()}: {text}"
         error = pickle.loads(pickled) if pickled else None
         if isinstance(error, FatalSampleError):
-            return FatalSampleError(told)
+            return FatalSampleError(reported)
         if error is None or isinstance(error, StopIteration):
-            return RuntimeError(told)
-        error.__cause__ = RuntimeError(told)
+            return RuntimeError(reported)
+        error.__cause__ = RuntimeError(reported)
         return error
 
     def _named(self) -> str:
@@ -198,21 +201,21 @@ class WorkerProcess:
     def _stack(self) -> str:
         """Return where the process stands, by its own account."""
         try:
-            before = self._num_told()
+            before = self._num_reported()
             if not before:
                 # It has not said yet that it can take the signal, which until then would end it.
                 return ": it is still starting; its imports may be slow"
             os.kill(self._process.pid or 0, signal.SIGUSR1)
             for _ in range(20):
                 time.sleep(0.02)
-                if self._num_told() > before:
+                if self._num_reported() > before:
                     break
             self._stacks.seek(before)
             return ":\n" + self._stacks.read().decode(errors="replace").rstrip()
         except OSError:
             return ""
 
-    def _num_told(self) -> int:
+    def _num_reported(self) -> int:
         return os.fstat(self._stacks.fileno()).st_size
 
 
@@ -242,9 +245,7 @@ def receive(connection: Connection) -> Any:
 
 
 class WorkerPool:
-    """A pool has the workers of a rank, started at once, and tells them to begin again whenever it
-    is asked to.
-    """
+    """The workers of a rank, started at once. They begin again whenever they are asked to."""
 
     def __init__(
         self, stream: Stream, config: WorkerConfig, prefetch_factor: int, log: FailureLog
@@ -256,17 +257,16 @@ class WorkerPool:
         self.close = weakref.finalize(self, _close_all, self._workers)
         handling = (config.failure_tolerance, config.global_error_handler)
         if config.num_workers:
-            get_root = functools.partial(bind_again, stream.dataset, stream.binding.again())
+            get_root = functools.partial(bind_again, stream.dataset, stream.binding.clone())
         else:
             get_root = functools.partial(getattr, stream, "root")
+        num_workers = max(1, config.num_workers)
         try:
-            for number in range(max(1, config.num_workers)):
-                part = (config.worker_of_all(number), config.num_workers_of_all)
-                make = functools.partial(
-                    make_server, get_root, stream.num_shards, part, handling, config.num_ranks
-                )
+            for number in range(num_workers):
+                part = (number, num_workers, config.num_ranks)
+                make = functools.partial(make_server, get_root, part, handling)
                 if config.num_workers == 0:
-                    self._workers.append(make(self._log.tell))
+                    self._workers.append(make(self._log.add))
                     continue
                 name = f"worker {number} of rank {config.this_rank}"
                 self._workers.append(
@@ -276,67 +276,35 @@ class WorkerPool:
             self.close()
             raise
 
+    def __len__(self) -> int:
+        return len(self._workers)
+
     def start(self, start: Start) -> None:
         self._generation += 1
         for worker in self._workers:
             worker.start(start._replace(generation=self._generation))
 
-    def next(self, worker: int) -> Message:
-        while isinstance(given := self._workers[worker].next(), Failure):
-            self._log.tell(given)
+    def next(self, worker: int, lane: int) -> Message:
+        while isinstance(given := self._workers[worker].next(lane), Failure):
+            self._log.add(given)
         return given
-
-    def shard_states(self) -> dict[int, ShardState] | None:
-        """Return where the shards stand that are made in sequence; None if that came with the
-        messages.
-        """
-        first = self._workers[0]
-        return first.shard_states() if isinstance(first, Server) else None
 
 
 def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
     """Return the tree as the rank has it: a worker binds it for itself, as what is bound grows
     large.
     """
-    return dataset.bind(binding.again())
+    return dataset.bind(binding.clone())
 
 
 def make_server(
     get_root: Callable[[], SavableDataset[Any]],
-    num_shards: int,
-    part: tuple[int, int],
+    part: tuple[int, int, int],
     handling: tuple[int, Any],
-    num_ranks: int,
-    tell: Callable[[Failure], None],
+    report: Callable[[Failure], None],
 ) -> Server:
     """Make a server where it works."""
-    return Server(get_root(), num_shards, *part, Failures(*handling, tell), num_ranks)
-
-
-def warn_of_common_shards(num_shards: int, config: WorkerConfig) -> None:
-    """Say what it costs if several workers run each shard, and the way out."""
-    times = config.num_workers_of_all // math.gcd(num_shards, config.num_workers_of_all)
-    if times > 1 and config.this_rank == 0:
-        logger.warning(
-            "%d ranks times %d workers do not divide num_shards=%d: each worker makes %d times "
-            "what it gives. Choose their product as a divisor of it; or, where a run begins, "
-            "num_shards as a multiple of it",
-            *(config.num_ranks, max(1, config.num_workers), num_shards, times),
-        )
-
-
-def tell_of_held_samples(
-    holding: Sequence[BufferDataset], num_shards: int, config: WorkerConfig
-) -> None:
-    """Say how many samples a process holds in the buffers of its shards, where these are many."""
-    shards_of_worker = num_shards // math.gcd(num_shards, config.num_workers_of_all)
-    num_held = shards_of_worker * sum(node.num_buffered for node in holding)
-    if num_held > _MANY_HELD and config.this_rank == 0:
-        logger.warning(
-            "each worker process holds up to %s encoded samples in the buffers of %d of the "
-            "stream's %d shards; more workers, a smaller buffer or a smaller num_shards hold fewer",
-            *(f"{num_held:,}", shards_of_worker, num_shards),
-        )
+    return Server(lanes_of(get_root()), *part, Failures(*handling, report))
 
 
 def _close_all(workers: Sequence[Any]) -> None:

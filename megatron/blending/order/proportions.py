@@ -5,8 +5,7 @@ A child's share W(k) is what its weights, of 1 together, sum to over the first k
 Invariants, at every k:
 - a child gave floor(W(k)) or ceil(W(k)) outputs, for weights that are constant or planned, and for
   finite children;
-- after a change at run time it gave less than 2 more or fewer; the numbers of its outputs are 0, 1,
-  2, ... always.
+- the numbers of its outputs are 0, 1, 2, ...
 
 The order repeats itself when every child gave its share of a period. So what is walked through once
 is the first period, of at most a million outputs, and what stands near a change of weights: 50 to
@@ -28,7 +27,6 @@ from megatron.blending.order.finite import Segments, until_exhausted
 from megatron.blending.order.permutation import permute_indices
 from megatron.blending.order.reading import salted_seed
 from megatron.blending.order.shares import NEVER, Shares
-from megatron.blending.order.weights import Weight, integer_weights
 
 __all__ = ["BlendMode", "Choices", "Ints", "Proportions", "Segments", "until_exhausted"]
 
@@ -189,13 +187,14 @@ class Proportions:
         self._make = partial(
             {"exact": _exact_stretches, "random": _random_stretches}[mode], seed=seed
         )
-        self._parts: list[tuple[int, Shares, list[Fraction]]] = []
-        """Of what was planned together: its start, the shares from there on, and what else each
-        child is owed.
-        """
-        self._stretches: list[_Stretch] = []
         none = [Fraction(0)] * len(segments[0][1])
-        self._begin(0, segments, np.zeros(len(none), np.int64), none)
+        if any(len(weights) != len(none) for _, weights in segments):
+            raise ValueError(
+                f"there must be {len(none)} weights, but they are {list(segments[-1][1])}"
+            )
+        self._stretches: list[_Stretch] = []
+        self._starts: list[int] = []
+        self._more = self._make(Shares(segments, none), 0, np.zeros(len(none), np.int64))
 
     def choose(self, positions: Ints) -> Choices:
         """Return what stands at each of many positions."""
@@ -207,62 +206,7 @@ class Proportions:
         self._reach(position)
         return self._stretches[bisect_right(self._starts, position) - 1].counts(position).tolist()
 
-    @property
-    def last_weights(self) -> Sequence[int]:
-        """They hold from some output on, for ever."""
-        return self._parts[-1][1].weights[-1]
-
-    def change(self, start: int, weights: Sequence[Weight]) -> None:
-        """Change to `weights` at output `start`, whatever was planned from there on; what comes
-        before stays.
-
-        What children are behind is made up for, as far as no output can come too late for it: all
-        of it, if those that are ahead are less than an output ahead together, else in proportion.
-        What children are behind whose weight is 0 is left to the others.
-        """
-        before, owed = np.array(self.counts(start), np.int64), [Fraction(0)] * len(weights)
-        self._parts = [part for part in self._parts if part[0] < start]
-        for begin, shares, rest in self._parts[-1:]:
-            given = (before - self.counts(begin)).tolist()
-            owed = [
-                more + due - count
-                for more, due, count in zip(rest, shares.at(start - begin), given)
-            ]
-        kept = (stretch for stretch in self._stretches if stretch.start < start)
-        self._stretches = [stretch._replace(end=min(stretch.end, start)) for stretch in kept]
-        self._begin(start, [(0, weights)], before, owed)
-
-    def _begin(self, start: int, segments: Segments, before: Ints, owed: list[Fraction]) -> None:
-        if any(len(weights) != len(before) for _, weights in segments):
-            raise ValueError(
-                f"there must be {len(before)} weights, but they are {list(segments[0][1])}"
-            )
-        carried = _carried(owed, integer_weights(segments[0][1]))
-        self._parts.append(
-            (start, Shares(segments, carried), [more - less for more, less in zip(owed, carried)])
-        )
-        self._more = self._make(self._parts[-1][1], start, before)
-        self._starts = [stretch.start for stretch in self._stretches]
-
     def _reach(self, position: int) -> None:
         while not self._stretches or self._stretches[-1].end <= position:
             self._stretches.append(next(self._more))
             self._starts.append(self._stretches[-1].start)
-
-
-def _carried(owed: Sequence[Fraction], weights: Sequence[int]) -> list[Fraction]:
-    """Return what of `owed` the shares of those with weight begin with: 0 together, less than an
-    output ahead.
-    """
-    total, surplus = sum(weights), sum(more for more, weight in zip(owed, weights) if weight)
-    even = [
-        more - surplus * weight / total if weight else Fraction(0)
-        for more, weight in zip(owed, weights)
-    ]
-    part = min(
-        Fraction(1),
-        (1 - Fraction(1, 2**20)) / max(-sum(min(more, 0) for more in even), Fraction(1, 2)),
-    )
-    rounded = [Fraction(int(more * part * 2**40), 2**40) for more in even]
-    rounded[weights.index(max(weights))] -= sum(rounded)
-    return rounded

@@ -1,46 +1,55 @@
 """pure. BatchDataset and MixBatchDataset make each output of several, as many each time."""
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import GeneratorType
 from typing import Any
-
-import numpy as np
 
 from megatron.blending.arguments import check_function, check_no_more, check_whole
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.streams.choice import BlendDataset
-from megatron.blending.streams.holder import Holder, ShardEnd
-from megatron.blending.streams.holding import BufferedDataset, HoldingPlan
-from megatron.blending.streams.node import Binding, Block, Ints, SavableDataset
+from megatron.blending.streams.collecting import (
+    BlocksPlan,
+    CollectingDataset,
+    Group,
+    keyed,
+)
+from megatron.blending.streams.items import SPECIAL, MultiOutput, Sample, SkipMarker, generated
+from megatron.blending.streams.node import Binding, SavableDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 
 
-class BatchHolder(Holder):
-    """It makes batches of whichever samples come next."""
+class BatchCollector:
+    """Fills batches with whatever comes."""
 
-    node: "BatchDataset"
+    def __init__(self, batch_size: int, drop_last: bool) -> None:
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._samples: Group = []
 
-    def gather(self) -> tuple[list[Any], list[Any]]:
-        found: list[tuple[Any, Any]] = []
-        try:
-            while len(found) < self.node.batch_size:
-                found.append(self.draw())
-        except ShardEnd:
-            if not found or self.node.drop_last:
-                raise
-        return [origin for origin, _ in found], [value for _, value in found]
+    def add(self, sample: Sample) -> Iterator[Group]:
+        self._samples.append(sample)
+        if len(self._samples) == self._batch_size:
+            full, self._samples = self._samples, []
+            yield full
+
+    def finish(self) -> Iterator[Group]:
+        rest, self._samples = self._samples, []
+        if rest and not self._drop_last:
+            yield rest
+
+    def held(self) -> Group:
+        return self._samples
 
 
-class BatchDataset(BufferedDataset):
-    """`batcher` makes one of each `batch_size` consecutive outputs; the last batch of finite data
-    may be smaller.
+class BatchDataset(CollectingDataset):
+    """`batcher` makes one of each `batch_size` outputs; the last batch of finite data may be
+    smaller.
 
-    Where a sample is left out, the next one of the shard takes its place; so at the end of finite
-    data each shard that left some out ends with a batch that is smaller, or dropped with
-    `drop_last`.
+    A batch is of `batch_size` consecutive outputs. Where some of these are left out, the rest waits
+    on the rank for the rest of other batches, and all of them are full. At the end of finite data
+    each rank that left some out has one smaller batch, or none with `drop_last`.
     """
-
-    holder = BatchHolder
 
     def __init__(
         self,
@@ -65,7 +74,7 @@ class BatchDataset(BufferedDataset):
         check_whole(f"{kind}: batch_size", batch_size)
         if batcher is not None:
             check_function(f"{kind}: batcher", batcher)
-        self.batch_size = batch_size
+        self.batch_size = self.num_block = batch_size
         self.drop_last = drop_last
         self.batcher: Any = list if batcher is None else batcher
         self.size = self._num_batches()
@@ -76,42 +85,44 @@ class BatchDataset(BufferedDataset):
             num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
         )
 
-    @cached_property
-    def samples_per_output(self) -> int:
-        return self.batch_size * self.children[0].samples_per_output
-
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        super().on_bound(binding, is_outermost)
         self.make = binding.user_function(self.batcher, self, "batcher")
         self.size = self._num_batches()
 
     def _num_batches(self) -> int | None:
-        size = self.children[0].size
-        if size is None:
-            return None
-        return size // self.batch_size if self.drop_last else -(-size // self.batch_size)
+        positions, inner = self.num_positions, self.children[0].size
+        return inner // self.block if inner is not None and self.drop_last else positions
 
-    def plan(self, positions: Ints, block: Block) -> HoldingPlan:
-        inner = self.children[0].size
-        starts, sizes = positions * self.batch_size, np.full_like(positions, self.batch_size)
-        if inner is not None and self.size is not None:
-            passes, places = np.divmod(positions, max(self.size, 1))
-            starts = passes * inner + places * self.batch_size
-            sizes = np.clip(inner - places * self.batch_size, 0, self.batch_size)
-        return HoldingPlan(self, starts, sizes, block)
+    def collector(self, is_of_rank: bool = False) -> BatchCollector:
+        return BatchCollector(self.batch_size, self.drop_last)
 
-    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
-        inner = self.children[0].size
-        if inner is None or not self.size:
-            return [position * self.batch_size]
-        passes, place = divmod(position, self.size)
-        return [passes * inner + min(place * self.batch_size, inner)]
+    def value(self, plan: BlocksPlan, place: int) -> Any:
+        # A whole batch by itself, as nearly all are: in half the time of `items`.
+        first, last = plan.child_range(place)
+        if last - first != self.batch_size or self.children[0].is_block:
+            return super().value(plan, place)
+        values = plan.child.values(first, last)
+        if not SPECIAL.isdisjoint(map(type, values)):
+            return MultiOutput(self.collected(plan.samples(place, values), False))
+        entries = partial(plan.child.entries, first, last)
+        try:
+            made = self.make(values, (int(plan.positions[first]), 0))
+        except Exception as error:
+            return SkipMarker(self.number, self.make.function, error, values, entries)
+        if type(made) is not GeneratorType:
+            return keyed(made, values)
+        several = generated(made, self.make.function, values, self.number, entries)
+        return MultiOutput(
+            one if type(one) is SkipMarker else keyed(one, values) for one in several
+        )
 
     def signature(self) -> list[Any]:
         return [type(self).__name__, self.batch_size, self.drop_last]
 
 
 class MixBatchDataset(BatchDataset):
-    """It mixes outputs of several data sets, in proportion to weights, inside of each batch.
+    """Mixes outputs of several data sets, in proportion to weights, inside of each batch.
 
     `MixBatchDataset((a, 6), (b, 4), batch_size=32, batch_mix_fn=homogeneous_concat_mix)`, also with
     one tuple of pairs. `batch_mix_fn(list of outputs)` makes the batch: the list itself by default;

@@ -13,7 +13,6 @@ from megatron.blending.order.weights import WeightSchedule, integer_weights
 from megatron.blending.streams.node import (
     Binding,
     Block,
-    Holders,
     Ints,
     Plan,
     SavableDataset,
@@ -45,7 +44,7 @@ class ChoiceDataset(SavableDataset[Any]):
         """Return how many of the first outputs are each child's; of a bound node."""
         raise NotImplementedError
 
-    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+    def used(self, position: int) -> list[int]:
         return self.counts(position)
 
 
@@ -79,6 +78,7 @@ class BlendDataset(ChoiceDataset):
         self.worker_config = worker_config
         self._sizes = [child.size for child in self.children]
         self._proportions: Any = None
+        self._by_weights: Any = None
         self._whole = integer_weights(self.weights)
         if schedule is not None and not isinstance(schedule, WeightSchedule):
             raise ValueError(f"schedule of a blend must be a WeightSchedule, but is {schedule!r}")
@@ -90,6 +90,7 @@ class BlendDataset(ChoiceDataset):
             )
         used = [size for size, weight in zip(self._sizes, self.weights) if weight]
         self._has_end = any(size is not None for size in used)
+        self.is_block = any(child.is_block for child in self.children)
         self.size = None if None in used else sum(size or 0 for size in used)
         if schedule is not None and self._has_end:
             raise ValueError(
@@ -99,22 +100,11 @@ class BlendDataset(ChoiceDataset):
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self._sizes = [child.size for child in self.children]
         seed = binding.seed_at(f"{self.place} blend")
-        changes = [
-            (position, weights)
-            for place, position, weights in binding.changes
-            if place == self.place
-        ]
-        if self._has_end and changes:
-            raise ValueError(
-                "the weights of finite data sets cannot be changed; repeat them (RepeatDataset)"
-            )
+        segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
+        self._by_weights = Proportions(segments, seed, self.mode)
+        self._proportions = self._by_weights
         if self._has_end:
             self._proportions = Proportions(until_exhausted(self.weights, self._sizes), seed)
-        else:
-            segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
-            self._proportions = Proportions(segments, seed, self.mode)
-        for position, weights in changes:
-            self._proportions.change(position, weights)
 
     def choose(self, positions: Ints) -> Choices:
         if self.size is None:
@@ -133,8 +123,17 @@ class BlendDataset(ChoiceDataset):
             for size, count in zip(self._sizes, self._proportions.counts(place))
         ]
 
-    def gives_up(self, child: int) -> bool:
-        return self._proportions.last_weights[child] == 0
+    @property
+    def chosen(self) -> list[tuple[int, int]]:
+        """(child, weight) of those that have any."""
+        return [(child, weight) for child, weight in enumerate(self._whole) if weight]
+
+    def children_of(self, output: int, count: int) -> list[int]:
+        """Return the children of consecutive outputs, by the weights alone: where children are
+        packs or groups, nobody knows beforehand when one runs out.
+        """
+        positions = np.arange(output, output + count, dtype=np.int64)
+        return self._by_weights.choose(positions).children.tolist()
 
     def signature(self) -> list[Any]:
         segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
@@ -160,6 +159,7 @@ class ConcatDataset(ChoiceDataset):
                 )
         self.size: int = sum(child.size or 0 for child in self.children)
         self._ends = np.cumsum([child.size or 0 for child in self.children])
+        self.is_block = any(child.is_block for child in self.children)
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self._ends = np.cumsum([child.size or 0 for child in self.children])
@@ -194,34 +194,27 @@ class ChoicePlan:
         self._children: list[int] = chosen.children.tolist()
         self._places: list[int] = places_of.tolist()
 
-    def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
+    def values(self, start: int, end: int) -> list[Any]:
         if end == start + 1:
             place = self._places[start]
-            return self._plans[self._children[start]].values(place, place + 1, holders)
+            return self._plans[self._children[start]].values(place, place + 1)
         chosen = self._children[start:end]
         first: dict[int, int] = {}
         for child, place in zip(chosen, self._places[start:end]):
             first.setdefault(child, place)
         counts = Counter(chosen)
         taken = {
-            child: iter(self._plans[child].values(at, at + counts[child], holders))
+            child: iter(self._plans[child].values(at, at + counts[child]))
             for child, at in first.items()
         }
         return list(map(next, map(taken.__getitem__, chosen)))
 
-    def child(self, number: int) -> Plan | None:
-        return self._plans.get(number)
-
-    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
+    def entries(self, start: int, end: int) -> list[tuple[Any, int]]:
         found = (
-            self._plans[child].entries(at, at + 1, inner)
-            for child, at in map(self.at, range(start, end))
+            self._plans[child].entries(at, at + 1)
+            for child, at in zip(self._children[start:end], self._places[start:end])
         )
         return list(chain.from_iterable(found))
-
-    def at(self, place: int) -> tuple[int, int]:
-        """Return (child, place in the child's plan)."""
-        return self._children[place], self._places[place]
 
 
 def _by_child(children: Ints) -> Iterator[tuple[int, Ints]]:

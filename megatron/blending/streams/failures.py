@@ -1,8 +1,8 @@
 """pure. A sample that makes a function fail is left out, logged once and counted, up to a limit.
 
-Counting is done where the samples are made, in a worker; logging by the rank's loader, which the
-workers tell what failed (`Failure`): several may meet the same sample, and a worker that starts
-again remembers none.
+Samples are counted where they are made, in a worker, and logged by the rank's loader, to which
+workers report each `Failure`: several may meet the same sample, and a worker that starts again
+remembers none.
 """
 
 import logging
@@ -55,10 +55,10 @@ class Failure(NamedTuple):
 
 
 class FailureLog:
-    """It logs each failing sample once, whichever workers tell of it and however often.
+    """Logs each failing sample once, whichever workers report it and however often.
 
     Each of the first 20, then ever fewer: a broken source must not fill the disk. The number in a
-    line is how many different ones were told of. It remembers 10,000 of them, some 2 MB; those
+    line is how many different ones were reported. It remembers 10,000 of them, some 2 MB; those
     beyond count again each time.
     """
 
@@ -66,7 +66,7 @@ class FailureLog:
         self._seen: set[tuple[int, str]] = set()
         self._num_seen = 0
 
-    def tell(self, failure: Failure) -> None:
+    def add(self, failure: Failure) -> None:
         if (failure.node, failure.place) in self._seen:
             return
         if len(self._seen) < _REMEMBERED:
@@ -87,16 +87,16 @@ class Failures:
         self,
         tolerance: int = DEFAULT_TOLERANCE,
         handler: Callable[[Exception, Any, Any], None] | None = None,
-        tell: Callable[[Failure], None] | None = None,
+        report: Callable[[Failure], None] | None = None,
     ):
         """`handler(error, sample, sources)` is called in place of the logging; what it raises ends
         the run.
 
-        `tell` gets each failing sample at once, as often as it fails; None: they are logged.
+        `report` gets each failing sample at once, as often as it fails; None: they are logged.
         """
         self._tolerance = tolerance
         self._handler = handler
-        self._tell = FailureLog().tell if tell is None else tell
+        self._report = FailureLog().add if report is None else report
         self._in_a_row: dict[tuple[int, int | None], int] = {}
         """By node, and source where it is but one."""
         self.num_failed = 0
@@ -130,7 +130,7 @@ class Failures:
         if error is None or isinstance(error, SkipSample):
             self._skip(function, where)
             if isinstance(error, NotChosen):
-                self._tell(Failure(node, place := where(), f"{place}: {error}"))
+                self._report(Failure(node, place := where(), f"{place}: {error}"))
             return
         if isinstance(error, FatalSampleError):
             raise error
@@ -154,7 +154,19 @@ class Failures:
             raise FatalSampleError(
                 f"{_described(error, function, place, sample)}{reason}"
             ) from error
-        self._tell(Failure(node, place, _described(error, function, place, sample)))
+        self._report(Failure(node, place, _described(error, function, place, sample)))
+
+    def announce(
+        self, error: Exception | None, node: int, function: object, where: Any, sample: Any
+    ) -> None:
+        """Log a sample that failed, ahead of `leave_out`, which counts it: for the case that the
+        rest of its block ends the process.
+        """
+        is_skip = error is None or isinstance(error, (SkipSample, FatalSampleError))
+        if is_skip or self._handler is not None or isinstance(error, _FATAL):
+            return
+        place = where()
+        self._report(Failure(node, place, _described(error, function, place, sample)))
 
     def _skip(self, function: object, where: Callable[[], str]) -> None:
         self.num_skipped += 1
@@ -198,7 +210,7 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _described(error: Exception, function: object, place: str, sample: object) -> str:
+def _described(error: Any, function: object, place: str, sample: object) -> str:
     key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
     of_key = "" if key is None else f" (key {key})"
     trace = error.__traceback__

@@ -1,81 +1,71 @@
 """pure. GroupBatchDataset makes batches of samples that are alike."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
-from megatron.blending.arguments import check_function, check_no_more
-from megatron.blending.streams.holder import ShardEnd
-from megatron.blending.streams.holding import at_of, packed_origins, unpacked_origins
-from megatron.blending.streams.node import Binding, SavableDataset, SkipMarker
-from megatron.blending.streams.sample_buffer import BufferDataset, BufferState
+from megatron.blending.arguments import check_function, check_no_more, check_whole
+from megatron.blending.streams.collecting import CollectingDataset, Group
+from megatron.blending.streams.items import Sample, SkipMarker
+from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.references import at_of, entries_of
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _ENERGON_ONLY = ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance")
-_ABOUT_HELD = 32
-# How many keys are there is not known before: half-filled batches of eight, say.
-_ABOUT_OPEN = 4
+_SAMPLES_OF_BATCH = 32
+"""Where the batch size is not said, as the criterion gives it for each sample."""
+_BATCHES_PER_BLOCK = 8
+MAX_OPEN_GROUPS = 256
 
 
-class GroupBatchHolder(BufferState):
-    """It holds, by key, (origin, value) of open batches; a state has the origins, values are made
-    again.
-    """
+class GroupCollector:
+    """Holds open groups by key, in the order in which they were begun."""
 
-    node: "GroupBatchDataset"
+    def __init__(self, node: "GroupBatchDataset", max_open: int | None) -> None:
+        self._node = node
+        self._max_open = max_open
+        self._groups: dict[Hashable, Group] = {}
+        self.num_short = 0
+        """Groups that were given out before they were full, as there were too many."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._groups: dict[Hashable, list[tuple[Any, Any]]] = {}
-
-    def gather(self) -> tuple[list[Any], list[Any]]:
-        self.remake()
-        while True:
-            try:
-                origin, value = self.draw()
-            except ShardEnd:
-                if not self._groups or self.node.drop_last:
-                    raise
-                key = next(iter(self._groups))
-                break
-            try:
-                key, size = self.node.key_of(value, at_of(origin))
-                size = size or self.node.fixed_batch_size
-                if size is None:
-                    raise ValueError(
-                        "batch_group_criterion gives no batch size, and no batch_size was asked for"
-                    )
-            except Exception as error:
-                self.leave_out(
-                    SkipMarker(self.node.number, self.node.sample_group_key, error, value), origin
+    def add(self, sample: Sample) -> Iterator[Group | SkipMarker]:
+        node, (ref, value) = self._node, sample
+        try:
+            key, size = node.key_of(value, at_of(ref))
+            size = size or node.fixed_batch_size
+            if size is None:
+                raise ValueError(
+                    "batch_group_criterion gives no batch size, and no batch_size was asked for"
                 )
-                continue
             group = self._groups.setdefault(key, [])
-            group.append((origin, value))
-            if len(group) >= size:
-                break
-        group = self._groups.pop(key)
-        return [origin for origin, _ in group], [value for _, value in group]
+        except Exception as error:
+            entries = partial(entries_of, node.children[0], [ref])
+            yield SkipMarker(node.number, node.sample_group_key, error, value, entries)
+            return
+        group.append(sample)
+        if len(group) >= size:
+            yield self._groups.pop(key)
+        elif self._max_open is not None and len(self._groups) > self._max_open:
+            self.num_short += 1
+            yield self._groups.pop(next(iter(self._groups)))
 
-    def packed(self) -> object:
-        return packed_origins(origin for group in self._groups.values() for origin, _ in group)
+    def finish(self) -> Iterator[Group]:
+        groups, self._groups = self._groups, {}
+        if not self._node.drop_last:
+            yield from groups.values()
 
-    def unpack(self, held: Any) -> None:
-        for origin in unpacked_origins(held):
-            for value in self.try_again(origin):
-                self._groups.setdefault(self.node.key_of(value, at_of(origin))[0], []).append(
-                    (origin, value)
-                )
+    def held(self) -> list[Sample]:
+        return [sample for group in self._groups.values() for sample in group]
 
 
-class GroupBatchDataset(BufferDataset):
-    """It makes batches of equal keys: `sample_group_key(sample)` is (key, batch size or None for
-    the fixed one).
+class GroupBatchDataset(CollectingDataset):
+    """Makes batches of equal keys: `sample_group_key(sample)` is (key, batch size or None for the
+    fixed one).
 
-    A key's samples are held back until they fill a batch; at the end of finite data the rest makes
-    smaller ones.
+    The samples of a key are held until they fill a batch. Each rank keeps at most
+    `max_open_groups` of them open: of more, the oldest is given out as it is, and counted
+    (`loader.num_short_groups`). At the end of finite data the rest makes smaller batches.
     """
-
-    holder = GroupBatchHolder
 
     def __init__(
         self,
@@ -85,25 +75,38 @@ class GroupBatchDataset(BufferDataset):
         batcher: Callable[[list[Any]], Any] | None = None,
         *,
         drop_last: bool = False,
+        max_open_groups: int = MAX_OPEN_GROUPS,
         worker_config: WorkerConfig | None = None,
         **ignored: object,
     ) -> None:
         check_no_more("GroupBatchDataset", ignored, _ENERGON_ONLY)
-        super().__init__(dataset, fixed_batch_size or _ABOUT_HELD, worker_config)
+        super().__init__(dataset, worker_config)
         check_function("GroupBatchDataset: sample_group_key", sample_group_key)
+        check_whole("GroupBatchDataset: max_open_groups", max_open_groups)
         self.sample_group_key: Any = sample_group_key
         self.batcher: Any = list if batcher is None else batcher
         self.fixed_batch_size = fixed_batch_size
+        self.max_open_groups = max_open_groups
         self.drop_last = drop_last
+        self.num_block = _BATCHES_PER_BLOCK * (fixed_batch_size or _SAMPLES_OF_BATCH)
+        self.is_block = True
+        self.size = self.num_positions
 
     @property
-    def num_buffered(self) -> int:
-        return _ABOUT_OPEN * self.num_held
+    def _drops_short(self) -> bool:
+        # What is dropped is groups, not the end of the data.
+        return False
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         super().on_bound(binding, is_outermost)
         self.make = binding.user_function(self.batcher, self, "batcher")
         self.key_of = binding.user_function(self.sample_group_key, self, "key")
 
+    def collector(self, is_of_rank: bool = False) -> GroupCollector:
+        return GroupCollector(self, self.max_open_groups if is_of_rank else None)
+
+    def is_complete(self, num_positions: int) -> bool:
+        return False
+
     def signature(self) -> list[Any]:
-        return [*super().signature(), self.drop_last]
+        return [*super().signature(), self.drop_last, self.max_open_groups]

@@ -1,22 +1,27 @@
 """pure. MapDataset changes single outputs, FilterDataset leaves some out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from types import GeneratorType
 from typing import Any
 
 from megatron.blending.arguments import check_function, check_no_more
-from megatron.blending.streams.node import (
-    FAST_PATH_ONLY,
-    Binding,
-    Block,
-    Holders,
-    Ints,
+from megatron.blending.streams.items import (
+    SPECIAL,
+    Entries,
     MultiOutput,
-    NeedsSequential,
-    Plan,
-    SavableDataset,
     SkipMarker,
     applied,
+    called,
+    failed,
+    generated,
+)
+from megatron.blending.streams.node import (
+    Binding,
+    Block,
+    Ints,
+    Plan,
+    SavableDataset,
     check_datasets,
 )
 from megatron.blending.streams.seeding import At
@@ -28,7 +33,7 @@ _ENERGON_ONLY = ("error_handler", "stateless_map_fn", "map_fn_config", "failure_
 
 
 class SameOutputs(SavableDataset[Any]):
-    """Output k of the node is made of output k of its child."""
+    """Position k of the node is made of position k of its child."""
 
     preserves_outputs = True
 
@@ -39,6 +44,7 @@ class SameOutputs(SavableDataset[Any]):
         self.children = (dataset,)
         self.worker_config = worker_config
         self.size = dataset.size
+        self.is_block = dataset.is_block
         self.continues_across_epochs = dataset.continues_across_epochs
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
@@ -56,22 +62,18 @@ class SameOutputs(SavableDataset[Any]):
     def plan(self, positions: Ints, block: Block) -> "MapPlan":
         return MapPlan(self, self.children[0].plan(positions, block), positions)
 
-    def extra(self, holders: Holders) -> object:
-        found = super().extra(holders)
-        return None if found is None else self.apply(found, holders.asked_position)
-
     @property
     def function(self) -> Callable[[Any], Any]:
         """The function that the user gave."""
         raise NotImplementedError
 
-    def apply(self, value: object, at: At) -> object:
-        """Return what becomes of an output of the child, or what else stands in its place."""
+    def apply(self, value: Any, at: At, entries: Entries) -> Any:
+        """Return what becomes of one output; a SkipMarker where the function fails."""
         raise NotImplementedError
 
-    def apply_fast(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
-        """Return what becomes of outputs of the child; any exception if that is not one output of
-        each.
+    def apply_each(self, values: list[Any], child: Plan, start: int) -> list[Any]:
+        """Return what becomes of outputs that stand from place `start` of the child's plan on, by a
+        function that is not seeded.
         """
         raise NotImplementedError
 
@@ -99,18 +101,27 @@ class MapDataset(SameOutputs):
         function: Callable[[Any], Any] = self.map_fn
         return function
 
-    def apply(self, value: object, at: At) -> object:
-        return applied(self.user, value, self.number, at)
+    def apply(self, value: Any, at: At, entries: Entries) -> Any:
+        return called(self.user, value, self.number, at, entries)
 
-    def apply_fast(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
-        made = self.user.each(values, positions)
-        if GeneratorType in map(type, made):
-            raise NeedsSequential
+    def apply_each(self, values: list[Any], child: Plan, start: int) -> list[Any]:
+        # As `apply` does, in one loop: calls would cost text a tenth more.
+        function, made = self.map_fn, []
+        for place, value in enumerate(values, start):
+            try:
+                found = function(value)
+            except Exception as error:
+                entries = partial(child.entries, place, place + 1)
+                found = failed(self.number, function, error, value, entries)
+            if type(found) is GeneratorType:
+                entries = partial(child.entries, place, place + 1)
+                found = MultiOutput(generated(found, function, value, self.number, entries))
+            made.append(found)
         return made
 
 
 class FilterDataset(SameOutputs):
-    """It keeps the outputs for which `filter_fn` is true; the others are left out silently, and
+    """Keeps the outputs for which `filter_fn` is true; the others are left out silently, and
     counted.
     """
 
@@ -132,44 +143,37 @@ class FilterDataset(SameOutputs):
         function: Callable[[Any], Any] = self.filter_fn
         return function
 
-    def apply(self, value: object, at: At) -> object:
-        if type(value) is SkipMarker:
-            return value
-        if type(value) is MultiOutput:
-            return MultiOutput(self.apply(one, (at, part)) for part, one in enumerate(value))
+    def apply(self, value: Any, at: At, entries: Entries) -> Any:
         try:
-            return (
-                value
-                if self.user(value, at)
-                else SkipMarker(self.number, self.filter_fn, None, value)
-            )
+            if self.user(value, at):
+                return value
         except Exception as error:
-            return SkipMarker(self.number, self.filter_fn, error, value)
+            return failed(self.number, self.filter_fn, error, value, entries)
+        return SkipMarker(self.number, self.filter_fn, None, value, entries)
 
-    def apply_fast(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
-        if not all(self.user.each(values, positions)):
-            raise NeedsSequential
-        return values
+    def apply_each(self, values: list[Any], child: Plan, start: int) -> list[Any]:
+        return [
+            self.apply(value, 0, partial(child.entries, place, place + 1))
+            for place, value in enumerate(values, start)
+        ]
 
 
 class MapPlan:
-    """It plans outputs of a node that changes single ones."""
+    """Positions of a node that changes single outputs."""
 
     def __init__(self, node: SameOutputs, child: Plan, positions: Ints) -> None:
         self.length = child.length
         self._positions = positions
         self._node = node
         self._child = child
+        self.entries = child.entries
 
-    def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
-        values = self._child.values(start, end, holders)
-        positions = map(int, self._positions[start:end])
-        if holders is FAST_PATH_ONLY:
-            return self._node.apply_fast(values, positions)
-        return list(map(self._node.apply, values, positions))
-
-    def child(self, number: int) -> Plan:
-        return self._child
-
-    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
-        return self._child.entries(start, end, inner)
+    def values(self, start: int, end: int) -> list[Any]:
+        values, node, child = self._child.values(start, end), self._node, self._child
+        if SPECIAL.isdisjoint(map(type, values)) and not node.user.is_seeded:
+            return node.apply_each(values, child, start)
+        positions = self._positions[start:end].tolist()
+        return [
+            applied(node, value, position, partial(child.entries, place, place + 1))
+            for place, (value, position) in enumerate(zip(values, positions), start)
+        ]

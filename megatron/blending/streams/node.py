@@ -1,137 +1,43 @@
-"""pure. Every node of a stream is an endless sequence of outputs by position, of which parts are
-planned.
+"""pure. Every node of a stream is a function of the position: parts of it are planned, then made.
 
-A node says which positions of its children its own positions are made of, in arrays (`plan`); items
-are read when the plan is asked for values. Position `k` of a node with `size` outputs is output `k
-% size` of pass `k // size`; a size of None has no end. Nothing here depends on ranks or workers, or
-on what was asked before.
+A node says which positions of its children its own positions are made of, in arrays (`plan`).
+Records are read when the plan is asked for values. Position `k` of a node with `size` positions is
+position `k % size` of pass `k // size`; a size of None has no end. Nothing here depends on ranks or
+workers, or on what was asked before.
 
-A sample that makes no output leaves a `SkipMarker` at its position; one that makes several has them
-together (`MultiOutput`). Only where several outputs become one, or some are held back, is a
-sequence needed in which holes are filled by what
-follows: see holding.py.
+Most nodes hold one output at each position. Packs and groups are made of a block of positions of
+their child, so that one of their own positions holds many (`is_block`). What a position may hold is
+in items.py.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import GeneratorType
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.order.reading import ReadingOrder, records_at, salted_seed
 from megatron.blending.order.weights import Weight
-from megatron.blending.streams.seeding import At, UserFunction
+from megatron.blending.streams.seeding import UserFunction
 from megatron.blending.streams.worker_config import WorkerConfig
 
 Ints = npt.NDArray[np.int64]
 T_co = TypeVar("T_co", covariant=True)
 
 
-class SkipMarker(NamedTuple):
-    """It stands in the place of a sample that makes no output."""
-
-    node: int
-    function: Any
-    """What did not take it."""
-    error: Exception | None
-    """None, or SkipSample, if it said so."""
-    value: Any = None
-
-
-END_OF_DATA = SkipMarker(-1, None, None)
-"""Stands where an output was planned, but more was left out than there was."""
-
-
-class MultiOutput(list[Any]):
-    """A generator gave these for one sample: outputs, and a SkipMarker in the end if it failed."""
-
-
-Origin = int | list[Any]
-"""Where an output came from, so that it can be made again: a position, or a list with what is held
-back: holding.py.
-"""
-
-
-class NeedsSequential(Exception):
-    """This output is not made of as many others as planned: it must be made in sequence."""
-
-
-def applied(user: UserFunction, value: object, node: int, at: At) -> object:
-    """Return what a function makes of a value, or of each of several; a hole where it fails."""
-    if type(value) is SkipMarker:
-        return value
-    if type(value) is MultiOutput:
-        made = MultiOutput()
-        for part, one in enumerate(value):
-            found = applied(user, one, node, (at, part))
-            made.extend(found if type(found) is MultiOutput else [found])
-        return made
-    try:
-        found = user(value, at)
-    except Exception as error:
-        return SkipMarker(node, user.function, error, value)
-    return _values_of(found, user.function, value, node) if type(found) is GeneratorType else found
-
-
-def _values_of(
-    generator: Iterator[object], function: object, value: object, node: int
-) -> MultiOutput:
-    made = MultiOutput()
-    try:
-        made.extend(generator)
-    except Exception as error:
-        made.append(SkipMarker(node, function, error, value))
-    return made
-
-
-class Holders(Protocol):
-    """They make the outputs of nodes that hold samples back, wherever these stand in a tree."""
-
-    asked_position: int
-    """The place in the tree of the output that was asked for last."""
-
-    def output_of(self, node: Any, plan: Any, place: int) -> object:
-        """Return the next output of such a node; a SkipMarker if it has no more."""
-
-
-class _NoHolders:
-    asked_position = 0
-
-    def output_of(self, node: Any, plan: Any, place: int) -> object:
-        raise NeedsSequential
-
-
-FAST_PATH_ONLY: Holders = _NoHolders()
-"""Given for what makes the outputs of nodes that hold samples back: NeedsSequential at the first
-hole, before more is made.
-"""
-
-
 class Plan(Protocol):
-    """A Plan tells how a part of a node's outputs is made."""
+    """Says how a part of a node's positions is made."""
 
     length: int
 
-    def values(self, start: int, end: int, holders: Holders | None) -> list[Any]:
-        """Return outputs, or what else stands in their places.
+    def values(self, start: int, end: int) -> list[Any]:
+        """Return what stands at some of the planned positions."""
 
-        Of nodes that make one output of several: by `holders`; if that is None, as planned, or
-        NeedsSequential.
-        """
-
-    def child(self, number: int) -> "Plan | None":
-        """Return what this plan asks of a child, in this order; None if nothing."""
-
-    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
-        """Return the sources that some outputs are made of, each with the (first) position that is
-        read.
-
-        `inner`: of an output of a node that holds samples back, where they came from.
-        """
+    def entries(self, start: int, end: int) -> list[tuple[Any, int]]:
+        """Return the sources that these are made of, each with the position that is read."""
 
 
 class SourceOrder(Protocol):
@@ -142,8 +48,8 @@ class SourceOrder(Protocol):
 
 
 class Block:
-    """Plans of a block are made together: all their sources are put in order at once, when the
-    first is read.
+    """Plans that are made together: all their sources are put in order at once, when the first is
+    read.
     """
 
     def __init__(self) -> None:
@@ -163,7 +69,7 @@ class Block:
 
 @dataclass
 class Binding:
-    """A tree is told this when it becomes a stream."""
+    """What a tree is told when it becomes a stream."""
 
     seed: int
     world_size: int = 1
@@ -174,13 +80,10 @@ class Binding:
     """
     bases: dict[str, int] = field(default_factory=dict)
     """Places of sources that do not begin at 0, and where they begin."""
-    changes: list[tuple[str, int, list[float]]] = field(default_factory=list)
-    """Blends whose weights changed on the way: place, from which output of the blend on, to what.
-    """
     is_size_of_ranks: bool = False
-    """Whether the size of a pass was given for each rank; told by the tree."""
+    """Whether the size of a pass was given for each rank; set by the tree."""
 
-    def again(self) -> "Binding":
+    def clone(self) -> "Binding":
         """Return the same, for another copy of the tree."""
         return replace(self, nodes=[])
 
@@ -195,7 +98,7 @@ class Binding:
 
 
 class SavableDataset(Generic[T_co]):
-    """A node is a description, and may stand in several trees; a loader works on a copy that is
+    """A description of a node, which may stand in several trees; a loader works on a copy that is
     bound to its place.
 
     Iterating over it iterates over a loader of its own.
@@ -206,15 +109,15 @@ class SavableDataset(Generic[T_co]):
     children: "tuple[SavableDataset[Any], ...]" = ()
     worker_config: WorkerConfig | None = None
     size: int | None = None
-    """Outputs of one pass; None: endless."""
+    """Positions of one pass; None: endless."""
+    is_block: bool = False
+    """Whether a position holds many outputs: packs or groups of a block of samples."""
     continues_across_epochs: bool = False
     """Whether the next pass continues the children's streams, instead of beginning them again."""
     preserves_outputs: bool = False
     """Whether each output is one of the only child's."""
     preserves_position: bool = True
     """Whether an only child has the same place."""
-    is_index_map: ClassVar[bool] = False
-    """Whether its plans are those of its only child."""
 
     number: int = -1
     """Place in the bound tree, counted from the root down; its descendants are number + 1 to end -
@@ -238,14 +141,12 @@ class SavableDataset(Generic[T_co]):
 
     @property
     def num_positions(self) -> int | None:
-        """It counts the positions of one pass, of which the first `size` are given if no sample is
-        left out.
-        """
+        """Positions of one pass; more than `size` where some are there to replace skipped ones."""
         return self.size
 
     @cached_property
     def samples_per_output(self) -> int:
-        """It is about how many records an output is made of."""
+        """Records that a position is made of, roughly."""
         return max((child.samples_per_output for child in self.children), default=1)
 
     def bind(
@@ -291,22 +192,8 @@ class SavableDataset(Generic[T_co]):
     def plan(self, positions: Ints, block: Block) -> Plan:
         raise NotImplementedError
 
-    def extra(self, holders: Holders) -> object:
-        """Return an output beyond the planned ones: what nodes that hold samples back still have;
-        else None.
-        """
-        found = (child.extra(holders) for child in self.children)
-        return next((value for value in found if value is not None), None)
-
-    def gives_up(self, child: int) -> bool:
-        """Whether from some output on a child is part of none; of a bound node."""
-        return False
-
-    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
-        """Return how many outputs of each child the first `position` outputs are made of.
-
-        `drawn`: by number of node, how many it drew, where positions do not tell.
-        """
+    def used(self, position: int) -> list[int]:
+        """Return how many positions of each child the first `position` ones are made of."""
         return [position]
 
     def signature(self) -> list[Any]:

@@ -26,12 +26,11 @@ _ENDLESS = 2**40
 class PositionsDataset(SavableDataset[Any]):
     """Its outputs are those of its child at other positions."""
 
-    is_index_map = True
-
     def __init__(self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None) -> None:
         check_datasets(type(self).__name__, [dataset])
         self.children = (dataset,)
         self.worker_config = worker_config
+        self.is_block = dataset.is_block
 
     def within_child(self, positions: Ints) -> Ints:
         return positions
@@ -115,7 +114,8 @@ class LimitDataset(PositionsDataset):
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         total = self.length * binding.world_size if is_outermost else self.length
         binding.is_size_of_ranks |= is_outermost
-        inner = self.children[0].size
+        # How many packs or groups a pass over finite data has is known only when they are made.
+        inner = None if is_outermost and self.is_block else self.children[0].size
         self.size = total if inner is None else min(total, inner)
         self.is_outermost = is_outermost
 
@@ -138,7 +138,7 @@ class LimitDataset(PositionsDataset):
             places if self.begins_again else passes * (self.children[0].num_positions or 0) + places
         )
 
-    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+    def used(self, position: int) -> list[int]:
         return self.within_child(np.array([position], np.int64)).tolist()
 
     def signature(self) -> list[Any]:
@@ -184,7 +184,8 @@ class EpochizeDataset(PositionsDataset):
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         for node in binding.nodes[self.number :]:
-            if isinstance(node, LimitDataset):
+            if hasattr(node, "is_outermost"):
+                # Below, no pass ends: the data goes on in the next epoch.
                 node.is_outermost = False
         if is_outermost and self.length is not None:
             self.size = self.num_epochs * self.length * binding.world_size
@@ -204,6 +205,11 @@ class ShuffleBufferDataset(PositionsDataset):
     ) -> None:
         super().__init__(dataset, worker_config)
         check_whole("ShuffleBufferDataset: size", size)
+        if _blends_blocks(dataset):
+            raise ValueError(
+                "ShuffleBufferDataset: the data set is a blend of packs or groups; shuffle each "
+                "data set of the blend"
+            )
         self.window = size
         self.size = dataset.size
         self._seed = 0
@@ -234,3 +240,9 @@ class ShuffleBufferDataset(PositionsDataset):
 
     def signature(self) -> list[Any]:
         return [type(self).__name__, self.window]
+
+
+def _blends_blocks(dataset: SavableDataset[Any]) -> bool:
+    """Whether outputs are counted as they come, so that none has a position to be shuffled."""
+    is_blend = dataset.is_block and hasattr(dataset, "weights")
+    return is_blend or any(map(_blends_blocks, dataset.children))

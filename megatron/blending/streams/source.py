@@ -3,6 +3,7 @@ reads it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -11,15 +12,12 @@ import numpy as np
 from megatron.blending.arguments import check_whole
 from megatron.blending.formats.record import Record, RecordError, RecordSource, read_records
 from megatron.blending.order.reading import ReadingOrder, records_at
+from megatron.blending.streams.items import SkipMarker, failed
 from megatron.blending.streams.node import (
-    FAST_PATH_ONLY,
     Binding,
     Block,
-    Holders,
     Ints,
-    NeedsSequential,
     SavableDataset,
-    SkipMarker,
 )
 from megatron.blending.streams.seeding import UserFunction
 from megatron.blending.streams.worker_config import WorkerConfig
@@ -47,7 +45,8 @@ class SourceDataset(SavableDataset[Any]):
         worker_config: WorkerConfig | None = None,
     ) -> None:
         """`load(record, key)` makes a sample of a record; key is (place in the tree, position in
-        the stream, record). If it has a method `many(records, keys)`, that makes several.
+        the stream, record). If it has a method `many(records, keys)`, that makes several, and
+        returns an exception in the place of each that fails.
 
         `multiplier`: so many passes read each record as often; -1: reads are drawn with
         replacement; None: as shuffle=False. `slice_length`: so many consecutive records are read
@@ -130,40 +129,42 @@ class SourcePlan:
             self._block.settle()
         return int(self._records[at])
 
-    def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
+    def values(self, start: int, end: int) -> list[Any]:
         if self._lists is None:
             self.record(0)
             self._lists = self.positions.tolist(), self._records.tolist()
         node = self._node
         numbers = self._lists[1][start:end]
         records = read_records(node.source, numbers)
-        if node.load is None and RecordError not in map(type, records):
+        is_whole = RecordError not in map(type, records)
+        if node.load is None and is_whole:
             return records
         keys = list(zip(repeat(node.place), self._lists[0][start:end], numbers))
         many = None if node.user_load.is_seeded else getattr(node.load, "many", None)
-        if many is not None and RecordError not in map(type, records):
-            try:
-                return many(records, keys)
-            except Exception:
-                # One by one it is found out which.
-                pass
-        if holders is FAST_PATH_ONLY and RecordError in map(type, records):
-            raise NeedsSequential
-        if holders is FAST_PATH_ONLY and node.load is not None:
-            return list(map(node.user_load, records, keys, keys))
-        return [self._loaded(record, key) for record, key in zip(records, keys)]
+        if many is not None and is_whole:
+            # What fails among many is in its place, as an exception.
+            made = many(records, keys)
+            for place, sample in enumerate(made):
+                if isinstance(sample, Exception):
+                    made[place] = self._skipped(sample, start + place)
+            return made
+        return [
+            self._loaded(record, key, place)
+            for place, (record, key) in enumerate(zip(records, keys), start)
+        ]
 
-    def _loaded(self, record: Record | RecordError, key: tuple[str, int, int]) -> object:
+    def _loaded(self, record: Record | RecordError, key: tuple[str, int, int], place: int) -> Any:
         node = self._node
         if isinstance(record, RecordError):
-            return SkipMarker(node.number, node.load or node.source, record)
+            return self._skipped(record, place)
         try:
             return record if node.load is None else node.user_load(record, key, key)
         except Exception as error:
-            return SkipMarker(node.number, node.load, error)
+            return self._skipped(error, place)
 
-    def child(self, number: int) -> None:
-        return None
+    def _skipped(self, error: Exception, place: int) -> SkipMarker:
+        node, entries = self._node, partial(self.entries, place, place + 1)
+        return failed(node.number, node.load or node.source, error, None, entries)
 
-    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
+    def entries(self, start: int, end: int) -> list[tuple[Any, int]]:
         return [(self._node, int(position)) for position in self.positions[start:end]]

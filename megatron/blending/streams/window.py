@@ -8,17 +8,15 @@ import numpy as np
 
 from megatron.blending.arguments import check_whole
 from megatron.blending.streams.failures import SkipSample
-from megatron.blending.streams.holding import HoldingPlan
+from megatron.blending.streams.items import MultiOutput, SkipMarker
 from megatron.blending.streams.node import (
     Binding,
     Block,
-    Holders,
     Ints,
-    MultiOutput,
     SavableDataset,
-    SkipMarker,
     check_datasets,
 )
+from megatron.blending.streams.ranges import RangesPlan
 from megatron.blending.streams.worker_config import WorkerConfig
 
 
@@ -85,22 +83,22 @@ class WindowDataset(SavableDataset[Any]):
             sizes = np.clip(len(self.children[0]) - starts, 0, self.length)
         return WindowPlan(self, starts, sizes, block)
 
-    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+    def used(self, position: int) -> list[int]:
         return [self.first + position * self.length]
 
     def signature(self) -> list[Any]:
         return [type(self).__name__, self.length, self.first]
 
 
-class WindowPlan(HoldingPlan):
+class WindowPlan(RangesPlan):
     """It plans some windows, and gives whatever stands there, as it is."""
 
-    def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
+    def values(self, start: int, end: int) -> list[Any]:
         return [self._window(*self.child_range(place)) for place in range(start, end)]
 
     def _window(self, start: int, end: int) -> list[Any]:
         try:
-            values = self._child.values(start, end, None)
+            values = self.child.values(start, end)
         except Exception:
             values = [self._value(at) for at in range(start, end)]
         return [
@@ -113,16 +111,16 @@ class WindowPlan(HoldingPlan):
     def _value(self, at: int) -> object:
         """Make one of them: one by one it is found out which fail."""
         try:
-            return self._child.values(at, at + 1, None)[0]
+            return self.child.values(at, at + 1)[0]
         except Exception as error:
             return SkipMarker(-1, None, error)
 
     def _left_out(self, hole: object, at: int) -> SkippedSample:
-        source, position = self._child.entries(at, at + 1)[0]
+        source, position = self.child.entries(at, at + 1)[0]
         error: Exception = TypeError("several outputs of one sample; a window has one of each")
         if type(hole) is SkipMarker:
             error = hole.error if hole.error is not None else SkipSample("filtered")
-        found = self._node.numbers[source.number], source.describe(position)
+        found = self.node.numbers[source.number], source.describe(position)
         if isinstance(error, SkipSample):
             return SkippedSample(*found, reason=str(error))
         is_said = isinstance(error, ValueError) and str(error)

@@ -12,6 +12,7 @@ from megatron.blending.arguments import check_function, check_one_of, check_whol
 from megatron.blending.streams.failures import DEFAULT_TOLERANCE
 
 START_METHODS = ("fork", "spawn", "forkserver")
+_WITHOUT_EFFECT = ("restore_error_handler", "worker_debug_path", "worker_log_level", "num_shards")
 _LEAST = {"num_workers": 0, "num_shards": 1, "failure_tolerance": 0}
 
 
@@ -36,11 +37,7 @@ class WorkerConfig:
     seed_offset: int = 0
     """Is added to the seed."""
     num_shards: int | None = None
-    """Part of what makes the stream, where samples are left out or packed: a state keeps it. A
-    multiple of ranks times workers costs least; but where a sample is left out the shard's own next
-    one takes its place, and with packing each shard has a buffer of its own. None: up to 960, by
-    the data, so that little of an epoch is under way (`stream.py`).
-    """
+    """Of former releases, and of no effect: the stream does not depend on it any more."""
     failure_tolerance: int = DEFAULT_TOLERANCE
     """So many failures of a function in a row are fatal; 0: none ever is.
     `@stateless(failure_tolerance=...)` wins.
@@ -88,7 +85,12 @@ class WorkerConfig:
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
         if self.global_error_handler is not None:
             check_function("global_error_handler", self.global_error_handler)
-        for name in ("restore_error_handler", "worker_debug_path", "worker_log_level"):
+        for name in (
+            "restore_error_handler",
+            "worker_debug_path",
+            "worker_log_level",
+            "num_shards",
+        ):
             if getattr(self, name):
                 warnings.warn(f"WorkerConfig: {name} has no effect here", stacklevel=3)
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):
@@ -111,15 +113,6 @@ class WorkerConfig:
     @property
     def num_ranks(self) -> int:
         return 1 if self.world_size is None else self.world_size
-
-    @property
-    def num_workers_of_all(self) -> int:
-        """It counts the workers of all ranks together."""
-        return self.num_ranks * max(1, self.num_workers)
-
-    def worker_of_all(self, worker: int) -> int:
-        """Return the number that a worker of this rank has among those of all ranks."""
-        return self.this_rank + self.num_ranks * worker
 
 
 def check_worker_config(value: object) -> None:

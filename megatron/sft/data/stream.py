@@ -93,8 +93,6 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             world_size=share.num_ranks,
             num_workers=num_workers,
             seed=samples.seed,
-            num_shards=share.num_ranks
-            * max(1, num_workers),  # each worker makes its own windows, and no others
         )
         ahead = -(-share.num_draws // (share.draws_per_window * max(1, num_workers)))
         self._loader: Loader[list[Any]] = get_loader(

@@ -1,5 +1,6 @@
 """Sources in memory, and what comes of a tree of data sets for some number of ranks and workers."""
 
+import itertools
 import json
 import pickle
 from collections import deque
@@ -8,11 +9,7 @@ from typing import Any
 from megatron.blending import RepeatDataset, SourceDataset
 from megatron.blending.formats.record import RecordError, read_each
 from megatron.blending.loading.loader import WorkerConfig, get_savable_loader
-from megatron.blending.loading.server import END, Server
-from megatron.blending.streams.failures import Failures
-from megatron.blending.streams.node import Binding
-
-NUM_SHARDS = 12
+from megatron.blending.loading.server import END
 
 
 class Numbers:
@@ -49,33 +46,14 @@ def endless(name="a", count=50, bad=(), **options):
     return RepeatDataset(source_of(name, count, bad, **options))
 
 
-def servers(dataset, num_servers=1, num_shards=NUM_SHARDS, seed=1, tolerance=0):
-    root = dataset.bind(Binding(seed))
-    return [
-        Server(root, num_shards, worker, num_servers, Failures(tolerance))
-        for worker in range(num_servers)
-    ]
-
-
-def outputs(dataset, count=None, num_servers=1, **options):
-    """{slot: output} of all of them, of `count` slots or of a pass."""
-    found = {}
-    for server in servers(dataset, num_servers, **options):
-        while True:
-            output = server.next()
-            if output.slot == END or (count is not None and output.slot >= count):
-                break
-            found[output.slot] = output.value
-    return found
-
-
 def listed(dataset, count=None, **options):
-    found = outputs(dataset, count, **options)
-    return [found[slot] for slot in sorted(found)]
+    """The outputs of a rank alone: of a pass, or so many."""
+    loader = get_savable_loader(dataset, config(**options))
+    return list(itertools.islice(loader, count))
 
 
 def config(rank=0, num_ranks=1, num_workers=0, **options):
-    options = {"num_shards": NUM_SHARDS, "seed": 1, "failure_tolerance": 0, **options}
+    options = {"seed": 1, "failure_tolerance": 0, **options}
     return WorkerConfig(rank=rank, world_size=num_ranks, num_workers=num_workers, **options)
 
 
@@ -112,30 +90,30 @@ class WorkerHere:
 
     def start(self, start):
         start = pickle.loads(pickle.dumps(start))
-        self._told: deque[bytes] = deque()
-        self._messages: deque[bytes] = deque()
-        self._error, self._is_over = None, False
+        self._failures: deque[bytes] = deque()
+        self._messages: dict[int, deque[bytes]] = {}
+        self._error = None
         self._server = self._server or self._make(
-            lambda failure: self._told.append(pickle.dumps(failure))
+            lambda failure: self._failures.append(pickle.dumps(failure))
         )
         self._server.start(start)
 
-    def next(self):
-        while not self._is_over and not self._error and len(self._messages) < self._ahead:
+    def next(self, lane):
+        messages = self._messages.setdefault(lane, deque())
+        while not self._error and len(messages) < self._ahead:
             try:
-                message = self._server.next()
+                message = self._server.next(lane)
             except Exception as error:
                 self._error, self._server = error, None
                 break
-            self._messages.append(
-                pickle.dumps(message._replace(shards=self._server.changed_states()))
-            )
-            self._is_over = message.slot == END
-        if self._told:
-            return pickle.loads(self._told.popleft())
-        if not self._messages:
+            messages.append(pickle.dumps(message))
+            if message.turn == END:
+                break
+        if self._failures:
+            return pickle.loads(self._failures.popleft())
+        if not messages:
             raise self._error
-        return pickle.loads(self._messages.popleft())
+        return pickle.loads(messages.popleft())
 
     def close(self):
         pass

@@ -229,8 +229,7 @@ def test_a_pack_says_all_that_it_is_made_of():
         keyed, 4, lambda samples: [samples], lambda samples: Sample.derive_from(samples[0])
     )
     assert all(
-        len(pack.__restore_key__) == 4
-        for pack in islice(get_loader(packs, WorkerConfig(num_shards=1)), 5)
+        len(pack.__restore_key__) == 4 for pack in islice(get_loader(packs, WorkerConfig()), 5)
     )
 
 

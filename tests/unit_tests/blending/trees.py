@@ -185,3 +185,27 @@ FINITE = {
     ),
     "groups": lambda: GroupBatchDataset(source_of("a", 200), 4, parity),
 }
+
+PLAIN = (
+    "source", "batch", "blend of samples", "blend of batches", "nested blends", "random blend",
+    "mixed batches", "shuffled batches", "slices", "epochs",
+)  # fmt: skip
+"""Endless trees in which nothing is left out or packed."""
+SAME_OUTPUTS = (
+    "source",
+    "turns",
+    "concat",
+    "concat of batches",
+    "blend",
+    "limit",
+    "shuffled",
+    "packs",
+)
+"""Finite trees whose outputs, and not only the samples in them, are the same for any ranks."""
+
+
+def flat(value):
+    """The samples in outputs, however deep they are in lists."""
+    if isinstance(value, list):
+        return [sample for one in value for sample in flat(one)]
+    return [value]

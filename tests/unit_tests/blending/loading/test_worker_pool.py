@@ -25,8 +25,8 @@ from tests.unit_tests.blending.number_streams import (
     config,
     drawn,
     endless,
+    listed,
     loaders,
-    outputs,
     source_of,
 )
 from tests.unit_tests.blending.trees import ENDLESS
@@ -81,9 +81,9 @@ def slow(sample):
 @pytest.mark.parametrize("name", ["blend of samples", "filters", "packs"])
 def test_processes_give_the_stream_and_restore_it(name):
     tree = ENDLESS[name]()
-    stream = list(outputs(tree, 40).values())
-    head, states = drawn(loaders(tree, 2, 2), 10)
-    tail, _ = drawn(loaders(tree, 1, 2, states), 20)
+    stream = listed(tree, 40)
+    head, states = drawn(loaders(tree, 1, 2), 20)
+    tail, _ = drawn(loaders(tree, 1, 3, states), 20)
     assert head + tail == stream
 
 
@@ -176,8 +176,8 @@ def fail_seven(path, sample):
 
 if __name__ == "__main__":
     logging.basicConfig(format="LOG %(message)s")
-    num_workers, num_shards, path = sys.argv[1:]
-    config = WorkerConfig(num_workers=int(num_workers), num_shards=int(num_shards))
+    num_workers, path = sys.argv[1:]
+    config = WorkerConfig(num_workers=int(num_workers))
     loader = get_loader(MapDataset(source_of("a", 11), functools.partial(fail_seven, path)), config)
     for epoch in range(4):
         assert sorted(index for _, index in loader) == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
@@ -187,21 +187,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "num_shards"),
-    [(2, 2), (2, 1), (0, 2)],
-)
-def test_a_failing_sample_is_logged_once_by_all_workers(tmp_path, num_workers, num_shards):
-    """In several shards of a worker each, in a shard that all workers run, over epochs, and after
-    they start again.
-    """
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_a_failing_sample_is_logged_once_by_all_workers(tmp_path, num_workers):
+    """Over epochs, in which other workers meet it, and after they start again."""
     script, meetings = tmp_path / "broken.py", tmp_path / "meetings"
     script.write_text(BROKEN_SCRIPT)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path])),
     }
-    command = [sys.executable, str(script), str(num_workers), str(num_shards), str(meetings)]
+    command = [sys.executable, str(script), str(num_workers), str(meetings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
     assert done.stdout.split() == ["1", "2", "1", "2"], done.stderr
     lines = [line for line in done.stderr.splitlines() if "seven" in line]
@@ -245,7 +240,7 @@ def fail_few_then_all(sample):
 def test_what_failed_before_a_fatal_row_is_logged(caplog):
     loader = get_loader(
         MapDataset(source_of("a", 20, shuffle=False), fail_few_then_all),
-        processes(1, num_shards=1, failure_tolerance=4),
+        processes(1, failure_tolerance=4),
     )
     with (
         caplog.at_level(logging.WARNING),

@@ -350,79 +350,6 @@ def owed(children, segments):
     return np.cumsum(due - np.eye(due.shape[1])[children], axis=0)
 
 
-@given(
-    first=WEIGHTS,
-    change=st.integers(0, 300),
-    mode=st.sampled_from(["exact", "random"]),
-    data=st.data(),
-)
-def test_weights_change_at_the_output_that_is_named(first, change, mode, data):
-    """They waited for the end of a period of the weights before: up to a million outputs, or the
-    end of the run.
-    """
-    second = data.draw(
-        st.lists(st.integers(0, 9), min_size=len(first), max_size=len(first)).filter(any)
-    )
-    sequence = Proportions([(0, first)], 1, mode)
-    before = choose(sequence, change)
-    sequence.change(change, second)
-    children, numbers = choose(sequence, change + 500)
-    assert (children[:change], numbers[:change]) == before
-    check_numbers(children, numbers, len(first))
-    assert all(second[child] for child in children[change:])
-    if mode == "exact":
-        if change:
-            check_prefixes(children[:change], first)
-        assert abs(owed(children, [(0, first), (change, second)])).max() < 2
-    at = change + 250
-    told = Proportions([(0, first)], 1, mode)
-    told.change(change, second)
-    for asked in (sequence, told):
-        assert asked.counts(at) == np.bincount(children[:at], minlength=len(first)).tolist()
-
-
-@pytest.mark.parametrize("num_children", [20, 200])
-def test_many_that_are_behind_do_not_keep_out_the_others(num_children):
-    """A hundred children half an output behind, with half the weight: had they all come first,
-    another waits for long.
-
-    It was then 8.5 outputs behind.
-    """
-    half = num_children // 2
-    sequence = Proportions([(0, [1] * num_children + [0])], 0)
-    given = set(choose(sequence, half)[0])
-    weights = [0.2 if child in given else 0.3 for child in range(num_children)] + [half]
-    sequence.change(half, weights)
-    children, _ = choose(sequence, 4 * num_children)
-    assert abs(owed(children, [(0, [1] * num_children + [0]), (half, weights)])).max() < 1.5
-
-
-@pytest.mark.parametrize("mode", ["exact", "random"])
-def test_what_stands_before_an_appended_change_looked_ahead_to_what_was_planned(mode):
-    """Planned again with the change in sight it would be another order: a resumed run would not go
-    on as it was.
-    """
-    segments = [
-        (0, (5, 3, 2, 1)),
-        (6000, (1, 1, 9, 0)),
-        (12_000, (2, 0, 1, 7)),
-        (12_050, (1, 4, 1, 1)),
-    ]
-    whole, _ = choose(Proportions(segments, 0, mode), 13_000)
-    for change in (1, 5998, 6000, 11_990, 12_000, 12_049, 12_500):
-        told = Proportions(segments, 0, mode)
-        told.change(change, (4, 3, 2, 1))
-        asked = Proportions(segments, 0, mode)
-        choose(asked, 13_000)
-        asked.change(change, (4, 3, 2, 1))
-        for sequence in (told, asked):
-            sequence.change(change + 100, (1, 1, 1, 1))
-        children, numbers = choose(told, change + 300)
-        assert children[:change] == whole[:change]
-        assert (children, numbers) == choose(asked, change + 300)
-        check_numbers(children, numbers, 4)
-
-
 @settings(max_examples=20)
 @given(data=st.data(), num_children=st.integers(1, 12), longest=st.sampled_from([1, 8, 60, 900]))
 def test_shares_add_up_over_any_segments(data, num_children, longest):
@@ -454,27 +381,6 @@ def test_a_rare_source_gets_its_share_of_short_segments():
     children, _ = choose(Proportions(segments, 0), 2000)
     assert abs(owed(children, segments)).max() < 1 + 1e-6
     assert np.bincount(children)[1:].tolist() in ([60, 40], [60, 39], [60, 41])
-
-
-def test_a_change_after_outputs_were_made_keeps_them():
-    """Also within a schedule, whose short segments are made to measure: a resumed run would have
-    had others.
-    """
-    segments = [(0, (1, 1, 1)), (100, (5, 2, 1)), (150, (1, 3, 1)), (170, (1, 1, 0))]
-    planned = choose(Proportions(segments, 3), 200)[0]
-    for mode in ("exact", "random"):
-        sequence = Proportions(segments, 3, mode)
-        before = choose(sequence, 200)[0]
-        assert mode == "random" or before == planned
-        for change in (160, 130, 100, 40):
-            sequence.change(change, (0, 0, 1))
-            children, numbers = choose(sequence, 300)
-            assert children[:change] == before[:change]
-            assert set(children[change:]) == {2}
-            check_numbers(children, numbers, 3)
-            told = Proportions(segments, 3, mode)
-            told.change(change, (0, 0, 1))
-            assert choose(told, 50, 30) == (children[30:80], numbers[30:80])
 
 
 @pytest.mark.parametrize("mode", ["exact", "random"])

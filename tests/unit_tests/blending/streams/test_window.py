@@ -19,7 +19,7 @@ def even(record: tuple[str, int]) -> int:
 
 def windows_of(dataset, numbers, **options):
     bound = WindowDataset(dataset, **options).bind(Binding(seed=1))
-    return bound.plan(np.array(numbers), Block()).values(0, len(numbers), None)
+    return bound.plan(np.array(numbers), Block()).values(0, len(numbers))
 
 
 def test_holes_stay_where_they_are():

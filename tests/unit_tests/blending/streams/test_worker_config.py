@@ -46,3 +46,9 @@ def test_from_torch_distributed_and_its_group(monkeypatch):
 def test_refused(options, fault):
     with pytest.raises(ValueError, match=fault):
         WorkerConfig(**options)
+
+
+def test_a_number_of_shards_is_accepted():
+    """Users' scripts have it, and it means nothing any more."""
+    with pytest.warns(UserWarning, match="WorkerConfig: num_shards has no effect here"):
+        assert WorkerConfig(num_shards=12).num_shards == 12
