@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron.blending.arguments import check_whole
 from megatron.blending.streams.failures import SkipSample
-from megatron.blending.streams.items import MultiOutput, SkipMarker
+from megatron.blending.streams.items import ON_FAILURE, MultiOutput, SkipMarker
 from megatron.blending.streams.node import (
     Binding,
     Block,
@@ -94,7 +94,12 @@ class WindowPlan(RangesPlan):
     """It plans some windows, and gives whatever stands there, as it is."""
 
     def values(self, start: int, end: int) -> list[Any]:
-        return [self._window(*self.child_range(place)) for place in range(start, end)]
+        # Whoever gets the windows says what failed.
+        before = ON_FAILURE.set(None)
+        try:
+            return [self._window(*self.child_range(place)) for place in range(start, end)]
+        finally:
+            ON_FAILURE.reset(before)
 
     def _window(self, start: int, end: int) -> list[Any]:
         try:

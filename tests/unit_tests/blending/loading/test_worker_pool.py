@@ -253,6 +253,7 @@ def test_what_failed_before_a_fatal_row_is_logged(caplog):
         "6",
         "7",
         "8",
+        "9",
     ]
 
 
