@@ -193,7 +193,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         if self.pack_by == "lengths":
             step = self._encoding_step()
             is_encoded = isinstance(dataset, MapDataset) and step is not None
-            if is_encoded and dataset.map_fn == getattr(self, str(step)):
+            if is_encoded and getattr(dataset, "map_fn", None) == getattr(self, str(step)):
                 # Samples are encoded when their pack is made, behind the choice.
                 dataset = dataset.children[0]
                 post_encode = self._encode_whole

@@ -73,7 +73,8 @@ class Shares:
         self._cut_at_last()
 
     def _scaled(self, slopes: npt.NDArray[Any], length: Fraction) -> npt.NDArray[Any]:
-        return slopes * length.numerator // length.denominator  # without a remainder, by `unit`
+        # First divided, which leaves no remainder by `unit`: the product may not fit in 64 bits.
+        return slopes // length.denominator * length.numerator
 
     def at(self, output: int) -> list[Fraction]:
         """Return each child's share of the first outputs."""
