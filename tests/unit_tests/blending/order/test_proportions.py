@@ -459,7 +459,7 @@ def test_until_exhausted_of_any_size_and_weights():
 
 @pytest.mark.parametrize("weights", [(1, 0.001, 1e-6), (1, 1e-5, 3e-6), (1, 1, 1e-6)])
 def test_finite_sources_of_tiny_weight_are_read_whole(weights):
-    """Where shares do not fit in 64 bits on the way, one source was read twice and another never."""
+    """Where shares did not fit in 64 bits on the way, one source was read twice, another never."""
     sizes = [50, 20, 44]
     sequence = Proportions(until_exhausted(weights, sizes), 0)
     children, numbers = choose(sequence, sum(sizes))
