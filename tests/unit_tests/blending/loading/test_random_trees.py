@@ -202,7 +202,8 @@ def test_every_sample_of_a_pass_comes_once(seed):
     made = loaders(tree, layout, states)
     for loader in made:
         # Not by `for`, which would begin a new pass where this one was over.
-        outputs += iter(lambda loader=loader: next(loader, None), None)
+        while (output := next(loader, None)) is not None:
+            outputs.append(output)
     assert sorted(map(str, flat(outputs))) == sorted(map(str, expected))
     assert all(next(loader, None) is None for loader in made)
     if batch_size:

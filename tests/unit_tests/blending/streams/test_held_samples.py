@@ -35,7 +35,7 @@ class Encoder:
 
     def __init__(self):
         self.calls: Counter = Counter()
-        self.held = weakref.WeakSet()
+        self.held: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.most_held = 0
 
     def encode(self, sample):
