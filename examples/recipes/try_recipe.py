@@ -1,0 +1,106 @@
+"""Train two steps of a recipe here: its model shrunken, with random weights, on one process.
+
+python examples/recipes/try_recipe.py examples/recipes/qwen3-8b-lora.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+MODELS = Path(__file__).parent / "models"
+"""config.json of each model, as far as it decides what is computed."""
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "query_pre_attn_scalar": 16,
+    "vocab_size": 320,
+}
+ONE_PROCESS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+}
+
+
+def model_config(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json of the recipe's model, as it is released."""
+    return json.loads((MODELS / f"{recipe['pretrained_checkpoint']}.json").read_text())
+
+
+def shrunken(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the text part of a model's config.json, of the same kind and a thousandth of the
+    size.
+    """
+    text = config.get("text_config", config)
+    return {**text, **{name: value for name, value in SMALL.items() if name in text}}
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> None:
+    """Writes a model with random weights as transformers does."""
+    import transformers
+
+    kind = config["model_type"]
+    made = transformers.CONFIG_MAPPING[kind](
+        **{name: value for name, value in config.items() if name != "model_type"}
+    )
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+
+
+def try_recipe(path: Path, place: Path, num_steps: int = 2) -> list[str]:
+    """Makes model, data and options in the folder `place`; returns the command that trains."""
+    recipe = yaml.safe_load(path.read_text())
+    write_model(place / "model", shrunken(model_config(recipe)))
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 9}]
+    (place / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 64)
+    recipe.pop("train_epochs")
+    recipe |= ONE_PROCESS | {
+        "pretrained_checkpoint": str(place / "model"),
+        "tokenizer_type": "ByteLevelTokenizer",
+        "data_path": str(place / "chats.jsonl"),
+        "seq_length": 256,
+        "global_batch_size": 8,
+        "train_iters": num_steps,
+        "eval_iters": 1,
+        "bf16": False,
+        "num_workers": 0,
+        "save": str(place / "checkpoints"),
+        "load": str(place / "checkpoints"),
+        "save_hf": str(place / "out"),
+    }
+    (place / "run.yaml").write_text(yaml.safe_dump(recipe))
+    return [sys.executable, "-m", "megatron.sft", "--config", str(place / "run.yaml")]
+
+
+def main() -> None:
+    """Tries the recipes that are named; status 1 where one fails."""
+    parser = argparse.ArgumentParser(description="Train two steps of recipes with small models.")
+    parser.add_argument("recipes", nargs="+", type=Path)
+    failed = []
+    for path in parser.parse_args().recipes:
+        print(f"=== {path.name}", flush=True)
+        with TemporaryDirectory() as place:
+            if subprocess.run(try_recipe(path, Path(place))).returncode:
+                failed.append(path.name)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
