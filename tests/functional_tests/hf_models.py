@@ -105,6 +105,14 @@ _BASES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _MIXTURE = {"num_experts_per_tok": 3, "head_dim": 16, "moe_intermediate_size": 32}
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 48}
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {}),
@@ -177,6 +185,20 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": (
         "minimax_m2",
         {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8},
+    ),
+    "qwen3.5": ("qwen3_5_text", _DELTA_NET | {"head_dim": 16}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _DELTA_NET | _MIXTURE | _SHARED),
+    "qwen3-next": ("qwen3_next", _DELTA_NET | _MIXTURE | _SHARED),
+    "gpt-oss": (
+        "gpt_oss",
+        _WINDOWS
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "swiglu_limit": 1.0,
+            "rope_parameters": YARN | {"truncate": False},
+        },
     ),
 }
 """Models of families that differ from Llama in a mechanism; those of `MODELS` are its relatives."""
@@ -418,6 +440,7 @@ def train_by_product(
             partial(_with_config, companions, dtype),
             100_000,
             values_of,
+            pretrained.folder,
         )
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)

@@ -23,7 +23,7 @@ _OF_MODEL = {
     "output_layer.weight": OUTPUT,
     "decoder.final_layernorm.weight": FINAL_NORM,
 }
-# megatron-core's modules in a layer, longest first -> logical names.
+# megatron-core's modules in a layer, the longer first -> logical names.
 _MODULES = {
     "mlp.shared_experts.linear_fc1": "shared.fc1",
     "mlp.shared_experts.linear_fc2": "shared.fc2",
@@ -38,6 +38,11 @@ _MODULES = {
     "self_attention.q_layernorm": "attention.q_norm",
     "self_attention.k_layernorm": "attention.k_norm",
     "self_attention.core_attention": "attention",  # sinks: softmax_offset
+    "self_attention.in_proj": "delta_net.in_proj",
+    "self_attention.conv1d": "delta_net.conv1d",
+    "self_attention.out_norm": "delta_net.out_norm",
+    "self_attention.out_proj": "delta_net.out_proj",
+    "self_attention": "delta_net",  # A_log, dt_bias
     "input_layernorm": "mixer_norm",
     "pre_mlp_layernorm": "mlp_norm",
     "self_attn_bda.norm": "mixer_norm_behind",

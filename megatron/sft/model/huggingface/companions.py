@@ -74,6 +74,7 @@ class Companions(NamedTuple):
         else:
             found = read_config(source)
             found.pop("_name_or_path", None)
+            found.pop("quantization_config", None)  # MXFP4 is read, and written in the model's type
         if found.get("dtype") is None and found.get("torch_dtype") is None:
             found["torch_dtype"] = self.dtype
         return found

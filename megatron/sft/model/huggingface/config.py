@@ -75,7 +75,8 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
 
 
 def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
-    if config.get("quantization_config"):
+    quantized = config.get("quantization_config") or {}
+    if quantized and not (family.reads_mxfp4 and quantized.get("quant_method") == "mxfp4"):
         raise ValueError(
             f"{where} has a quantization_config; give the folder of the model before quantization"
         )

@@ -20,6 +20,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' names of the types that weights may have -> torch's and config.json's."""
+MXFP4 = "MXFP4"
+"""Type of a tensor that files hold as `NAME_blocks` and `NAME_scales`: see `mxfp4`."""
 _NO_WEIGHT = ".rotary_emb.inv_freq"
 """End of the names of tensors that old files hold and nobody reads."""
 _BLOCK = 1 << 24
@@ -39,6 +41,8 @@ class Stored(NamedTuple):
     begin: int
     end: int
     """Where its bytes are in the file."""
+    scales: tuple[Path, str] | None = None
+    """Of MXFP4: file and name of the scales."""
 
 
 class Folder(NamedTuple):
@@ -72,8 +76,26 @@ def open_folder(folder: str | Path) -> Folder:
             for name, found in tensors.items()
         }
     return Folder(
-        path, {name: found for name, found in tensors.items() if not name.endswith(_NO_WEIGHT)}
+        path,
+        {name: found for name, found in _joined(tensors).items() if not name.endswith(_NO_WEIGHT)},
     )
+
+
+def _joined(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Blocks and scales in MXFP4 as one tensor: [experts, rows, groups, 16] bytes, of two values
+    each, are matrices that are stored transposed, [experts, 32 groups, rows].
+    """
+    joined = dict(tensors)
+    for name, blocks in tensors.items():
+        whole = name.removesuffix("_blocks")
+        scales = tensors.get(f"{whole}_scales")
+        if whole == name or scales is None or blocks.dtype != "U8" or len(blocks.shape) != 4:
+            continue
+        experts, rows, groups, _ = blocks.shape
+        shape, source = (experts, groups * 32, rows), (scales.path, scales.name)
+        joined[whole] = blocks._replace(dtype=MXFP4, shape=shape, scales=source)
+        del joined[name], joined[f"{whole}_scales"]
+    return joined
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
@@ -161,7 +183,9 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
     expected = {part.name: part.stored_shape for weight in weights.all() for part in weight.parts}
     carried = carried_tensors(folder, weights)
     tensors = {name: found for name, found in folder.tensors.items() if name not in carried}
-    other_types = sorted(name for name, found in tensors.items() if found.dtype not in DTYPES)
+    other_types = sorted(
+        name for name, found in tensors.items() if found.dtype not in {*DTYPES, MXFP4}
+    )
     if other_types:
         kinds = ", ".join(sorted({tensors[name].dtype for name in other_types}))
         raise ValueError(

@@ -56,6 +56,8 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     folder = open_folder(output.pretrained_checkpoint)
     weights = weights_of(config.model, read_config(output.pretrained_checkpoint))
     check_folder(folder, weights)
+    if config.lora.lora:
+        list(AdapterWeights(weights, config.lora).all())  # refuses what has no adapters
     adapter = None
     if config.lora.lora_adapter is not None and not continues:
         adapter = PretrainedAdapter(

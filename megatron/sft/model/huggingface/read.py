@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.sft.model.huggingface.folder import Folder
+from megatron.sft.model.huggingface.mxfp4 import from_mxfp4
 from megatron.sft.model.huggingface.tensors import Copy, Part, Tensors, Weight, copies
 from megatron.sft.model.huggingface.weights import Weights
 
@@ -161,7 +162,13 @@ def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -
             stored = folder.tensors[part.name]
             if stored.path not in open_files:
                 open_files[stored.path] = safe_open(stored.path, framework="pt")
-            block = _block(open_files[stored.path].get_slice(stored.name), part, copy)
+            held = open_files[stored.path].get_slice(stored.name)
+            if stored.scales is None:
+                block = _block(held, part, copy)
+            else:
+                path, name = stored.scales
+                scales = open_files.setdefault(path, safe_open(path, framework="pt"))
+                block = _from_mxfp4(held, scales.get_slice(name), part, copy)
             placed.parameter[copy.row : copy.row + len(block)].copy_(block)
             bar.update(placed.parameter.numel() // len(placed.copies))
 
@@ -176,6 +183,13 @@ def _block(held: Any, part: Part, copy: Copy) -> Tensor:
         return held[rows] if len(part.shape) == 1 else held[rows, copy.columns]
     matrix = held[:] if view.expert is None else held[view.expert : view.expert + 1][0]
     return block_of(matrix, part, copy)
+
+
+def _from_mxfp4(blocks: Any, scales: Any, part: Part, copy: Copy) -> Tensor:
+    expert = part.view.expert
+    assert expert is not None
+    of_expert = slice(expert, expert + 1)
+    return block_of(from_mxfp4(blocks[of_expert][0], scales[of_expert][0]).t(), part, copy)
 
 
 def block_of(matrix: Tensor, part: Part, copy: Copy) -> Tensor:

@@ -150,6 +150,9 @@ def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
         "dense": not has_experts,
         "dense_bias": biases and not has_experts,
         "experts": has_experts,
+        "router_bias": biases and has_experts,
+        "experts_bias": biases and has_experts,
+        "delta_net": not is_attention,
         "expert_bias": has_experts and model.moe_router_enable_expert_bias,
         "shared": kind.experts is not None and kind.experts.shared_width > 0,
         "shared_gate": has_experts and model.moe_shared_expert_gate,
@@ -174,6 +177,16 @@ def sizes_of(model: ModelConfig, kind: LayerKind) -> Mapping[str, int]:
         "query_heads": kind.num_attention_heads,
         "ffn": kind.ffn_hidden_size,
     }
+    if kind.delta_net is not None:
+        net = kind.delta_net
+        sizes |= {
+            "dn_key": net.key_size,
+            "dn_value": net.value_size,
+            "dn_key_heads": net.linear_num_key_heads,
+            "dn_value_heads": net.linear_num_value_heads,
+            "dn_value_head": net.linear_value_head_dim,
+            "dn_kernel": net.linear_conv_kernel_dim,
+        }
     if kind.experts is not None:
         sizes |= {
             "experts": kind.experts.num_experts,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from megatron.packing.model.names import ADAPTER, EMBEDDING, OUTPUT, is_of_adapter, logical_name
 from megatron.sft.model.huggingface.tensors import Layout, Part, Weight
 from megatron.sft.model.huggingface.weights import Weights
-from megatron.sft.options.lora import LoraConfig
+from megatron.sft.options.lora import LINEARS, LoraConfig
 
 _PREFIX = "base_model.model."
 _WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT}
@@ -97,6 +97,12 @@ class AdapterWeights:
             layout = "whole" if is_cut_by_columns else weight.layout
         parts = []
         for number in self._lora.targets_in(_linear(weight)):
+            if weight.parts[number].stored or len(weight.parts) > len(LINEARS[_linear(weight)]):
+                modules = " ".join(LINEARS[_linear(weight)])
+                raise ValueError(
+                    f"--lora-target-modules must leave out {modules}: this family stores them as "
+                    f"{weight.parts[number].name}, beside which no adapters are supported"
+                )
             name, (rows, columns) = weight.parts[number].name, weight.parts[number].shape
             shape = (rank, columns) if which == "lora_A" else (rows, rank)
             parts.append(Part(f"{_PREFIX}{name.removesuffix('weight')}{which}.weight", shape))

@@ -43,6 +43,8 @@ class Family:
     """Default of the share of rotated channels; None where the family rotates all of them."""
     needs_key_value_heads: bool = True
     """Whether `num_key_value_heads` must be there."""
+    reads_mxfp4: bool = False
+    """Whether released files hold experts in MXFP4; they are exported in the model's type."""
     has_attention_bias: bool = False
     """Whether `options` reads `attention_bias`; else it must be off."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from megatron.sft.model.huggingface.families.exaone4 import EXAONE4
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.families.gemma import GEMMA, GEMMA2, GEMMA3
 from megatron.sft.model.huggingface.families.glm import GLM4, GLM4_MOE
+from megatron.sft.model.huggingface.families.gpt_oss import GPT_OSS
 from megatron.sft.model.huggingface.families.granite import GRANITE
 from megatron.sft.model.huggingface.families.llama import LLAMA
 from megatron.sft.model.huggingface.families.minimax import MINIMAX_M2
@@ -21,6 +22,7 @@ from megatron.sft.model.huggingface.families.olmo import OLMO2, OLMO3
 from megatron.sft.model.huggingface.families.phi3 import PHI3
 from megatron.sft.model.huggingface.families.qwen2 import QWEN2, QWEN2_MOE
 from megatron.sft.model.huggingface.families.qwen3 import QWEN3, QWEN3_MOE
+from megatron.sft.model.huggingface.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megatron.sft.model.huggingface.families.seed_oss import SEED_OSS
 from megatron.sft.model.huggingface.families.smollm3 import SMOLLM3
 
@@ -28,6 +30,7 @@ _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     *(SEED_OSS, SMOLLM3, ERNIE4_5, GLM4_MOE, PHI3, GRANITE, OLMO2, GLM4),
     *(GEMMA2, GEMMA3, OLMO3, EXAONE4, MINISTRAL3, MINIMAX_M2),
+    *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS),
 )
 """A model that was trained from scratch is exported as the first one that computes the same."""
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

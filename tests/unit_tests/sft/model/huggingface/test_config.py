@@ -21,6 +21,13 @@ SMALL = {
 }
 LLAMA = {"model_type": "llama", **SMALL}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA_NET = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
@@ -263,10 +270,16 @@ def test_windows(tmp_path, config, windows):
 def test_defaults_are_those_of_transformers(kind):
     """A config.json leaves out what is at its default."""
     transformers = pytest.importorskip("transformers")
-    changes = EXPERTS | {"shared_expert_intermediate_size": 48} if "moe" in kind else {}
+    changes = (
+        EXPERTS | {"shared_expert_intermediate_size": 48}
+        if "moe" in kind or kind == "qwen3_next"
+        else {}
+    )
+    if kind == "qwen3_5_moe_text":
+        changes = changes | {"intermediate_size": None}
     if kind == "glm4_moe":
         changes = GLM_EXPERTS
-    if kind in ("mixtral", "minimax_m2"):
+    if kind in ("mixtral", "minimax_m2", "gpt_oss"):
         changes = {"num_local_experts": 8, "num_experts_per_tok": 2}
     missing = {"model_type": kind, **SMALL, **changes}
     filled = transformers.AutoConfig.for_model(**missing).to_dict()
@@ -303,6 +316,10 @@ def test_defaults_are_those_of_transformers(kind):
         ("gemma3_text", {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2}),
         ("exaone4", {"sliding_window": 9}),
         ("ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_ROPE}),
+        ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9}),
+        ("qwen3_5_text", DELTA_NET),
+        ("qwen3_5_moe_text", DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 48}),
+        ("qwen3_next", DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 48}),
         ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8}),
     ],
 )

@@ -6,6 +6,8 @@ import torch
 from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.model.huggingface.tensors import copies
 from megatron.sft.model.huggingface.weights import Weights
+from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.options.lora import LoraConfig
 from megatron.sft.options.model import ModelConfig
 
 VOCAB_SIZE = 37
@@ -169,3 +171,34 @@ def test_what_the_model_lacks_has_no_place(name):
     """A parameter that is not in the table would stay as it was initialised."""
     with pytest.raises(KeyError):
         Weights(model(**EXPERTS), VOCAB_SIZE, FAMILIES["qwen2_moe"]).of_parameter(name)
+
+
+def test_fused_tensors_have_no_adapters():
+    """Rows of a tensor that holds three layers would share an A that PEFT makes once for all."""
+    lora = LoraConfig(lora=True, lora_target_modules=("q_proj", "down_proj"))
+    fused = Weights(model(qk_layernorm=False, add_qkv_bias=False), VOCAB_SIZE, FAMILIES["phi3"])
+    with pytest.raises(ValueError, match=r"must leave out q_proj k_proj v_proj: .*qkv_proj"):
+        list(AdapterWeights(fused, lora).all())
+    mlp = LoraConfig(lora=True, lora_target_modules=("down_proj",))
+    assert len(list(AdapterWeights(fused, mlp).all())) == 2 * 2
+
+
+def test_rows_that_alternate():
+    """Qwen3.5's queries and gates: [query, gate] of each head in the file, all queries of a group
+    and then its gates in ours.
+    """
+    options = {"attention_output_gate": True, "add_qkv_bias": False, "apply_layernorm_1p": True}
+    gated = Weights(model(**options), VOCAB_SIZE, FAMILIES["qwen3_5_text"])
+    weight = gated.of_parameter("decoder.layers.0.self_attention.linear_qkv.weight")
+    query, gate, key, _ = weight.parts
+    assert query.name == gate.name == "model.layers.0.self_attn.q_proj.weight"
+    assert (query.stored_shape, key.stored_shape) == ((64, 16), (8, 16))
+    assert query.view.rows(slice(2, 6)) == [2, 3, 8, 9]
+    assert gate.view.rows(slice(2, 6)) == [6, 7, 12, 13]
+    first = list(copies(weight, 0, 1, 80))[:4]
+    assert [(copy.part, copy.rows, copy.row) for copy in first] == [
+        (0, slice(0, 16), 0),
+        (1, slice(0, 16), 16),
+        (2, slice(0, 4), 32),
+        (3, slice(0, 4), 36),
+    ]

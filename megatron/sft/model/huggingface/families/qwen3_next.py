@@ -1,0 +1,229 @@
+"""pure. Qwen3-Next, and Qwen3.5 to 3.8 (dense and with experts): most layers mix tokens by a gated
+delta net, the others have a gate on the attention's output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.sft.model.huggingface.families.config_fields import ConfigFields
+from megatron.sft.model.huggingface.families.family import Family, Prefix
+from megatron.sft.model.huggingface.families.mixture import (
+    num_experts,
+    qwen_experts,
+    qwen_experts_config,
+)
+from megatron.sft.model.huggingface.rows import Row, Sizes, Source, alternating, joined
+from megatron.sft.options.model import ModelConfig
+
+_DELTA_NET = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+_SECTIONS = "dn_key,dn_key,dn_value,dn_value,dn_value_heads,dn_value_heads"
+"""Rows of queries, keys, values, gates, betas and alphas."""
+
+
+def _gated_queries(sizes: Sizes) -> tuple[Source, ...]:
+    """Queries and gates alternate by head in q_proj."""
+    head, columns = sizes["head"], (sizes["hidden"],)
+    both = alternating(head, head, groups=sizes["query_heads"], columns=columns)
+    return (*both, Source(), Source())
+
+
+def _three_projections(sizes: Sizes) -> tuple[Source, ...]:
+    key, value = sizes["dn_key"], sizes["dn_value"]
+    return (*joined(key, key, value, columns=(sizes["hidden"],)), Source(), Source(), Source())
+
+
+def _two_projections(sizes: Sizes) -> tuple[Source, ...]:
+    """Qwen3-Next: for each key head its query, its key, values and gates of its value heads; and
+    betas and alphas of them.
+    """
+    groups, columns = sizes["dn_key_heads"], (sizes["hidden"],)
+    key, value = sizes["dn_key"] // groups, sizes["dn_value"] // groups
+    heads = sizes["dn_value_heads"] // groups
+    return (
+        *alternating(key, key, value, value, groups=groups, columns=columns),
+        *alternating(heads, heads, groups=groups, columns=columns),
+    )
+
+
+def _convolution(sizes: Sizes) -> tuple[Source, ...]:
+    key, value = sizes["dn_key"], sizes["dn_value"]
+    return joined(key, key, value, columns=(1, sizes["dn_kernel"]))
+
+
+_QKV = Row(
+    "attention.qkv.weight",
+    "heads",
+    ("query,query,key,key", "hidden"),
+    (
+        *("self_attn.q_proj.weight",) * 2,
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "attention",
+    _gated_queries,
+)
+_OTHERS = (
+    Row(
+        "delta_net.conv1d.weight",
+        "sections",
+        ("dn_key,dn_key,dn_value", "one", "dn_kernel"),
+        ("linear_attn.conv1d.weight",) * 3,
+        "delta_net",
+        _convolution,
+    ),
+    Row("delta_net.A_log", "rows", ("dn_value_heads",), ("linear_attn.A_log",), "delta_net"),
+    Row("delta_net.dt_bias", "rows", ("dn_value_heads",), ("linear_attn.dt_bias",), "delta_net"),
+    Row(
+        "delta_net.out_norm.weight",
+        "whole",
+        ("dn_value_head",),
+        ("linear_attn.norm.weight",),
+        "delta_net",
+    ),
+    Row(
+        "delta_net.out_proj.weight",
+        "columns",
+        ("hidden", "dn_value"),
+        ("linear_attn.out_proj.weight",),
+        "delta_net",
+    ),
+)
+_ROWS_NEXT = (
+    _QKV,
+    Row(
+        "delta_net.in_proj.weight",
+        "sections",
+        (_SECTIONS, "hidden"),
+        (
+            *("linear_attn.in_proj_qkvz.weight",) * 4,
+            *("linear_attn.in_proj_ba.weight",) * 2,
+        ),
+        "delta_net",
+        _two_projections,
+    ),
+    *_OTHERS,
+)
+_ROWS = (
+    _QKV,
+    Row(
+        "delta_net.in_proj.weight",
+        "sections",
+        (_SECTIONS, "hidden"),
+        (
+            *("linear_attn.in_proj_qkv.weight",) * 3,
+            "linear_attn.in_proj_z.weight",
+            "linear_attn.in_proj_b.weight",
+            "linear_attn.in_proj_a.weight",
+        ),
+        "delta_net",
+        _three_projections,
+    ),
+    *_OTHERS,
+)
+
+
+def _options(config: ConfigFields) -> dict[str, Any]:
+    is_linear = config.layers("layer_types", "linear_attention")
+    if is_linear is None:
+        is_linear = config.every(config.number("full_attention_interval", 4))
+    return {
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+        "attention_output_gate": True,
+        "linear_attention_freq": is_linear if any(is_linear) else (),
+        **{name: config.number(name) for name in _DELTA_NET},
+    }
+
+
+def _config(model: ModelConfig) -> dict[str, Any]:
+    linear = model.linear_attention_freq or (0,) * model.num_layers
+    return {
+        "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
+        "partial_rotary_factor": model.rotary_percent,
+        **{name: getattr(model, name) or 1 for name in _DELTA_NET},
+    }
+
+
+def _shared(config: ConfigFields) -> dict[str, Any]:
+    return {
+        "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": config.number("shared_expert_intermediate_size"),
+    }
+
+
+def _moe_options(config: ConfigFields) -> dict[str, Any]:
+    width = config.number("moe_intermediate_size")
+    return {
+        **_options(config),
+        **num_experts(config, "num_experts"),
+        **_shared(config),
+        "moe_router_pre_softmax": False,
+        "moe_ffn_hidden_size": width,
+        "ffn_hidden_size": config.number("intermediate_size", width),
+    }
+
+
+def _next_options(config: ConfigFields) -> dict[str, Any]:
+    config = ConfigFields({"norm_topk_prob": True, **config.values}, config.where)
+    return {**_options(config), **qwen_experts(config), **_shared(config)}
+
+
+def _moe_config(model: ModelConfig) -> dict[str, Any]:
+    shared = model.moe_shared_expert_intermediate_size or 1
+    return {
+        **_config(model),
+        **qwen_experts_config(model),
+        "shared_expert_intermediate_size": shared,
+    }
+
+
+_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_PREFIX = Prefix("model.language_model.", "lm_head.")
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    defaults=_SIZES,
+    options=_next_options,
+    config=_moe_config,
+    rows=_ROWS_NEXT,
+    carried=("mtp.",),
+)
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    defaults=_SIZES,
+    options=_options,
+    config=_config,
+    rows=_ROWS,
+    carried=("mtp.",),
+    within={"qwen3_5": _PREFIX},
+)
+QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    defaults=_SIZES,
+    options=_moe_options,
+    config=_moe_config,
+    rows=_ROWS,
+    carried=("mtp.",),
+    within={"qwen3_5_moe": _PREFIX},
+)
