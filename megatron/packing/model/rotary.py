@@ -85,11 +85,6 @@ class PackedSelfAttention(SelfAttention):
         finally:
             self._turned_by = None
 
-    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """megatron-core's own compiles itself, for 20 s on a CPU, and rounds float64 gates."""
-        wide = torch.promote_types(gate.dtype, torch.float32)
-        return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
-
     def get_query_key_value_tensors(self, *arguments: object, **options: object) -> Any:
         """See megatron-core; query and key [t, 1, heads, d] are turned here, after their norms."""
         parts = super().get_query_key_value_tensors(*arguments, **options)

@@ -2,6 +2,7 @@
 
 import json
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -270,7 +271,7 @@ def test_windows(tmp_path, config, windows):
 def test_defaults_are_those_of_transformers(kind):
     """A config.json leaves out what is at its default."""
     transformers = pytest.importorskip("transformers")
-    changes = (
+    changes: dict[str, Any] = (
         EXPERTS | {"shared_expert_intermediate_size": 48}
         if "moe" in kind or kind == "qwen3_next"
         else {}
@@ -278,7 +279,7 @@ def test_defaults_are_those_of_transformers(kind):
     if kind == "qwen3_5_moe_text":
         changes = changes | {"intermediate_size": None}
     if kind == "glm4_moe":
-        changes = GLM_EXPERTS
+        changes = dict(GLM_EXPERTS)
     if kind in ("mixtral", "minimax_m2", "gpt_oss"):
         changes = {"num_local_experts": 8, "num_experts_per_tok": 2}
     missing = {"model_type": kind, **SMALL, **changes}
