@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from megatron.sft.data.counts import Counts
 from megatron.sft.data.stream import Share
 from megatron.sft.model.checkpoint import Progress
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.reduction import SlotReduction, Value
 from megatron.sft.report.metrics import SourceMetrics, StepMetrics
 
 
@@ -43,6 +45,8 @@ class Reduced(NamedTuple):
     """That all ranks computed without packing, padding included; 0 with packing."""
     num_right_tokens: float = math.nan
     """Loss tokens whose label is the likeliest word; NaN where nobody looked."""
+    figures: Mapping[str, float] = MappingProxyType({})
+    """See `sft.figures`."""
 
     @property
     def loss(self) -> float:
@@ -88,13 +92,22 @@ def counts_samples() -> bool:
     return ranks == (0, 0, 0)
 
 
-class Reduction:
-    """Sums over the ranks that hold a part: the last stage the loss, the first stage the counts,
-    each rank its stop signal, and whether its part of a checkpoint is written. One all-reduce of 8
-    bytes per number: 48, and per source 64, and 16 more where there are several.
+class StepFigures(NamedTuple):
+    """This rank's part of the figures of a step, by name (see `sft.figures`)."""
 
-    It begins when it is made; `result` waits for it, and for all that the device was given to do
-    before.
+    sums: Mapping[str, float]
+    maxima: Mapping[str, float]
+
+
+NO_FIGURES = StepFigures({}, {})
+
+
+class Reduction:
+    """Reduces a step over the ranks that hold a part of it: the last stage the loss, the first
+    stage the counts, each rank its stop signal, and whether its part of a checkpoint is written.
+
+    It begins when it is made; `result` waits for it. Price: see `SlotReduction`, whose sums are 6
+    numbers, and per source 8, and 2 more where there are several.
     """
 
     def __init__(
@@ -105,58 +118,53 @@ class Reduction:
         device: torch.device,
         is_written: bool = False,
         num_padded_tokens: int = 0,
+        figures: StepFigures = NO_FIGURES,
     ) -> None:
-        """num_padded_tokens: of this context-parallel rank."""
-        self._shape = counts.table.shape
-        num_sources = len(counts.table)
-        self._num_split = num_split = 2 * num_sources if num_sources > 1 else 0
-        own = torch.zeros(6 + num_split + counts.table.size, dtype=torch.float64)
-        own[2], own[3] = float(stop), float(is_written)
+        """Takes this rank's parts.
+
+        Args:
+            num_padded_tokens: of this context-parallel rank.
+        """
+        self._shape, self._figures = counts.table.shape, figures
+        num_sources, padded = len(counts.table), 0
+        table = np.zeros(self._shape)
         if counts_samples():
-            own[4] = num_padded_tokens * parallel_state.get_context_parallel_world_size()
-            own[6 + num_split :] = torch.from_numpy(counts.table).double().flatten()
-        self._is_there: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            own = own.pin_memory()
-        numbers = own.to(device, non_blocking=True)
+            table = counts.table.astype(np.float64)
+            padded = num_padded_tokens * parallel_state.get_context_parallel_world_size()
+        loss: dict[str, Value] = dict.fromkeys(("loss_sum", "num_loss_tokens", "right_tokens"), 0.0)
+        by_source: Value = np.zeros(2 * num_sources if num_sources > 1 else 0)
         if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
-            numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
-            numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
-            of_heads = [loss.get("right tokens") for loss in losses]
-            if all(right is not None for right in of_heads):
-                numbers[5] = torch.stack(of_heads).sum()
-            else:
-                numbers[5] = math.nan
-            if num_split:
-                numbers[6 : 6 + num_split] = (
-                    torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
-                )
-        dist.all_reduce(numbers)
-        self._numbers = numbers
-        if device.type == "cuda":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._is_there = torch.cuda.current_stream(device).record_event()
+            # The last pipeline stage has them; tensor-parallel ranks have copies.
+            for name, place in (("loss_sum", 0), ("num_loss_tokens", 1)):
+                loss[name] = torch.stack([each["lm loss"][place].double() for each in losses]).sum()
+            right = [each.get("right tokens") for each in losses]
+            is_known = all(each is not None for each in right)
+            loss["right_tokens"] = torch.stack(right).sum() if is_known else math.nan
+            if num_sources > 1:
+                by_source = torch.stack([each["source losses"] for each in losses]).sum(0)
+        sums: dict[str, Value] = {
+            **loss,
+            "stops": float(stop),
+            "written": float(is_written),
+            "padded_tokens": float(padded),
+            "source_losses": by_source,
+            "counts": table,
+        }
+        self._slots = SlotReduction({**sums, **figures.sums}, figures.maxima, device)
 
     def result(self) -> Reduced:
-        """Returns what all ranks know then."""
-        if self._is_there is not None:
-            self._is_there.synchronize()
-        loss_sum, num_tokens, stops, written, num_padded_tokens, num_right, *rest = (
-            self._numbers.tolist()
-        )
-        table = np.array(rest[self._num_split :]).astype(np.int64).reshape(self._shape)
-        source_losses = np.array(rest[: self._num_split]).reshape(2, -1)
-        all_written = written == dist.get_world_size()
+        """Returns the values over all ranks."""
+        slots = self._slots.result()
         return Reduced(
-            loss_sum,
-            int(num_tokens),
-            stops > 0,
-            Counts(table),
-            source_losses,
-            all_written,
-            int(num_padded_tokens),
-            num_right,
+            float(slots["loss_sum"].item()),
+            int(slots["num_loss_tokens"].item()),
+            slots["stops"].item() > 0,
+            Counts(slots["counts"].astype(np.int64).reshape(self._shape)),
+            slots["source_losses"].reshape(2, -1),
+            slots["written"].item() == dist.get_world_size(),
+            int(slots["padded_tokens"].item()),
+            slots["right_tokens"].item(),
+            {name: slots[name].item() for name in (*self._figures.sums, *self._figures.maxima)},
         )
 
 
@@ -256,6 +264,7 @@ class StepAccount:
             tflops_per_device=flops / (seconds * dist.get_world_size() * 1e12),
             dropped=reduced.dropped_by_source(self._names),
             sources=reduced.by_source(self._names),
+            figures=reduced.figures,
         )
 
     def padded_stats(self, reduced: Reduced) -> PackingStats:

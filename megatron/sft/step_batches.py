@@ -47,6 +47,14 @@ class StepBatch(NamedTuple):
         return len(self.rows) if self.packed is None else self.packed.stats.microbatches
 
     @property
+    def lengths(self) -> list[int]:
+        """Real tokens of each sequence of this data-parallel rank."""
+        if self.packed is None:
+            return [length for row in self.rows for length in row.lengths]
+        of_packs = (batch["cu_seqlens"].diff() for batch in self.packed.microbatches)
+        return [length for lengths in of_packs for length in lengths.tolist() if length]
+
+    @property
     def num_padded_tokens(self) -> int:
         """That this context-parallel rank computes without packing, padding included."""
         return sum(row.tokens.numel() for row in self.rows)

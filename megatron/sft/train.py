@@ -21,6 +21,7 @@ from megatron.sft.data.counts import Counts
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.stream import Share
+from megatron.sft.figures import figures_of
 from megatron.sft.finite import NonFiniteError, check_loss, guard_step
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import Progress, restored_queue
@@ -262,6 +263,7 @@ class Trainer:
             self._device,
             self._saved.is_written,
             taken.num_padded_tokens,
+            figures_of(taken),
         )
         try:
             lr, grad_norm, succeeded = self._update()

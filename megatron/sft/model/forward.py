@@ -132,6 +132,8 @@ class PaddedBatch(NamedTuple):
     sources: Tensor
     """Of each token, on the host."""
     packed_seq_params: None = None
+    lengths: tuple[int, ...] = ()
+    """Real tokens of each row."""
 
     def on(self, device: torch.device) -> PaddedBatch:
         """Returns the same on `device`, but for `sources`."""
@@ -180,4 +182,5 @@ def padded_batches(
             position_ids=shard(position_ids),
             padding_mask=shard(padding_mask),
             sources=shard(sources),
+            lengths=tuple(samples.lengths.tolist()),
         )

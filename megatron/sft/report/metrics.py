@@ -79,6 +79,8 @@ class StepMetrics(PackingStats):
     """Of each source that had some: reason -> samples that were left out."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
     """Of each source that was drawn from; empty where there is one."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers by name, summed up or the largest over all ranks; see `sft.figures`."""
 
     @property
     def perplexity(self) -> float:

@@ -88,6 +88,7 @@ class MetricsWriter:
         self._file.write(json_line("train", **_with_former_names(values)))
         drawn = {f"train/{name}": getattr(metrics, name) for name in DRAWN}
         drawn |= {f"train/loss of {name}": source.loss for name, source in metrics.sources.items()}
+        drawn |= {f"train/{name}": value for name, value in metrics.figures.items()}
         self._add_to_boards(drawn, metrics.iteration)
         if self._bar is not None:
             self._bar.set_postfix_str(metrics.to_postfix(), refresh=False)

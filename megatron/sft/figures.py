@@ -1,0 +1,43 @@
+"""mcore. Figures of a step of which each rank has a part, with packing and without.
+
+An entry of `FIGURES` is all that a figure needs: it is summed up or the largest is taken over all
+ranks (see `reduction`), and it is a column of "figures" in `metrics.jsonl`:
+
+    "samples_of_one_token": Figure(lambda batch: batch.lengths.count(1), is_max=False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron.sft.step_account import StepFigures, counts_samples
+from megatron.sft.step_batches import StepBatch
+
+
+class Figure(NamedTuple):
+    """A number of a step."""
+
+    of: Callable[[StepBatch], float]
+    """This rank's part. A sum takes that of one rank per data-parallel replica."""
+    is_max: bool
+
+
+FIGURES = {
+    "longest_sequence": Figure(lambda batch: max(batch.lengths, default=0), is_max=True),
+    "slowest_data_seconds": Figure(lambda batch: batch.seconds_waited, is_max=True),
+}
+"""Tokens of the longest sequence, and the longest time that any rank waited for its batch."""
+
+
+def figures_of(batch: StepBatch) -> StepFigures:
+    """Returns this rank's part of all figures of a batch."""
+    counts = counts_samples()
+    return StepFigures(
+        sums={
+            name: figure.of(batch) if counts else 0.0
+            for name, figure in FIGURES.items()
+            if not figure.is_max
+        },
+        maxima={name: figure.of(batch) for name, figure in FIGURES.items() if figure.is_max},
+    )

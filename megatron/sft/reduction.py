@@ -1,0 +1,79 @@
+"""collective. Numbers of a step that all ranks sum up, or take the largest of, by name.
+
+    slots = SlotReduction({"tokens": 3.0, "counts": table}, {"longest": 812.0}, device)
+    slots.result()["tokens"]    ->    the sum over all ranks, float64 [1]
+
+All ranks pass the same names and sizes. Price: one all-reduce of 8 bytes per number for the sums,
+and one for the maxima, if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Value = float | npt.NDArray[np.float64] | Tensor
+FloatArray = npt.NDArray[np.float64]
+
+
+class SlotReduction:
+    """A reduction that begins when it is made; `result` waits for it, and for all work that the
+    device was given before.
+    """
+
+    def __init__(
+        self, sums: Mapping[str, Value], maxima: Mapping[str, Value], device: torch.device
+    ) -> None:
+        """Takes this rank's part of each slot: a number, an array, or a tensor on `device`."""
+        self._sums = _Vector(sums, dist.ReduceOp.SUM, device)
+        self._maxima = _Vector(maxima, dist.ReduceOp.MAX, device) if maxima else None
+        self._is_there: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._is_there = torch.cuda.current_stream(device).record_event()
+
+    def result(self) -> dict[str, FloatArray]:
+        """Returns each slot over all ranks, float64 [size]."""
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        found = self._sums.by_name()
+        return found if self._maxima is None else {**found, **self._maxima.by_name()}
+
+
+class _Vector:
+    """Slots one after the other in one tensor."""
+
+    def __init__(
+        self, slots: Mapping[str, Value], operation: dist.ReduceOp.RedOpType, device: torch.device
+    ) -> None:
+        sizes = [_size(value) for value in slots.values()]
+        self._ends = dict(zip(slots, np.cumsum(sizes).tolist()))
+        # What is on the host goes to the device in one copy; tensors there are put in afterwards.
+        own = torch.zeros(sum(sizes), dtype=torch.float64)
+        for (name, value), size in zip(slots.items(), sizes):
+            if not isinstance(value, Tensor):
+                end = self._ends[name]
+                own[end - size : end] = torch.as_tensor(value, dtype=torch.float64).flatten()
+        if device.type == "cuda":
+            own = own.pin_memory()
+        numbers = own.to(device, non_blocking=True)
+        for (name, value), size in zip(slots.items(), sizes):
+            if isinstance(value, Tensor):
+                numbers[self._ends[name] - size : self._ends[name]] = value.double().flatten()
+        dist.all_reduce(numbers, op=operation)
+        self._numbers = numbers
+        if device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+
+    def by_name(self) -> dict[str, FloatArray]:
+        parts = np.split(self._numbers.numpy(), [*self._ends.values()][:-1])
+        return dict(zip(self._ends, parts))
+
+
+def _size(value: Value) -> int:
+    return value.numel() if isinstance(value, Tensor) else int(np.size(value))
