@@ -18,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import is_te_min_version
 
 from megatron.packing.model.attention import PackedDotProductAttention
 from megatron.packing.model.delta_net import GatedDeltaNet
@@ -36,10 +37,10 @@ def packed_block_spec(
     With Transformer Engine on CUDA it is megatron-core's own. Without, megatron-core's local one,
     in which the core attention and the norms are ours, since its own refuse packs, context parallel
     and sequence parallel. In both, rotary embeddings that no kernel fuses are applied to whole
-    packs (see `rotary`). `parts` that Transformer Engine has no place for make local layers, too.
+    packs (see `rotary`). What Transformer Engine has no place for makes local layers, too (see
+    `need_local_layers`).
     """
-    is_local = parts.need_local_layers or bool(config.linear_attention_freq)
-    use_transformer_engine = transformer_engine_installed() and not is_local
+    use_transformer_engine = transformer_engine_installed() and not need_local_layers(config, parts)
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -54,6 +55,20 @@ def packed_block_spec(
     if use_transformer_engine:
         return replace(spec, layer_specs=layers)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+
+
+def need_local_layers(config: TransformerConfig, parts: Parts) -> bool:
+    """Returns whether layers of Transformer Engine cannot compute the model: parts of ours, gated
+    delta nets, windows and sinks over context parallel, and sinks before its release 2.8.
+    """
+    has_sinks = config.softmax_type != "vanilla"
+    is_cut = config.context_parallel_size > 1
+    return (
+        parts.need_local_layers
+        or bool(config.linear_attention_freq)
+        or (is_cut and (has_sinks or config.window_size is not None))
+        or (has_sinks and not is_te_min_version("2.8.0"))
+    )
 
 
 def packed_mtp_block_spec(

@@ -1,0 +1,44 @@
+"""Which layers compute a model where Transformer Engine is installed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.packing.model import layer_spec
+from megatron.packing.model.layer_spec import need_local_layers
+from megatron.packing.model.parts import PLAIN, Parts
+
+WINDOW = {"window_size": (7, 0)}
+SINKS = {"softmax_type": "learnable"}
+SPLIT = {"context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "parts", "release", "is_local"),
+    [
+        ({}, PLAIN, "2.9", False),
+        (SPLIT, PLAIN, "2.9", False),
+        (WINDOW, PLAIN, "2.9", False),
+        (WINDOW | SPLIT, PLAIN, "2.9", True),
+        (SINKS, PLAIN, "2.9", False),
+        (SINKS, PLAIN, "2.7", True),
+        (SINKS | SPLIT, PLAIN, "2.9", True),
+        ({"linear_attention_freq": [1, 0]}, PLAIN, "2.9", True),
+        ({}, Parts(softcap=50.0), "2.9", True),
+        ({}, Parts(norm_position="both"), "2.9", True),
+    ],
+)
+def test_what_transformer_engine_does_not_compute_is_ours(
+    monkeypatch, options, parts, release, is_local
+):
+    """It would leave a cap or a window out, or end the run in its first layer."""
+    plain = {
+        "window_size": None,
+        "softmax_type": "vanilla",
+        "context_parallel_size": 1,
+        "linear_attention_freq": None,
+    }
+    config: Any = SimpleNamespace(**plain | options)
+    monkeypatch.setattr(layer_spec, "is_te_min_version", lambda least: release >= least[:3])
+    assert need_local_layers(config, parts) == is_local
