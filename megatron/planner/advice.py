@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, modelled_cost
@@ -233,7 +232,7 @@ def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
         and (beside.sync_below is None or context < beside.sync_below)
     )
     alignment = Alignment(sequence=sequence, pack=int(np.lcm(sequence, 2 * alignment.pack)))
-    cost = PackCost(layout.cost.linear / 2, layout.cost.quadratic / 2, layout.cost.fixed)
+    cost = layout.cost.shared_by(2)
     return replace(
         layout,
         num_ranks=num_ranks,

@@ -150,8 +150,10 @@ class StepRecord:
         """Reads the object that `to_json` wrote; raises ValueError for another one."""
         try:
             packs = _checked_packs(values["packs"])
+            windows = _checked_windows(values["cost"].get("windows", []))
+            cost_terms = {key: term for key, term in values["cost"].items() if key != "windows"}
             alignment, cost, model = (
-                _checked_numbers(values[name]) for name in ("alignment", "cost", "model")
+                _checked_numbers(one) for one in (values["alignment"], cost_terms, values["model"])
             )
             model = {_FORMER_NAMES.get(name, name): value for name, value in model.items()}
             layout = StepLayout(
@@ -160,7 +162,7 @@ class StepRecord:
                     {name: values[name] for name in ("capacity", "microbatch_multiple")}
                 ),
                 alignment=Alignment(**alignment),
-                cost=PackCost(**cost),
+                cost=PackCost(**cost, windows=windows),
                 model=StepModel(**model),
                 seconds_per_unit=values.get("seconds_per_unit"),
             )
@@ -191,13 +193,25 @@ def read_cost(values: Mapping[str, Any]) -> PackCost:
 
     Raises ValueError for missing terms and for terms that are no numbers.
     """
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for name in ("linear", "quadratic", "fixed"):
         number = values.get(name, 0.0 if name == "fixed" else None)
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ValueError(f'a pack cost must have a number under "{name}", but has {number!r}')
         numbers[name] = float(number)
     return PackCost(**numbers)
+
+
+def _checked_windows(values: Any) -> tuple[tuple[int, float], ...]:
+    """Reads (window, factor) pairs of a cost."""
+    for window, factor in values:
+        is_window = type(window) is int and 1 <= window < _MAX_NUMBER
+        if not is_window or type(factor) not in (int, float) or not 0 <= factor < _MAX_NUMBER:
+            raise ValueError(
+                f"windows must be pairs of a whole number above 0 and a factor, but have "
+                f"{[window, factor]!s:.60}"
+            )
+    return tuple((window, float(factor)) for window, factor in values)
 
 
 def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:

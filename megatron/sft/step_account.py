@@ -236,7 +236,9 @@ class StepAccount:
         """Returns those of the step that led to `progress` and took `seconds` in all."""
         batch = update.batch
         stats = self.padded_stats(reduced) if batch is None else batch.stats
-        flops = self._cost.of_batch(stats.tokens, stats.square_sum, stats.num_loss_tokens)
+        flops = self._cost.of_batch(
+            stats.tokens, stats.square_sum, stats.num_loss_tokens, stats.window_square_sums
+        )
         told = replace(
             stats,
             num_loss_tokens=reduced.num_loss_tokens,

@@ -3,8 +3,10 @@ utilisation.
 
 A sequence of L tokens costs `linear * L + quadratic * L^2` FLOPs: matrix products over tokens, and
 causal attention over pairs of tokens; less `head` for each masked token, which needs no output
-layer. Packing changes none of the terms, so sums over a batch, of L, of L^2 and of loss tokens,
-give its FLOPs exactly. A microbatch costs `fixed` besides, whatever it holds.
+layer. Layers that attend to a window of W tokens cost a factor times `window_squares`, which are
+L^2 up to L = W and 2 L W - W^2 beyond. Packing changes none of the terms, so sums over a batch, of
+L, of L^2, of the squares within each window and of loss tokens, give its FLOPs exactly. A
+microbatch costs `fixed` besides, whatever it holds.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _FLOPS_PER_BYTE = 256
 
 @dataclass(frozen=True)
 class PackCost:
-    """Cost of a pack, forward plus backward: `sum(linear * L + quadratic * L^2 - head * masked
-    tokens) + fixed` over its sequences, of length L.
+    """Cost of a pack, forward plus backward: `sum(linear * L + quadratic * L^2 + windows - head *
+    masked tokens) + fixed` over its sequences, of length L.
 
     In FLOPs, or any other unit: schedulers use only the ratios. `linear` must be above `head`, the
     others at least 0.
@@ -43,14 +45,18 @@ class PackCost:
     fixed: float = 0.0
     head: float = 0.0
     """Share of `linear` that only tokens cost which count for the loss: the output layer."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """(W, factor of `window_squares`) of each width of windowed layers."""
 
     def __post_init__(self) -> None:
-        terms = (self.quadratic, self.fixed, self.head)
+        terms = (self.quadratic, self.fixed, self.head, *(factor for _, factor in self.windows))
         if not (self.head < self.linear < math.inf and all(0 <= term < math.inf for term in terms)):
             raise ValueError(
                 "a pack cost needs linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite, "
                 f"but is {self}"
             )
+        if any(window < 1 for window, _ in self.windows):
+            raise ValueError(f"a pack cost needs windows of at least 1 token, but is {self}")
 
     def of_sequences(
         self, lengths: npt.NDArray[np.int64], loss_tokens: npt.NDArray[np.int64] | None = None
@@ -61,6 +67,8 @@ class PackCost:
         """
         tokens = lengths.astype(np.float64)
         costs = tokens * (self.linear + self.quadratic * tokens)
+        for window, factor in self.windows:
+            costs += factor * window_squares(lengths, window)
         return (
             costs
             if loss_tokens is None or not self.head
@@ -68,20 +76,52 @@ class PackCost:
         )
 
     def of_batch(
-        self, num_tokens: int, square_sum: int, num_loss_tokens: int | None = None
+        self,
+        num_tokens: int,
+        square_sum: int,
+        num_loss_tokens: int | None = None,
+        window_square_sums: Sequence[int] = (),
     ) -> float:
         """FLOPs that the model needs for a batch, from the sums of its sequences' lengths, of their
         squares and of their loss tokens (exact integers; None: all); `fixed`, which is time but not
         work, is left out.
+
+        window_square_sums: sums of `window_squares`, one for each of `windows`; empty: the most
+        that the other sums allow.
         """
         num_masked = 0 if num_loss_tokens is None else num_tokens - num_loss_tokens
-        return self.linear * num_tokens + self.quadratic * square_sum - self.head * num_masked
+        sums = window_square_sums or [
+            min(square_sum, 2 * window * num_tokens) for window, _ in self.windows
+        ]
+        windowed = sum(factor * squares for (_, factor), squares in zip(self.windows, sums))
+        flops = self.linear * num_tokens + self.quadratic * square_sum - self.head * num_masked
+        return flops + windowed
 
     def at_loss_share(self, share: float) -> PackCost:
         """The cost where that part of each sequence's tokens counts for the loss, as a cost of
         lengths alone.
         """
         return replace(self, linear=self.linear - self.head * (1 - share), head=0.0)
+
+    def shared_by(self, ranks: int, fixed_ranks: int = 1) -> PackCost:
+        """The cost for each of so many ranks that share the work on every sequence, and of so many
+        that share the weights; all tokens are taken to have a loss.
+        """
+        return PackCost(
+            linear=self.linear / ranks,
+            quadratic=self.quadratic / ranks,
+            fixed=self.fixed / fixed_ranks,
+            windows=tuple((window, factor / ranks) for window, factor in self.windows),
+        )
+
+
+def window_squares(lengths: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
+    """Twice the pairs that causal attention looks at within a window, about: int64 of the shape of
+    `lengths`.
+
+        window 4: lengths 3 4 6    ->    9 16 32
+    """
+    return np.where(lengths <= window, lengths * lengths, (2 * lengths - window) * window)
 
 
 def gpt_pack_cost(
@@ -155,16 +195,24 @@ def layers_pack_cost(
     head = hidden_size * vocab_size
     per_token = num_weights = len(further) * 2 * hidden_size**2 + head
     per_square = 0
+    of_window: dict[int, int] = {}
     for kind in (*layers, *further):
         used, all_weights = kind.mlp_weights(hidden_size, is_gated)
         mixer = kind.mixer_weights(hidden_size)
         per_token += mixer + kind.recurrence() + used
         num_weights += mixer + all_weights  # one output layer, used several times
-        per_square += kind.per_square()
+        if kind.window is None:
+            per_square += kind.per_square()
+        else:
+            of_window[kind.window] = of_window.get(kind.window, 0) + kind.per_square()
     per_token += len(further) * head
     return PackCost(
         linear=float(_FLOPS_PER_MULTIPLY_ADD * per_token),
         quadratic=float(_FLOPS_PER_MULTIPLY_ADD * per_square),
         fixed=float(_BYTES_PER_WEIGHT * _FLOPS_PER_BYTE * num_weights),
         head=float(_FLOPS_PER_MULTIPLY_ADD * head),
+        windows=tuple(
+            (window, float(_FLOPS_PER_MULTIPLY_ADD * factor))
+            for window, factor in sorted(of_window.items())
+        ),
     )

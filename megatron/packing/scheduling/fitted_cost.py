@@ -115,11 +115,7 @@ class FittedCost:
         Pipeline stages are the step model's matter.
         """
         ranks = tensor_parallel_size * context_parallel_size
-        return PackCost(
-            linear=self.cost.linear / ranks,
-            quadratic=self.cost.quadratic / ranks,
-            fixed=self.cost.fixed / tensor_parallel_size,
-        )
+        return self.cost.shared_by(ranks, tensor_parallel_size)
 
     def check_model(self, model: Mapping[str, Any]) -> None:
         """ValueError, naming what differs, if `model` (of this run) is not the one that was
@@ -184,7 +180,8 @@ def read_fitted_cost(path: Path | str) -> FittedCost:
             f"--pack-cost {path}: 'model' must be an object, but is {shown(content['model'])}; "
             f"{_REMEASURE}"
         )
-    cost = PackCost(**{key: float(content[key]) for key in _TERMS})
+    terms: dict[str, Any] = {key: float(content[key]) for key in _TERMS}
+    cost = PackCost(**terms)
     return FittedCost(cost=cost, model=content["model"], path=path)
 
 

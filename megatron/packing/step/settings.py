@@ -200,7 +200,12 @@ def measured_cost(
         context_parallel_size=config.context_parallel_size,
     )
     flops = cost_of(config, vocab_size or 0)  # all tokens of the measured packs had a loss
-    return replace(cost, head=cost.linear * flops.head / flops.linear)
+    return replace(
+        cost,
+        head=cost.linear * flops.head / flops.linear,
+        # What windows save is in the measured terms; their sums are kept for the FLOPs.
+        windows=tuple((window, 0.0) for window, _ in flops.windows),
+    )
 
 
 def _shape_of(config: TransformerConfig) -> dict[str, Any]:
@@ -220,6 +225,7 @@ def _shape_of(config: TransformerConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
         **({"num_dense_layers": num_dense_layers} if num_dense_layers else {}),
         **({"mtp_num_layers": config.mtp_num_layers} if config.mtp_num_layers else {}),
+        **({"window": config.window_size[0] + 1} if config.window_size else {}),
     }
 
 

@@ -28,6 +28,10 @@ class PackingStats:
     """Real tokens: sum of the sequences' lengths."""
     square_sum: int
     """Sum of the squared lengths, which attention's cost follows."""
+    window_square_sums: list[int] = field(default_factory=list)
+    """The same within each attention window of the model (`cost.window_squares`), narrow ones
+    first; empty without windows.
+    """
     num_loss_tokens: int
     """Tokens that count for the loss; all tokens where that is not known."""
     padded_tokens: int
@@ -107,6 +111,8 @@ def packing_stats(
     Args:
         length: int64 [N], real lengths of the request's sequences.
     """
+    from megatron.packing.scheduling.cost import window_squares
+
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
     computed = (-(-request.pack_lengths(schedule) // alignment.pack)).clip(min=1) * alignment.pack
     costs = request.pack_costs(schedule)
@@ -116,6 +122,9 @@ def packing_stats(
         tokens=int(length.sum()),
         num_loss_tokens=int((length if request.loss_tokens is None else request.loss_tokens).sum()),
         square_sum=sum(value * value for value in length.tolist()),
+        window_square_sums=[
+            sum(window_squares(length, window).tolist()) for window, _ in request.cost.windows
+        ],
         padded_tokens=int(computed.sum()),
         row_tokens=sum(
             longest * count

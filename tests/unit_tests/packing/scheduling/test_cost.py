@@ -1,9 +1,17 @@
 """The FLOPs that schedulers balance and reports print."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
+from megatron.packing.layers import DeltaNetShape, LayerKind
+from megatron.packing.scheduling.cost import (
+    PackCost,
+    gpt_pack_cost,
+    layers_pack_cost,
+    window_squares,
+)
 
 TINY = {
     "num_layers": 3,
@@ -126,3 +134,63 @@ def test_cost_that_could_fall_is_refused(numbers):
         ValueError, match="linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite"
     ):
         PackCost(*numbers)
+
+
+def test_windows_are_counted_as_far_as_they_reach():
+    """Treated as full attention, Gemma 3's windowed layers would be overrated 16 times at 32k
+    tokens: packs of long sequences would be given too little else.
+    """
+    full = LayerKind(num_attention_heads=4, num_query_groups=2, kv_channels=5, ffn_hidden_size=7)
+    layers = [replace(full, window=1024)] * 5 + [full]
+    cost = layers_pack_cost(layers, hidden_size=10, vocab_size=0, is_gated=True)
+    alone = layers_pack_cost([full], hidden_size=10, vocab_size=0, is_gated=True)
+    assert cost.quadratic == alone.quadratic
+    assert cost.windows == ((1024, 5 * alone.quadratic),)
+    assert cost.linear == pytest.approx(6 * alone.linear)
+    attention = cost.of_sequences(np.array([32768])) - cost.linear * 32768
+    overrated = 6 * alone.quadratic * 32768**2 / attention.item()
+    assert overrated == pytest.approx(4.6, abs=0.05)
+
+
+def test_pairs_within_a_window():
+    """Against a count of the pairs that a mask lets through: twice as many, up to a token's own."""
+    lengths = np.arange(1, 40)
+    for window in (1, 4, 16):
+        position = np.arange(40)
+        seen = np.minimum(position + 1, window).cumsum()  # of the first so many tokens
+        squares = window_squares(lengths, window)
+        assert np.all(np.abs(2 * seen[: len(lengths)] - squares) <= lengths)
+    assert window_squares(np.array([3, 4, 6]), 4).tolist() == [9, 16, 32]
+
+
+def test_a_batch_costs_what_its_sequences_cost():
+    """Reports count FLOPs from sums."""
+    cost = PackCost(3.0, 0.5, 7.0, windows=((4, 0.25), (9, 2.0)))
+    lengths = np.array([2, 4, 7, 30])
+    squares = [int(window_squares(lengths, window).sum()) for window in (4, 9)]
+    of_batch = cost.of_batch(int(lengths.sum()), int((lengths**2).sum()), None, squares)
+    assert of_batch == pytest.approx(cost.of_sequences(lengths).sum())
+    most = cost.of_batch(int(lengths.sum()), int((lengths**2).sum()))
+    assert of_batch < most <= PackCost(3.0, 2.75).of_batch(43, int((lengths**2).sum()))
+    assert cost.shared_by(2) == PackCost(1.5, 0.25, 7.0, windows=((4, 0.125), (9, 1.0)))
+
+
+def test_layers_of_a_delta_net_cost_no_pairs():
+    """Three of four layers of Qwen3.5."""
+    shape = DeltaNetShape(
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+    )
+    kind = LayerKind(
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=5,
+        ffn_hidden_size=7,
+        delta_net=shape,
+    )
+    cost = layers_pack_cost([kind], hidden_size=10, vocab_size=0, is_gated=True)
+    assert cost.quadratic == 0
+    assert cost.windows == ()
+    assert cost.linear == 6 * (800 + 308 + 210)
