@@ -4,6 +4,10 @@ command."""
 from __future__ import annotations
 
 import os
+import re
+import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +24,9 @@ from megatron.packing.flags import flag_of
 from megatron.sft.environment import world_from_environment
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
+
+_ANSWER_SECONDS = 30.0
+"""A store that takes longer to answer is none."""
 
 
 @contextmanager
@@ -73,11 +80,63 @@ def use_deterministic_kernels() -> None:
 def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
-    store: dist.Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: dist.Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
         # torchrun keeps it over --max-restarts, with the addresses of ranks that are gone.
         return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    return store
+    address, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    if not re.fullmatch("[0-9]{1,5}", port):
+        raise ValueError(
+            f"MASTER_PORT must be the number of a port, but is {port!r:.60} in the environment; "
+            "set it alike on all ranks, or start with torchrun"
+        )
+    return _store_of_first(rank, world_size, (address, int(port)), timeout)
+
+
+def _store_of_first(
+    rank: int, world_size: int, place: tuple[str, int], timeout: timedelta
+) -> dist.Store:
+    """Returns the store that rank 0 keeps, where no launcher does; ValueError on each rank where
+    something else listens there, before the timeout.
+    """
+    made: list[dist.Store | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(
+                dist.TCPStore(*place, world_size, rank == 0, timeout, wait_for_workers=False)
+            )
+        except (dist.DistError, RuntimeError) as error:
+            made.append(error)
+
+    if rank != 0:
+        _wait_for_listener(place, timeout)
+    # In a thread, as torch waits for ever for an answer of what is no store.
+    thread = threading.Thread(target=make, name="store", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    if not made or isinstance(made[0], Exception):
+        cause = f" ({' '.join(str(made[0]).split()):.200})" if made else ""
+        done = "rank 0 cannot listen" if rank == 0 else "something else than rank 0 listens"
+        raise ValueError(
+            f"{done} at port {place[1]} of {place[0]}{cause}; set another MASTER_PORT on all ranks"
+        )
+    return made[0]
+
+
+def _wait_for_listener(place: tuple[str, int], timeout: timedelta) -> None:
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection(place, timeout=_ANSWER_SECONDS).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"rank 0 does not listen at port {place[1]} of {place[0]} ({error}); start it, "
+                    "or set MASTER_ADDR and MASTER_PORT to where it is"
+                ) from None
+        time.sleep(0.1)
 
 
 def make_groups(config: SFTConfig) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -24,20 +25,41 @@ LAUNCHED = "MEGATRON_SFTLAUNCHED"
 
 
 def world_from_environment() -> tuple[int, int]:
-    """Returns (rank, world size) as torchrun says; (0, 1) without a launcher."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns (rank, world size) as torchrun says; (0, 1) without a launcher.
+
+    ValueError where they are no such numbers.
+    """
+    rank = _number_from_environment("RANK", 0)
+    world_size = _number_from_environment("WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise ValueError(
+            f"RANK must be less than WORLD_SIZE, but they are {rank} and {world_size} in the "
+            "environment; unset both, or start with torchrun, which sets them"
+        )
+    local_rank()
+    return rank, world_size
 
 
 def local_rank() -> int:
     """Returns this rank's number on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _number_from_environment("LOCAL_RANK", 0)
+
+
+def _number_from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ValueError(
+            f"{name} must be a whole number, but is {text!r:.60} in the environment; unset it, or "
+            "start with torchrun, which sets it"
+        )
+    return int(text)
 
 
 def default_num_workers() -> int:
     """Returns how many processes read for each rank: its share of the cores, but for one that
     computes and one that prepares batches; at most 4.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = max(1, _number_from_environment("LOCAL_WORLD_SIZE", 1))
     return max(0, min(4, len(os.sched_getaffinity(0)) // ranks - 2))
 
 

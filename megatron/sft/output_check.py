@@ -19,7 +19,12 @@ import torch.distributed as dist
 
 from megatron.packing.user_files import disk_fault, read_json
 from megatron.sft.distributed import gathered
-from megatron.sft.model.checkpoint_files import CheckpointError, check_folder, check_shared
+from megatron.sft.model.checkpoint_files import (
+    CheckpointError,
+    check_folder,
+    check_shared,
+    lock_of_first,
+)
 from megatron.sft.model.checkpoint_folder import (
     FolderLock,
     checkpoint_path,
@@ -49,13 +54,33 @@ class Planned(NamedTuple):
     """Copies that are kept in the end."""
 
 
-def check_output(companions: Companions) -> FolderLock | None:
-    """Try to write what the run of `companions` will write; returns rank 0's lock of --save.
-    Collective.
+class Locks(NamedTuple):
+    """Rank 0's locks of the folders that the run writes to; None on other ranks."""
+
+    save: FolderLock | None
+    run_dir: FolderLock | None
+    """None, too, where it is the folder of --save."""
+
+    def release(self) -> None:
+        """Lets others write there."""
+        for lock in self:
+            if lock is not None:
+                lock.release()
+
+
+def check_output(companions: Companions, run_dir: Path | None) -> Locks:
+    """Tries to write what the run of `companions` will write. Collective.
+
+    run_dir: the folder of the run's own files, which is locked for it; None for no run.
     """
     config = companions.config
     output = config.output
-    lock = None if output.save is None else check_folder(output.save)
+    lock = None if output.save is None else check_folder("--save", output.save)
+    run_lock = None
+    if run_dir is not None and not (
+        output.save is not None and Path(output.save).resolve() == run_dir.resolve()
+    ):
+        run_lock = lock_of_first("--run-dir", run_dir)
     if output.save_hf is not None:
         check_shared("--save-hf", target_of(output.save_hf).parent)
     fault = None
@@ -69,7 +94,7 @@ def check_output(companions: Companions) -> FolderLock | None:
     fault = gathered(fault)[0]
     if fault is not None:
         raise CheckpointError(fault)
-    return lock
+    return Locks(lock, run_lock)
 
 
 def _try_companions(companions: Companions) -> None:

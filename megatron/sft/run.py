@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import FlagError
 from megatron.sft.commands import table
 from megatron.sft.environment import (
     end_with_launcher,
@@ -31,7 +30,6 @@ def main(arguments: Sequence[str], program: str) -> None:
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
     end_with_launcher()
     outlive_output()
-    rank, world_size = world_from_environment()
     command = Command(
         program=program,
         about="Fine-tune a GPT on packed sequences with Megatron-Core.",
@@ -40,11 +38,13 @@ def main(arguments: Sequence[str], program: str) -> None:
         answers=answers_to,
         footer=f"Subcommands (--help of each says more):\n{table()}",
     )
+    rank = 0
     try:
+        rank, world_size = world_from_environment()
         found = taken_apart(arguments) if not is_launched() else Launch([], list(arguments))
         world_size = found.world_size or world_size
         config, notes = parse_with_notes(found.training, world_size, command)
-    except FlagError as failure:
+    except ValueError as failure:  # a FlagError, or the environment's
         fail(str(failure), rank)
     if found.torchrun:
         launch(found, program)

@@ -20,13 +20,14 @@ from megatron.sft.model.checkpoint import (
     load_checkpoint,
     whole_parameters,
 )
+from megatron.sft.model.checkpoint_files import written_or_refused
 from megatron.sft.model.checkpoint_folder import (
     BEST,
-    FolderLock,
     best_iteration,
     checkpoint_path,
     remove_old,
     track,
+    unfinished_path,
 )
 from megatron.sft.model.checkpoint_save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
@@ -35,6 +36,7 @@ from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.output_check import Locks
 from megatron.sft.report.model_card import write_card
 from megatron.sft.report.run_folder import RunLog
 
@@ -64,15 +66,17 @@ class SavedRun:
         companions: Companions,
         datasets: Datasets,
         training: Training,
-        lock: FolderLock | None,
+        locks: Locks,
     ) -> None:
-        """`lock`: of the folder of --save, on rank 0 (see `check_output`); released by `close`."""
+        """`locks`: of the folders that are written to (see `check_output`); released by
+        `close`.
+        """
         config = companions.config
         self._output = config.output
         self._lora = config.lora
         self._allow_changed_data = config.data.allow_changed_data
         self._training = training
-        self._lock = lock
+        self._locks = locks
         self._identity = datasets.train.identity
         self._model_options = model_options(config, datasets)
         num_evaluated = min(
@@ -134,6 +138,9 @@ class SavedRun:
         if folder is None or self._saved_iteration == progress.iteration:
             return
         self.finish(log)
+        with written_or_refused(unfinished_path(checkpoint_path(folder, progress.iteration))):
+            if self._locks.save is not None:
+                self._locks.save.renew()
         self._save = CheckpointSave(
             folder,
             self._training,
@@ -248,5 +255,4 @@ class SavedRun:
 
     def close(self) -> None:
         """Lets another run save there."""
-        if self._lock is not None:
-            self._lock.release()
+        self._locks.release()

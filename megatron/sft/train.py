@@ -63,7 +63,7 @@ class Trainer:
         self._run_dir = run_dir
         dtype = "bfloat16" if config.training.bf16 else "float32"
         companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
-        lock = check_output(companions)
+        locks = check_output(companions, run_dir)
         self._training = build_training(config, datasets.vocab_size, device, pretrained)
         self._model_config = get_model_config(self._training.model[0])
         guard_step(
@@ -80,7 +80,7 @@ class Trainer:
         self._num_skipped = 0
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(told_of_adapters(pretrained.weights, config.lora), flush=True)
-        self._saved = SavedRun(companions, datasets, self._training, lock)
+        self._saved = SavedRun(companions, datasets, self._training, locks)
         self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
         counted = self._progress.iteration * config.training.global_batch_size

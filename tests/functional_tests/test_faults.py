@@ -57,7 +57,7 @@ def test_ranks_started_apart_are_refused() -> None:
 
 def folder_seen(folders: list[Path]) -> str:
     try:
-        lock = check_folder(folders[dist.get_rank()])
+        lock = check_folder("--save", folders[dist.get_rank()])
     except AgreedError as error:
         return str(error)
     assert (lock is not None) == (dist.get_rank() == 0)

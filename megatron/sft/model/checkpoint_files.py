@@ -78,22 +78,31 @@ def _root_of(error: BaseException, folder: Path) -> BaseException:
     return error
 
 
-def check_folder(folder: str | Path) -> FolderLock | None:
+def check_folder(flag: str, folder: str | Path) -> FolderLock | None:
     """Returns rank 0's lock of a folder to save to; collective.
 
     CheckpointError on every rank where another run saves to it, and where it is not the same folder
     on all machines.
     """
-    lock, told = None, None
+    lock = lock_of_first(flag, folder)
+    check_shared(flag, folder)
+    return lock
+
+
+def lock_of_first(flag: str, folder: str | Path) -> FolderLock | None:
+    """Returns rank 0's lock of a folder that it alone writes to; CheckpointError on every rank
+    where another run does. Collective.
+    """
+    lock, message = None, None
     if dist.get_rank() == 0:
         try:
-            lock = FolderLock(folder)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(folder, flag)
         except (OSError, ValueError) as error:
-            told = str(error)
-    told = gathered(told)[0]
-    if told is not None:
-        raise CheckpointError(told)
-    check_shared("--save", folder)
+            message = str(error)
+    message = gathered(message)[0]
+    if message is not None:
+        raise CheckpointError(message)
     return lock
 
 
@@ -136,7 +145,8 @@ def found_faults(path: Path) -> list[str] | None:
     try:
         sums = read_checksums(path)
         names = sorted({*(sums or ()), *file_names(path)})
-        faults = faults_in(path, names[alike.index(rank) :: len(alike)], sums) if sums else None
+        own = names[alike.index(rank) :: len(alike)]
+        faults = None if sums is None else faults_in(path, own, sums)
     except (OSError, ValueError) as error:
         faults = [str(error)]
     if faults and len(alike) < len(seen):

@@ -19,7 +19,9 @@ import socket
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
+
+from megatron.packing.user_files import read_json, shown
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
@@ -79,6 +81,11 @@ def _tracked(folder: str | Path, name: str, found: Sequence[int]) -> int | None:
                 "another folder"
             )
         return None
+    if not tracker.is_file():
+        raise ValueError(
+            f"{tracker} must be a file with the iteration of a checkpoint beside it, but is none; "
+            "remove it, and write that number into a file of its name"
+        )
     with tracker.open(errors="replace") as file:
         text = file.read(_LONGEST_TRACKER).strip()
     if not re.fullmatch(r"[0-9]{1,18}", text) or not checkpoint_path(folder, int(text)).is_dir():
@@ -179,14 +186,26 @@ def read_checksums(checkpoint: Path) -> dict[str, Sum] | None:
     it is damaged.
     """
     path = checkpoint / CHECKSUMS
-    try:
-        return {
-            name: Sum(*values) for name, values in json.loads(path.read_bytes())["crc32"].items()
-        }
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from error
+    try:
+        sums = {name: _sum(name, *values) for name, values in read_json(path)["crc32"].items()}
+        if not sums:
+            raise ValueError("it names no file")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} must hold the sizes and checksums of the checkpoint's files: "
+            f"{str(error) or type(error).__name__:.200}"
+        ) from None
+    return sums
+
+
+def _sum(name: str, num_bytes: object, crc: object) -> Sum:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names {shown(name)}, which is no file of the checkpoint")
+    if type(num_bytes) is not int or type(crc) is not int:
+        raise ValueError(f"of {shown(name)} it has no whole numbers")
+    return Sum(num_bytes, crc)
 
 
 def faults_in(checkpoint: Path, names: Iterable[str], sums: dict[str, Sum]) -> list[str]:
@@ -257,42 +276,63 @@ def remove_old(folder: str | Path, keep: int) -> list[str]:
 
 
 class FolderLock:
-    """Held by the process that saves to a folder, so that two runs never share one.
+    """Held by the process that writes to a folder, so that two runs never share one.
 
     A POSIX record lock: no child process inherits it, and the system frees it with the process, by
     any death.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        """ValueError, naming its holder, where another process has it. What dead runs left
-        unfinished is removed.
+    def __init__(self, folder: str | Path, flag: str = "--save") -> None:
+        """ValueError, naming its holder and `flag`, where another process has it. What dead runs
+        left unfinished is removed.
 
         On a file system without locks a note is printed, and nothing is held.
         """
-        path = Path(folder) / LOCK
-        self._file = path.open("a+")
+        self._path = Path(folder) / LOCK
+        self._flag = flag
+        self._file = self._locked()
+        for left in Path(folder).glob(f"iter_*{_UNFINISHED}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def renew(self) -> None:
+        """Hold the folder that is there now, which is another one if the first was removed.
+
+        Raises ValueError where another process holds it meanwhile.
+        """
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_in_place = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            is_in_place = False
+        if not is_in_place:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            before, self._file = self._file, self._locked()
+            before.close()
+
+    def release(self) -> None:
+        """Let others write there."""
+        self._file.close()
+
+    def _locked(self) -> TextIO:
+        folder, file = self._path.parent, self._path.open("a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 print(
                     f"note: {folder} has no file locks ({error.strerror}); see that no other run "
-                    "saves there",
+                    f"{'saves' if self._flag == '--save' else 'writes'} there",
                     flush=True,
                 )
-                return
-            self._file.seek(0)
-            holder = self._file.read(200).strip() or "another process"
-            self._file.close()
+                return file
+            file.seek(0)
+            holder = file.read(200).strip() or "another process"
+            file.close()
+            done = "saved" if self._flag == "--save" else "written"
             raise ValueError(
-                f"{folder} is being saved to by {holder}; end that run, or pass another --save"
+                f"{folder} is being {done} to by {holder}; end that run, or pass another "
+                f"{self._flag}"
             ) from None
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
-        self._file.flush()
-        for left in Path(folder).glob(f"iter_*{_UNFINISHED}"):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def release(self) -> None:
-        """Let others save there."""
-        self._file.close()
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        file.flush()
+        return file

@@ -39,9 +39,7 @@ def dry_run(config: SFTConfig, datasets: Datasets, pretrained: object) -> None:
     dtype = "bfloat16" if config.training.bf16 else "float32"
     companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
     with _groups(config, datasets, pretrained):
-        lock = check_output(companions)
-        if lock is not None:
-            lock.release()
+        check_output(companions, None).release()
     if world_from_environment()[0] == 0:
         for line in summary(config, datasets, companions):
             print(line)

@@ -1,5 +1,6 @@
 """What a start of the trainer does before megatron-core is imported."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.sft.environment import lazy_compile
+from megatron.sft.environment import lazy_compile, world_from_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -54,3 +55,23 @@ def test_output_that_nobody_takes(where):
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "done\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "fault"),
+    [
+        ({"RANK": "x"}, "RANK must be a whole number, but is 'x' in the environment; unset it"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number, but is '' in the environment"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK must be a whole number, but is '-1'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be less than WORLD_SIZE, but they are 2 and"),
+    ],
+)
+def test_wrong_numbers_of_a_launcher_are_named(monkeypatch, variables, fault):
+    """A script that sets them by hand, with a typo, ended in a traceback of int()."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert world_from_environment() == (0, 1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        world_from_environment()

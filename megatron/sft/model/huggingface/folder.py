@@ -7,13 +7,14 @@ Only headers are read, so a folder that does not fit is refused before memory is
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import parse_json, read_json
+from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.sft.model.huggingface.tensors import Tensors
 
 INDEX = "model.safetensors.index.json"
@@ -22,6 +23,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 """safetensors' names of the types that weights may have -> torch's and config.json's."""
 MXFP4 = "MXFP4"
 """Type of a tensor that files hold as `NAME_blocks` and `NAME_scales`: see `mxfp4`."""
+_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+"""Of a number of each."""
 _NO_WEIGHT = ".rotary_emb.inv_freq"
 """End of the names of tensors that old files hold and nobody reads."""
 _BLOCK = 1 << 24
@@ -156,7 +159,16 @@ def read_header(file: Path) -> dict[str, Any]:
         raise ValueError(
             f"{file} must be a safetensors file, but has no header; download it again"
         ) from None
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, until = entry["data_offsets"]
+        of_type = _BYTES.get(entry["dtype"])
+        if begin != end or (of_type and until - begin != of_type * math.prod(entry["shape"])):
+            raise ValueError(
+                f"{file} must hold one tensor after the other, each of the size that its shape "
+                f"says, but {shown(name)} is not so; download it again"
+            )
+        end = until
     if file.stat().st_size != 8 + size + end:
         raise ValueError(
             f"{file} must have {8 + size + end} bytes, but has {file.stat().st_size}; download it "
@@ -171,6 +183,7 @@ def _is_entry(dtype: object, shape: list[Any], data_offsets: list[Any]) -> bool:
     begin, end = data_offsets
     return (
         isinstance(dtype, str)
+        and type(begin) is type(end) is int
         and 0 <= begin <= end
         and all(type(size) is int and size >= 0 for size in shape)
     )

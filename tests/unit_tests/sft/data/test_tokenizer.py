@@ -217,6 +217,24 @@ def test_turn_that_ends_without_a_mark_keeps_its_white_space(save_tokenizer):
     assert tokenizer.decode(ids[weights > 0].tolist()) == " fine, thank you 😀 \n\n"
 
 
+def test_a_panic_is_a_fault_of_the_record(save_tokenizer, monkeypatch):
+    """A pattern of a released tokenizer gives up on 12 million spaces: a panic of Rust, which is no
+    Exception, ended the run without the file and the line, and --skip-bad-samples did not help.
+    """
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(None))
+    panic = type("PanicException", (BaseException,), {})
+
+    def fail(*_: object, **__: object) -> None:
+        raise panic("Regex search error: retry-limit-in-match over")
+
+    monkeypatch.setattr(type(tokenizer.tokenizer), "__call__", fail)
+    with pytest.raises(SampleError, match=r"the tokenizer fails on the text: Regex search error"):
+        tokenizer.encode_passage(Passage("", " "))
+    monkeypatch.setattr(type(tokenizer.tokenizer), "__call__", lambda *_, **__: sys.exit(3))
+    with pytest.raises(SystemExit):
+        tokenizer.encode_passage(Passage("", " "))
+
+
 def test_token_over_the_border_is_the_assistants(save_tokenizer):
     """The first word of each answer would never be trained on where a space before it is part of
     its token.

@@ -13,6 +13,7 @@ import pytest
 from megatron.sft.model.checkpoint_folder import (
     BEST,
     CHECKSUMS,
+    LOCK,
     TRACKER,
     FolderLock,
     check_load,
@@ -294,3 +295,50 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path, monkeypatch, number):
         "by hand"
     ]
     assert notes == ([] if number == errno.ENOENT else expected)
+
+
+def test_a_folder_that_was_removed_is_held_again(tmp_path):
+    """A run whose folder was removed makes it again, where another run could then save, too."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    before = (folder / LOCK).stat().st_ino
+    lock.renew()
+    assert (folder / LOCK).stat().st_ino == before
+    shutil.rmtree(folder)
+    lock.renew()
+    code = "import sys; from megatron.sft.model.checkpoint_folder import FolderLock as L;"
+    code += "L(sys.argv[1])"
+    other = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(other, capture_output=True, text=True)
+    assert f"{folder} is being saved to by process {os.getpid()} of " in done.stderr
+    lock.release()
+    assert subprocess.run(other).returncode == 0
+
+
+def test_a_tracker_that_is_a_folder(tmp_path):
+    """As a copy that went wrong leaves it; it ended in Python's words."""
+    (tmp_path / TRACKER).mkdir()
+    with pytest.raises(ValueError, match=r"must be a file with the iteration of a checkpoint"):
+        latest_iteration(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {},
+        {"../common.pt": [1, 2]},
+        {"/etc/passwd": [1, 2]},
+        {"common.pt": None},
+        {"common.pt": [1.5, 2]},
+        {"common.pt": [1, 2, 3]},
+        [],
+    ],
+)
+def test_forged_checksums_are_refused(tmp_path, forged):
+    """Of none at all the checkpoint passed as one of an earlier version, unchecked; others named
+    files elsewhere.
+    """
+    (tmp_path / CHECKSUMS).write_text(json.dumps({"crc32": forged}))
+    with pytest.raises(ValueError, match=r"checksums\.json must hold the sizes and checksums of"):
+        read_checksums(tmp_path)

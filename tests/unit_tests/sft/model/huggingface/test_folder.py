@@ -1,6 +1,7 @@
 """The files of a HuggingFace folder, before any tensor is read."""
 
 import json
+import struct
 
 import pytest
 import torch
@@ -150,6 +151,27 @@ def test_broken_folders_are_refused(tmp_path):
     (tmp_path / SINGLE).write_bytes(content)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": SINGLE}}))
     with pytest.raises(ValueError, match="lacks a, which"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets"),
+    [
+        ([2, 4], [0, 16]),  # less than its shape takes
+        ([4], [16, 32]),  # over the other one
+        ([4], [40, 56]),  # a gap before it
+        ([2**40, 2**40], [32, 48]),  # more numbers than there could be
+        ([4], [32.0, 48.0]),
+    ],
+)
+def test_headers_that_overlap_or_overflow_are_refused(tmp_path, shape, offsets):
+    """Weights of another tensor would be read for this one's, or a traceback would follow."""
+    header = {"a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}
+    header["b"] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    content = struct.pack("<Q", len(text)) + text + bytes(max(32, int(offsets[1])))
+    (tmp_path / SINGLE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors must .*; download it again"):
         open_folder(tmp_path)
 
 
