@@ -227,10 +227,11 @@ def test_a_panic_is_a_fault_of_the_record(save_tokenizer, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise panic("Regex search error: retry-limit-in-match over")
 
-    monkeypatch.setattr(type(tokenizer.tokenizer), "__call__", fail)
+    fast = type(vars(tokenizer)["tokenizer"])
+    monkeypatch.setattr(fast, "__call__", fail)
     with pytest.raises(SampleError, match=r"the tokenizer fails on the text: Regex search error"):
         tokenizer.encode_passage(Passage("", " "))
-    monkeypatch.setattr(type(tokenizer.tokenizer), "__call__", lambda *_, **__: sys.exit(3))
+    monkeypatch.setattr(fast, "__call__", lambda *_, **__: sys.exit(3))
     with pytest.raises(SystemExit):
         tokenizer.encode_passage(Passage("", " "))
 
