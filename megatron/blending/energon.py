@@ -29,6 +29,7 @@ from megatron.blending.formats.yaml_reader import read_yaml
 from megatron.blending.loading.rank_loader import Loader
 from megatron.blending.metadatasets.metadataset import Join, load_metadataset, source_entries
 from megatron.blending.metadatasets.metadataset_file import parse_metadataset
+from megatron.blending.streams.node import SavableDataset
 
 _STEPS = (
     "encode_sample preencode_sample postencode_sample select_samples_to_pack pack_selected_samples "
@@ -86,6 +87,26 @@ class _Factory:
             warnings.warn(
                 f"{cls.__name__}: only prepare_dataset of such a class is used here", stacklevel=2
             )
+
+    def __class_getitem__(cls, _: object) -> type:
+        return cls
+
+
+class _Wrappers(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, SavableDataset) and bool(instance.children)
+
+
+class BaseWrapperDataset(metaclass=_Wrappers):
+    """Tells data sets that are made of others (`isinstance`). One's own kind is a MapDataset or a
+    PackingDataset with functions of one's own.
+    """
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError(
+            f"{type(self).__name__} runs over an iterator, which could not be continued; use "
+            "MapDataset with a generator as `map_fn`, FilterDataset or PackingDataset"
+        )
 
     def __class_getitem__(cls, _: object) -> type:
         return cls
@@ -311,7 +332,9 @@ NAMES: Mapping[str, tuple[str, str]] = dict(
 """Public name of energon's -> (same, differs or absent; how or why)."""
 _OTHERS = (
     "AVDecoder",
+    "BaseWrapperDataset",
     "DatasetBlendMode",
+    "EPath",
     "FatalSampleError",
     "LoadedDataset",
     "LoadedDatasetList",
@@ -319,6 +342,7 @@ _OTHERS = (
 """Names that users take from places within energon."""
 
 _PLACES = (
+    "epathlib epathlib.epath "
     "av cache cache.base cache.file_cache_pool cache.file_store cache.no_cache edataclass errors "
     "flavors flavors.base_dataset flavors.captioning flavors.crude flavors.image "
     "flavors.image_classification flavors.interleaved flavors.jsonl "
@@ -338,7 +362,11 @@ _PLACES = (
     "wrappers.repeat_dataset wrappers.shuffle_buffer_dataset wrappers.skip"
 ).split()
 
-__all__ = [*(name for name, (state, _) in NAMES.items() if state != "absent"), *_OTHERS]
+# Without AVDecoder, which imports torch: whoever wants it names it.
+__all__ = [
+    *(name for name, (state, _) in NAMES.items() if state != "absent"),
+    *(name for name in _OTHERS if name != "AVDecoder"),
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -348,6 +376,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("megatron.blending.formats.media.av").AVDecoder
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "EPath":
+        return importlib.import_module("megatron.blending.formats.epath").EPath
     return getattr(blending, name)
 
 

@@ -264,7 +264,8 @@ class WorkerPool:
         try:
             for number in range(num_workers):
                 part = (number, num_workers, config.num_ranks)
-                make = functools.partial(make_server, get_root, part, handling)
+                told = config.in_worker() if config.num_workers else config
+                make = functools.partial(make_server, get_root, part, handling, told)
                 if config.num_workers == 0:
                     self._workers.append(make(self._log.add))
                     continue
@@ -301,9 +302,11 @@ def make_server(
     get_root: Callable[[], SavableDataset[Any]],
     part: tuple[int, int, int],
     handling: tuple[int, Any],
+    config: WorkerConfig,
     report: Callable[[Failure], None],
 ) -> Server:
-    """Make a server where it works."""
+    """Make a server where it works; `config` is what user code finds there."""
+    WorkerConfig.active_worker_config, WorkerConfig._worker = config, part[0]
     return Server(lanes_of(get_root()), *part, Failures(*handling, report))
 
 

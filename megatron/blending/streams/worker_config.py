@@ -1,12 +1,14 @@
 """pure. A WorkerConfig says which part of the stream this process takes, and how it is worked
 on."""
 
+import copy
+import hashlib
 import math
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.blending.arguments import check_function, check_one_of, check_whole
 from megatron.blending.streams.failures import DEFAULT_TOLERANCE
@@ -58,6 +60,11 @@ class WorkerConfig:
     """A worker that gives nothing for so long is named in the log, with where it stands."""
     worker_timeout_seconds: float = 600.0
     """After so long it is an error."""
+
+    active_worker_config: ClassVar["WorkerConfig | None"] = None
+    """In a worker process, that of its loader; in a rank without any, of the last loader."""
+    _worker: ClassVar[int] = 0
+    """Number of this process among the workers of its rank."""
 
     def __post_init__(self) -> None:
         rank, world_size = _distributed(self.data_parallel_group)
@@ -113,6 +120,62 @@ class WorkerConfig:
     @property
     def num_ranks(self) -> int:
         return 1 if self.world_size is None else self.world_size
+
+    def global_rank(self) -> int:
+        """Returns this rank's number among all processes, not among the data-parallel ranks."""
+        if "_global_rank" in vars(self):
+            return int(vars(self)["_global_rank"])
+        if self.data_parallel_group is None:
+            return self.this_rank
+        distributed = sys.modules["torch.distributed"]
+        return int(distributed.get_global_rank(self.data_parallel_group, self.this_rank))
+
+    def rank_worker_id(self) -> int:
+        """Returns this process' number among the workers of its rank; 0 in the rank itself."""
+        return WorkerConfig._worker
+
+    def global_worker_id(self, override_local_worker_id: int | None = None) -> int:
+        """Returns the number of a worker, by default this one, where each rank's follow the ones of
+        the rank before.
+        """
+        chosen = override_local_worker_id
+        return self.this_rank * self.num_workers + (
+            self.rank_worker_id() if chosen is None else chosen
+        )
+
+    def worker_seed(self, override_local_worker_id: int | None = None) -> int:
+        """Returns a number of 32 bits that differs by worker and `seed_offset`, energon's own.
+
+        What is drawn with it depends on the number of workers; that of a function with
+        `@stateless(restore_seeds=True)` does not.
+        """
+        worker = self.global_worker_id(override_local_worker_id)
+        worker = worker if self.num_workers else self.this_rank
+        digest = hashlib.sha1(f"{worker},{self.seed_offset}".encode()).digest()
+        return int.from_bytes(digest[-4:], "big")
+
+    def worker_activate(self, sample_index: int = 0, **_: object) -> None:
+        """Makes this the `active_worker_config`; loaders do so by themselves."""
+        WorkerConfig.active_worker_config = self
+
+    def worker_deactivate(self) -> None:
+        """Makes none the `active_worker_config`."""
+        WorkerConfig.active_worker_config = None
+
+    def assert_worker(self) -> None:
+        """Returns; any process may iterate."""
+
+    def should_log(self, level: int) -> bool:
+        """Returns False: nothing is written to `worker_debug_path`."""
+        return False
+
+    def in_worker(self) -> "WorkerConfig":
+        """Returns what a worker process is told: no process group, which it could not use."""
+        copied = copy.copy(self)
+        object.__setattr__(copied, "_global_rank", self.global_rank())
+        object.__setattr__(copied, "data_parallel_group", None)
+        object.__setattr__(copied, "global_error_handler", None)
+        return copied
 
 
 def check_worker_config(value: object) -> None:

@@ -2,8 +2,11 @@
 wrong behind them.
 """
 
+import hashlib
 import importlib
 import pickle
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ from megatron.blending.energon import (
     RepeatDataset,
     Sample,
     SkipSample,
+    TaskEncoder,
     TextSample,
     WorkerConfig,
     get_loader,
@@ -101,6 +105,9 @@ def test_names(name):
         "from megatron.blending.energon.errors import FatalSampleError, SkipSample",
         "import megatron.blending.energon.task_encoder.cooking as c; c.Cooker",
         "from megatron.blending.energon import wrappers; wrappers.BlendDataset",
+        "from megatron.blending.energon.epathlib.epath import EPath",
+        "from megatron.blending.energon.epathlib import EPath",
+        "from megatron.blending.energon.flavors.webdataset import DefaultDecoderWebdatasetFactory",
         "from megatron.blending.energon import *; VQASample",
     ],
 )
@@ -631,3 +638,75 @@ def test_arguments_as_energon_takes_them(data):
 
 def len_of(sample: TextSample) -> int:
     return len(sample.text)
+
+
+def test_star_imports_no_torch():
+    """A script that prepares data waited for it for seconds."""
+    code = "import sys; from megatron.blending.energon import *; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+class Notes(TaskEncoder):
+    """Notes in each sample where it was encoded."""
+
+    def encode_sample(self, sample):
+        active = WorkerConfig.active_worker_config
+        return {
+            "__key__": sample.__key__,
+            "worker": active.rank_worker_id(),
+            "of_all": active.global_worker_id(),
+            "seed": active.worker_seed(),
+            "global_rank": active.global_rank(),
+        }
+
+    def batch(self, samples):
+        return samples
+
+
+@pytest.mark.parametrize(("num_workers", "start_method"), [(0, None), (2, "fork"), (2, "spawn")])
+def test_workers_know_who_they_are(data, num_workers, start_method):
+    """energon's methods of a WorkerConfig, which encoders call to draw numbers of their own."""
+    config = WorkerConfig(
+        rank=1, world_size=2, num_workers=num_workers, seed_offset=3, start_method=start_method
+    )
+    dataset = get_train_dataset(
+        data / "a", batch_size=1, task_encoder=Notes(), worker_config=config
+    )
+    with get_loader(dataset, config) as loader:
+        found = [one for (one,) in islice(loader, 6)]
+    workers = sorted({one["worker"] for one in found})
+    assert workers == list(range(max(1, num_workers)))
+    for one in found:
+        worker = one["worker"]
+        assert one["of_all"] == num_workers + worker
+        assert one["seed"] == config.worker_seed(worker)
+        assert one["global_rank"] == 1
+    # Literally energon's: the last four bytes of the SHA-1 of "worker,offset".
+    of_first = hashlib.sha1(f"{num_workers or 1},3".encode()).digest()
+    assert config.worker_seed(0) == int.from_bytes(of_first, "big") & 0xFFFFFFFF
+    assert not config.should_log(1)
+
+
+def test_active_worker_config_is_set_and_taken_back():
+    config = WorkerConfig(rank=0, world_size=1)
+    config.worker_activate(sample_index=5)
+    assert WorkerConfig.active_worker_config is config
+    config.assert_worker()
+    config.worker_deactivate()
+    assert WorkerConfig.active_worker_config is None
+
+
+def test_wrappers_are_told_from_sources(data):
+    """Code that walks through a tree asks so; what runs over an iterator has a way out."""
+    from megatron.blending.energon.wrappers.base import BaseWrapperDataset
+
+    dataset = get_train_dataset(data / "a", batch_size=2, worker_config=WorkerConfig())
+    assert isinstance(dataset, BaseWrapperDataset)
+    assert not isinstance(5, BaseWrapperDataset)
+
+    class Own(BaseWrapperDataset[int]):
+        pass
+
+    with pytest.raises(TypeError, match=r"Own runs over an iterator, .* use MapDataset"):
+        Own(dataset, worker_config=WorkerConfig())

@@ -1,0 +1,197 @@
+"""pure. energon's EPath: a path to a file or folder, local or a URL, whose methods are those of
+pathlib.
+
+    folder = EPath("/data/shards")
+    sorted(path.name for path in folder.glob("*.tar"))
+
+A URL (`s3://bucket/data`) is read and written through fsspec.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+URL = "://"
+
+
+class EPath:
+    """Compares, sorts and hashes by its URL or absolute path. Local paths start with `~` or `.`
+    alike.
+    """
+
+    def __init__(
+        self, initial_path: str | os.PathLike[str] | EPath, config_override: object = None
+    ) -> None:
+        """`config_override` is of energon's storage client, and must be None."""
+        if config_override is not None:
+            raise ValueError("EPath: config_override is not supported; configure fsspec instead")
+        text = str(initial_path)
+        if URL in text:
+            protocol, rest = text.split(URL, 1)
+            self._text = protocol + URL + posixpath.normpath(rest).removeprefix("./")
+        else:
+            self._text = os.path.abspath(os.path.expanduser(text))
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return posixpath.basename(self._text)
+
+    @property
+    def parent(self) -> EPath:
+        """Folder that it is in."""
+        protocol, mark, rest = self._text.rpartition(URL)
+        return EPath(protocol + mark + (posixpath.dirname(rest) or "."))
+
+    @property
+    def url(self) -> str:
+        """The path with its protocol; a local one as it is."""
+        return self._text
+
+    @property
+    def display_name(self) -> str:
+        """The path as messages show it."""
+        return self._text
+
+    def is_local(self) -> bool:
+        """Returns whether it is on this machine's file system."""
+        return URL not in self._text
+
+    def local_path(self) -> Path:
+        """Returns a path of pathlib; ValueError for a URL."""
+        if not self.is_local():
+            raise ValueError(f"{self} is no local path; copy it here first")
+        return Path(self._text)
+
+    def open(self, mode: str = "r", block_size: int | None = None, **options: Any) -> Any:
+        """Returns an open file; `block_size` has no effect."""
+        if self.is_local():
+            return Path(self._text).open(mode, **options)
+        return self._system().open(self._text, mode, **options)
+
+    def read_text(self) -> str:
+        """Returns the content of a UTF-8 file."""
+        return self.read_bytes().decode()
+
+    def read_bytes(self) -> bytes:
+        """Returns the content of a file."""
+        with self.open("rb") as file:
+            content: bytes = file.read()
+        return content
+
+    def write_text(self, text: str) -> None:
+        """Replaces the content of a file."""
+        self.write_bytes(text.encode())
+
+    def write_bytes(self, data: bytes) -> None:
+        """Replaces the content of a file."""
+        with self.open("wb") as file:
+            file.write(data)
+
+    def copy(self, target: EPath) -> None:
+        """Copies a file, whose content passes through memory."""
+        target.write_bytes(self.read_bytes())
+
+    def move(self, target: EPath) -> None:
+        """Moves a file."""
+        if self.is_local() and target.is_local():
+            os.replace(self._text, str(target))
+        else:
+            self.copy(target)
+            self.unlink()
+
+    def unlink(self) -> None:
+        """Removes a file."""
+        if self.is_local():
+            os.remove(self._text)
+        else:
+            self._system().rm_file(self._text)
+
+    def mkdir(self, exist_ok: bool = True, parents: bool = False) -> None:
+        """Makes a folder; a URL needs none."""
+        if self.is_local():
+            Path(self._text).mkdir(exist_ok=exist_ok, parents=parents)
+
+    def is_dir(self) -> bool:
+        """Returns whether it is a folder."""
+        if self.is_local():
+            return os.path.isdir(self._text)
+        return bool(self._system().isdir(self._text))
+
+    def is_file(self) -> bool:
+        """Returns whether it is a file."""
+        if self.is_local():
+            return os.path.isfile(self._text)
+        return bool(self._system().isfile(self._text))
+
+    def size(self) -> int:
+        """Returns the bytes of a file."""
+        if self.is_local():
+            return os.path.getsize(self._text)
+        return int(self._system().size(self._text))
+
+    def walk(self) -> Iterator[EPath]:
+        """Yields all files below a folder, in order of their names."""
+        if self.is_local():
+            for folder, folders, files in os.walk(self._text):
+                folders.sort()
+                yield from (EPath(os.path.join(folder, name)) for name in sorted(files))
+        else:
+            protocol = self._text.split(URL, 1)[0]
+            found = (path.lstrip("/") for path in sorted(self._system().find(self._text)))
+            yield from (EPath(path if URL in path else protocol + URL + path) for path in found)
+
+    def glob(self, pattern: str) -> Iterator[EPath]:
+        """Yields the files below a folder whose path from there matches, in order."""
+        for path in self.walk():
+            below = path.relative_to(self)
+            if fnmatch(below, pattern) and below.count("/") == pattern.count("/"):
+                yield path
+
+    def with_suffix(self, suffix: str) -> EPath:
+        """Returns the path with another suffix, such as ".json"."""
+        return EPath(posixpath.splitext(self._text)[0] + suffix)
+
+    def relative_to(self, other: EPath) -> str:
+        """Returns the path from a folder on; ValueError if it is not below that."""
+        start = str(other).rstrip("/") + "/"
+        if not self._text.startswith(start):
+            raise ValueError(f"{self} is not below {other}")
+        return self._text.removeprefix(start)
+
+    def _system(self) -> Any:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise ValueError(f"{self}: reading URLs needs fsspec; pip install it") from error
+        return fsspec.core.url_to_fs(self._text)[0]
+
+    def __truediv__(self, other: str | EPath) -> EPath:
+        """Joins; another absolute path or URL takes its place."""
+        text = str(other)
+        if isinstance(other, EPath) or URL in text or os.path.isabs(text):
+            return EPath(text)
+        return EPath(f"{self._text.rstrip('/')}/{text}")
+
+    def __fspath__(self) -> str:
+        return str(self.local_path())
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"EPath({self._text!r})"
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EPath) and self._text == other._text
+
+    def __lt__(self, other: EPath) -> bool:
+        return self._text < other._text
