@@ -33,7 +33,7 @@ TINY_CHAT = data/tiny_chat
 TINY_FINETUNE = data/tiny_finetune
 CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
 	run.py::test_continued_run_follows_its_own_learning_rate run.py::test_mock_data_experts_and_evaluation)
-CODE = megatron tests examples pretrain_sft.py setup.py
+CODE = megatron tests examples docs pretrain_sft.py setup.py
 BUILT_FROM = pyproject.toml setup.py megatron/packing/scheduling/core.cpp megatron/blending/order/core.cpp
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
@@ -57,6 +57,16 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 
 recipes: $(VENV)/.finetune
 	$(VENV)/bin/python examples/recipes/try_recipe.py examples/recipes/*.yaml
+
+# Its packages stay out of $(VENV): nothing that is trained or tested needs them.
+docs: $(VENV)/.run .venv-docs/.mkdocs
+	$(VENV)/bin/python docs/generate.py
+	.venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.mkdocs: Makefile
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.8,<10'
+	touch $@
 
 # A process for each core; whoever is done first takes tests over from the others.
 UNIT_WORKERS ?= logical
@@ -171,4 +181,4 @@ $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-core-* data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-core-* .venv-docs site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """Fine-tune a GPT on sequences of any lengths: torchrun --nproc-per-node 2 pretrain_sft.py --help
 
-What is installed as the command megatron-sft, from a checkout; megatron/sft/__main__.py tells the
+What is installed as the command megatron-sft, from a checkout; megatron/sft/run.py tells the
 story.
 """
 

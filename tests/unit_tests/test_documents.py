@@ -1,12 +1,27 @@
-"""Documents say what is there: links lead somewhere, options exist."""
+"""Documents say what is there: links lead somewhere, commands and options exist."""
 
+import importlib
+import io
+import os
 import re
+import shlex
+import sys
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megatron.packing.flags import flag_of
+from megatron.sft.commands import COMMANDS
+from megatron.sft.launch import FLAGS as LAUNCHER
+from megatron.sft.options.config import GROUPS
+from megatron.sft.options.megatron_flags import ACCEPTED, READ_AS
+
+OF_OTHERS = set("--local-dir --max-restarts --import-mode".split())
+"""Options of other programs that pages speak of."""
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path
@@ -57,3 +72,81 @@ def test_links_lead_somewhere(path):
         ):
             broken.append(target)
     assert broken == []
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Words of each command of ours in the blocks of a page; `...` stands for what is left out."""
+    found = []
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if "megatron" not in line:
+                continue
+            words: list[str] = []
+            with suppress(ValueError):  # a quotation that ends on another line: not of a shell
+                words = [word for word in shlex.split(line, comments=True) if word != "..."]
+            if words[:1] == ["megatron-sft"]:
+                found.append(words[1:])
+            elif "megatron.sft" in words or "pretrain_sft.py" in words:
+                start = words.index(
+                    "megatron.sft" if "megatron.sft" in words else "pretrain_sft.py"
+                )
+                found.append(words[start + 1 :])
+    return found
+
+
+OWN = [path for path in DOCUMENTS if path.parent.name not in ("coming-from", "results")]
+COMMANDS_IN = [
+    pytest.param(words, id=f"{name_of(path)}: {' '.join(words)[:60]}")
+    for path in OWN
+    for words in commands_in(path.read_text())
+]
+
+
+@cache
+def flags_of(name: str) -> set[str]:
+    """The options of a subcommand, with --no-x of each switch."""
+    if name == "train":
+        classes: tuple[type, ...] = GROUPS
+        own = {*LAUNCHER, "--config", "--help", "--help-all", "--version"}
+        negated = {flag_of(f.name).replace("--", "--no-", 1) for c in classes for f in fields(c)}
+        return own | negated | {flag_of(f.name) for c in classes for f in fields(c)}
+    out = io.StringIO()
+    module = importlib.import_module(COMMANDS[name].module)
+    for flag in ("--help-all", "--help"):
+        with redirect_stdout(out), redirect_stderr(io.StringIO()), suppress(SystemExit):
+            module.main([flag], f"megatron-sft {name}")
+    return set(re.findall(r"--[a-z][a-z0-9-]*", out.getvalue()))
+
+
+def test_commands_are_found():
+    """Without commands the test below passes."""
+    assert len(COMMANDS_IN) > 25
+    assert flags_of("train") > flags_of("show") & flags_of("train") >= {"--data-path"}
+
+
+@pytest.mark.parametrize("words", COMMANDS_IN)
+def test_commands_have_options_that_exist(words):
+    """A page whose command is refused loses its reader at the first step."""
+    name = words[0] if words[:1] and words[0] in COMMANDS else "train"
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert given <= flags_of(name)
+
+
+@pytest.mark.parametrize("path", OWN, ids=name_of)
+def test_options_in_the_text_exist(path):
+    """An option that was renamed stays in the prose for years."""
+    if path.name in ("CHANGELOG.md", "LOG.md", "checked.md"):
+        return  # they speak of the past, and of other programs
+    known = set().union(*map(flags_of, COMMANDS)) | OF_OTHERS | {*ACCEPTED, *READ_AS}
+    named = set(re.findall(r"`(--[a-z][a-z0-9-]*[a-z0-9])", path.read_text()))
+    assert named - known == set()
+
+
+@pytest.mark.skipif(
+    os.environ.get("DOCS") != "strict", reason="DOCS=strict; `make docs` writes them"
+)
+def test_pages_from_the_code_are_as_it_is():
+    """Whoever reads the reference reads the options of last month."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    made = importlib.import_module("generate").pages()
+    assert [name for name, text in made.items() if (ROOT / "docs" / name).read_text() != text] == []
