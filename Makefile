@@ -5,6 +5,7 @@
 # make test   unit and functional tests
 # make unit   unit tests alone
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
+# make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
@@ -40,7 +41,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes docs test unit layouts faults fit-check fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes docs test unit layouts trees faults fit-check fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -83,6 +84,9 @@ test: unit
 
 unit: $(VENV)/.dev
 	$(VENV)/bin/pytest --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
+
+trees: $(VENV)/.dev
+	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_trees.py
 
 layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py

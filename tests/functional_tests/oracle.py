@@ -164,7 +164,9 @@ def draws_of(
     return dicts + [[] for _ in range(num_fetches - len(dicts))]
 
 
-def _plain(sample: Sample) -> dict[str, Any]:
+def _plain(sample: Any) -> dict[str, Any]:
+    if hasattr(sample, "fields"):  # a tree, see `trees`
+        return sample.fields()
     fields = sample._asdict()
     if (sample.position_ids == np.arange(len(sample.tokens))).all():
         del fields["position_ids"]  # the product fills them in

@@ -15,6 +15,7 @@ an `extra` column when a sample has it.
     position_ids  token      32     where they do not count along the path    counted
     parents       node       32     where a sequence is a tree                -1
     node_lengths  node       32     where a sequence is a tree                the sequence's length
+    num_paths     token      32     where paths of a tree share tokens        flags
     extra ones    any        any    where the samples have them
 
 A sequence is a tree of one node. A tree's nodes are runs of tokens, one after the other, each
@@ -219,6 +220,10 @@ def _node_lengths(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
     return sizes.lengths.astype(np.int32)
 
 
+def _num_paths(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return columns[FLAGS].astype(np.int32)
+
+
 SOURCES = Column("sources", "int32", SEQUENCE)
 TOKENS = Column("tokens", "int32", TOKEN)
 LAST_LABELS = Column("last_labels", "int32", SEQUENCE)
@@ -229,10 +234,11 @@ LOSS_MASK = Column("loss_mask", "float32", TOKEN, derive=_loss_mask)
 POSITION_IDS = Column("position_ids", "int32", TOKEN, derive=_position_ids)
 PARENTS = Column("parents", "int32", NODE, derive=_parents)
 NODE_LENGTHS = Column("node_lengths", "int32", NODE, derive=_node_lengths)
+NUM_PATHS = Column("num_paths", "int32", TOKEN, derive=_num_paths)
 
 ALWAYS = (SOURCES, TOKENS, LAST_LABELS, WEIGHTS, FLAGS)
 """Columns that every batch has."""
-DERIVABLE = (LABELS, LOSS_MASK, POSITION_IDS, PARENTS, NODE_LENGTHS)
+DERIVABLE = (LABELS, LOSS_MASK, POSITION_IDS, PARENTS, NODE_LENGTHS, NUM_PATHS)
 """Columns that a batch has where they do not follow from those that it always has."""
 
 Form = tuple[Column, ...]

@@ -61,10 +61,23 @@ class PackLayout:
     """int64 [segments]: real tokens."""
     padded_lengths: IntArray
     """int64 [segments]: tokens that each occupies, padding included."""
+    parents: IntArray | None = None
+    """int64 [segments]: number of the segment that each continues (the nodes of trees, see `tree`),
+    -1 for none; None where all are sequences.
+    """
+    depths: IntArray | None = None
+    """int64 [segments]: real tokens of the segments that each continues, where there are parents.
+    """
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | IntArray, alignment: Alignment) -> PackLayout:
-        """Returns the layout of sequences one after the other.
+    def of(
+        cls,
+        lengths: Sequence[int] | IntArray,
+        alignment: Alignment,
+        parents: IntArray | None = None,
+        depths: IntArray | None = None,
+    ) -> PackLayout:
+        """Returns the layout of sequences, or of trees' nodes, one after the other.
 
         Without sequences it is a dummy pack of one alignment unit.
 
@@ -76,7 +89,11 @@ class PackLayout:
         tail = -total % alignment.pack if total else alignment.pack
         if tail:
             real, padded = np.append(real, 0), np.append(padded, tail)
-        return cls(real, padded)
+        if parents is None or depths is None or (parents < 0).all():
+            return cls(real, padded)
+        if tail:
+            parents, depths = np.append(parents, -1), np.append(depths, 0)
+        return cls(real, padded, parents, depths)
 
     @property
     def num_tokens(self) -> int:
@@ -85,8 +102,9 @@ class PackLayout:
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest segment, padding included."""
-        return int(self.padded_lengths.max())
+        """Tokens of the longest segment and of those that it continues, its padding included."""
+        depths = 0 if self.depths is None else self.depths
+        return int((self.padded_lengths + depths).max())
 
     @cached_property
     def cu_seqlens(self) -> npt.NDArray[np.int32]:

@@ -7,12 +7,16 @@ A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlen
 `extra_per_sequence` ([segments, ...]). All of it is on the host, pinned where there is CUDA.
 Padding is token 0, masked, and zero in extra columns.
 
+Where a pack holds trees, each node is a segment, and `parents` and `depths` (int64 [segments]) say
+what it continues. `num_paths` (int32 [T]) is there where tokens count other than once.
+
     fields of all microbatches are written once, by whole arrays; a microbatch is a view of them
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,13 +24,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.packing.batch.columns import SEQUENCE, TOKEN, IntArray
+from megatron.packing.batch.columns import NUM_PATHS, PARENTS, SEQUENCE, TOKEN, IntArray
 from megatron.packing.batch.layout import Alignment, PackLayout
+from megatron.packing.batch.nodes import Nodes
 from megatron.packing.batch.samples import Samples
 
 Microbatch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
 """Fields with one entry per token."""
+_COPIED = (*FIELDS, "num_paths")
 
 
 def layouts_of(
@@ -36,6 +42,29 @@ def layouts_of(
     return [
         PackLayout.of(part, alignment) for part in np.split(lengths, np.cumsum(num_sequences)[:-1])
     ]
+
+
+def layouts_of_samples(
+    samples: Samples, num_sequences: IntArray, alignment: Alignment
+) -> list[PackLayout]:
+    """Returns the layouts of samples that may be trees, of which each node is a segment."""
+    ends = np.cumsum(num_sequences)
+    if PARENTS not in samples.columns:
+        return layouts_of(samples.lengths, num_sequences, alignment)
+    nodes = Nodes.of(samples)
+    bounds = np.searchsorted(nodes.sample, np.concatenate(([0], ends)))
+    layouts = []
+    for start, end in pairwise(bounds.tolist()):
+        parents = nodes.parents[start:end]
+        layouts.append(
+            PackLayout.of(
+                nodes.lengths[start:end],
+                alignment,
+                np.where(parents < 0, -1, parents - start),
+                nodes.depths[start:end],
+            )
+        )
+    return layouts
 
 
 def layout_microbatches(layouts: Sequence[PackLayout]) -> list[Microbatch]:
@@ -50,7 +79,7 @@ def pack(
 
     Args:
         num_sequences: int64 [microbatches], sequences of each.
-        layouts: `layouts_of` the same sequences.
+        layouts: `layouts_of_samples` of the same samples.
     """
     padding_mask = _padding_mask(layouts)
     is_real = ~padding_mask
@@ -60,13 +89,25 @@ def pack(
         )
         for name, values in samples.fields()._asdict().items()
     }
-    fields["sources"] = _of_segments(samples.sources.astype(np.int64), num_sequences, layouts)
+    of_segment = np.arange(samples.lengths.size)  # the sample of each segment
+    num_segments = num_sequences
+    if PARENTS in samples.columns:
+        of_segment = Nodes.of(samples).sample
+        num_segments = np.bincount(
+            np.repeat(np.arange(num_sequences.size), num_sequences)[of_segment],
+            minlength=num_sequences.size,
+        )
+    sources = samples.sources.astype(np.int64)[of_segment]
+    fields["sources"] = _of_segments(sources, num_segments, layouts)
+    if NUM_PATHS in samples.columns:
+        counts = _padded(samples.columns[NUM_PATHS], is_real, np.int32)
+        fields["num_paths"] = _split(counts, layouts)
     extra: dict[str, dict[str, Sequence[Tensor]]] = {}
     for column, values in samples.extra().items():
         if column.scope == TOKEN:
             parts = _split(_padded(values, is_real, values.dtype), layouts)
         elif column.scope == SEQUENCE:
-            parts = _of_segments(values, num_sequences, layouts)
+            parts = _of_segments(values[of_segment], num_segments, layouts)
         else:
             rows = samples.sizes.rows(column.scope)
             ends = np.cumsum(np.concatenate(([0], rows)))[np.cumsum(num_sequences)]
@@ -101,7 +142,7 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
             with torch.cuda.stream(stream):
                 fields = {
                     name: following[name].to(device, non_blocking=True)
-                    for name in FIELDS
+                    for name in _COPIED
                     if name in following
                 }
                 on_host = {"host_loss_mask": following.get("loss_mask")}
@@ -110,7 +151,7 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
             microbatch, is_there = copied
             current = torch.cuda.current_stream(device)
             current.wait_event(is_there)
-            for name in FIELDS:
+            for name in _COPIED:
                 if name in microbatch:  # its memory belongs to the other stream: both use it now
                     microbatch[name].record_stream(current)
             yield microbatch
@@ -126,9 +167,19 @@ def _microbatches(
             "cu_seqlens_padded": torch.from_numpy(layout.cu_seqlens_padded),
             "max_seqlen": layout.max_seqlen,
             "padding_mask": mask,
+            **_tree_of(layout),
         }
         for layout, mask in zip(layouts, _split(padding_mask, layouts))
     ]
+
+
+def _tree_of(layout: PackLayout) -> dict[str, Tensor]:
+    if layout.parents is None or layout.depths is None:
+        return {}
+    return {
+        "parents": torch.from_numpy(layout.parents),
+        "depths": torch.from_numpy(layout.depths),
+    }
 
 
 def _padding_mask(layouts: Sequence[PackLayout]) -> npt.NDArray[np.bool_]:

@@ -6,6 +6,10 @@ sets.
     one padded          real up to `original_seq_len`
     one plain
 
+and as trees (see `tree`): `parents` names the parent of each of the sequences that `cu_seqlens`
+bounds, by number, -1 for none. Then `labels` are needed, and `num_paths` says how often each token
+counts in the number of tokens that a loss is divided by (default: once where it has a loss).
+
 `tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and
 labels of -100 are masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a
 missing `source` is 0. A field is a numpy array, a tensor or a list, [L] or [1, L]; arrays and
@@ -24,19 +28,25 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.columns import (
+    NODE,
+    NODE_LENGTHS,
+    NUM_PATHS,
+    PARENTS,
     Column,
     IntArray,
     count_from_zero,
+    depths_of_nodes,
     expand_ranges,
     next_tokens,
 )
 from megatron.packing.batch.extra import Rows, column_of, extra_fields, rows_of
 from megatron.packing.batch.huggingface import IGNORED, as_megatron_sample
 from megatron.packing.batch.samples import Samples
+from megatron.packing.batch.tree import Trees, checked_trees
 
 _LIMIT = 2**31
 """Ids travel as int32. Larger ones are refused, as they would be changed."""
-_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "num_paths")
 _HUGGINGFACE = (
     "input_ids",
     "labels",
@@ -62,6 +72,10 @@ class SampleReader:
         self._items: list[dict[str, npt.NDArray[Any]]] = []
         """Fields of each sample by name; a sample may hold several sequences."""
         self._extra: list[dict[str, Rows]] = []
+        self._trees: dict[int, Trees] = {}
+        """Nodes of the items that have parents, by the item's number."""
+        self._num_samples: list[int] = []
+        """Sequences or trees of each item."""
         self._lengths: list[int] = []
         self._sources: list[int] = []
         self._fetches: list[int] = []
@@ -89,11 +103,20 @@ class SampleReader:
             raise ValueError(f"'source' must be from 0 to {_LIMIT - 1}, but is {source}")
         extra, lengths = extra_fields(item, size), [size]
         has_layout = any(item.get(name) is not None for name in ("cu_seqlens", "original_seq_len"))
-        if size == 0 or has_layout:
+        if size == 0 or has_layout or item.get("parents") is not None:
             starts, sizes = _sequences(item, size)
+            lengths = sizes[sizes > 0].tolist()
+            if item.get("parents") is not None:
+                trees = _trees(item, sizes)
+                if trees.parents.size > trees.rows.size:
+                    self._trees[len(self._items)] = trees
+                starts, sizes, lengths = (
+                    starts[trees.order],
+                    sizes[trees.order],
+                    trees.lengths.tolist(),
+                )
             index = expand_ranges(starts, sizes)  # of the real tokens
             given = {name: values[index] for name, values in given.items()}
-            lengths = sizes.tolist()
             extra = {
                 name: values[index] if values.shape[:1] == (size,) else values
                 for name, values in extra.items()
@@ -103,6 +126,7 @@ class SampleReader:
             {name: rows_of(name, its, num_tokens, len(lengths)) for name, its in extra.items()}
         )
         self._items.append(given)
+        self._num_samples.append(len(lengths))
         self._lengths += lengths
         self._sources += [source] * len(lengths)
         self._fetches += [fetch] * len(lengths)
@@ -125,7 +149,7 @@ class SampleReader:
         least_label = self._check_ids("labels", labels, ends)
         position_ids = None
         if any("position_ids" in item for item in self._items):
-            position_ids = self._column("position_ids", lambda: count_from_zero(lengths))
+            position_ids = self._column("position_ids", lambda: self._positions(lengths))
             self._check_ids("position_ids", position_ids, ends)
         if not np.isfinite(loss_mask.sum(dtype=np.float64)):
             place = int(np.isfinite(loss_mask).argmin())
@@ -141,9 +165,52 @@ class SampleReader:
                 np.where(ignored, 0, labels),
             )
         sources = np.array(self._sources, np.int32)
-        return Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids).with_columns(
-            self._extra_columns()
-        )
+        samples = Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids)
+        return self._with_nodes(samples, loss_mask, ends).with_columns(self._extra_columns())
+
+    def _with_nodes(
+        self, samples: Samples, loss_mask: npt.NDArray[np.float32], ends: IntArray
+    ) -> Samples:
+        """Returns the samples with the columns of trees, where there are any."""
+        if any("num_paths" in item for item in self._items):
+            counts = self._column("num_paths", lambda: (loss_mask != 0).astype(np.int32))
+            if self._check_ids("num_paths", counts, ends) < 0:
+                place = int((counts < 0).argmax())
+                raise SampleError(
+                    self._fetch_of(place, ends),
+                    f"'num_paths' must be at least 0, but is {counts[place]}",
+                )
+            if not np.array_equal(counts, loss_mask != 0):
+                samples = samples.with_columns({NUM_PATHS: counts.astype(np.int32)})
+        if not self._trees:
+            return samples
+        rows, parents, node_lengths = self._nodes(samples.lengths)
+        columns = {PARENTS: parents, NODE_LENGTHS: node_lengths}
+        return samples.with_columns(columns, {NODE: rows})
+
+    def _nodes(self, lengths: IntArray) -> tuple[IntArray, npt.NDArray[Any], npt.NDArray[Any]]:
+        """Returns the nodes of all samples as columns: nodes of each, parents, lengths."""
+        parts: list[tuple[npt.NDArray[Any], ...]] = []
+        start = 0
+        for number, num_samples in enumerate(self._num_samples):
+            of_item = lengths[start : start + num_samples]
+            start += num_samples
+            trees = self._trees.get(number)
+            if trees is None:
+                ones = np.ones(num_samples, np.int64)
+                parts.append((ones, -ones, of_item))
+            else:
+                parts.append((trees.rows, trees.parents, trees.node_lengths))
+        rows, parents, node_lengths = (np.concatenate(values) for values in zip(*parts))
+        return rows, parents.astype(np.int32), node_lengths.astype(np.int32)
+
+    def _positions(self, lengths: IntArray) -> npt.NDArray[np.int32]:
+        """Returns positions along the path, of all tokens."""
+        if not self._trees:
+            return count_from_zero(lengths)
+        rows, parents, node_lengths = self._nodes(lengths)
+        depths = depths_of_nodes(rows, parents.astype(np.int64), node_lengths.astype(np.int64))
+        return count_from_zero(node_lengths) + depths.repeat(node_lengths).astype(np.int32)
 
     def _extra_columns(self) -> dict[Column, npt.NDArray[Any]]:
         names = dict.fromkeys(name for item in self._extra for name in item)
@@ -225,9 +292,9 @@ def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
 def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
     """Returns the first token and the length of each sequence in an item of `size` tokens.
 
-    There is at least one. Repeated entries at the tail of `cu_seqlens` are sequences of no tokens:
+    At least one has tokens. Repeated entries at the tail of `cu_seqlens` are sequences without any:
 
-        cu_seqlens 0 3 5 5, cu_seqlens_padded 0 4 8 8    ->    starts 0 4, lengths 3 2
+        cu_seqlens 0 3 5 5, cu_seqlens_padded 0 4 8 8    ->    starts 0 4 8, lengths 3 2 0
     """
     if item.get("cu_seqlens") is None:
         length = _number(item.get("original_seq_len", size))
@@ -255,8 +322,18 @@ def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
                 f"'cu_seqlens_padded' must place sequences within {size} tokens, but is "
                 f"{padded.tolist()}"
             )
-    is_real = lengths > 0
-    return starts[is_real], lengths[is_real]
+    return starts, lengths
+
+
+def _trees(item: Mapping[str, Any], lengths: IntArray) -> Trees:
+    """Returns the trees of an item, whose nodes have these lengths.
+
+    ValueError for `parents` that make no tree, and without labels: the token after a node's last
+    is another one in each path.
+    """
+    if item.get("cu_seqlens") is None or item.get("labels") is None:
+        raise ValueError("'parents' must come with 'cu_seqlens' and 'labels', but one is missing")
+    return checked_trees(lengths, _flat(item["parents"]).astype(np.int64))
 
 
 def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron.packing.model.attention_blocks import Scores, Segments
 from megatron.packing.model.attention_kernels import causal_attention
+from megatron.packing.model.tree_keys import PackTree, tree_keys, tree_of
 from megatron.packing.model.zigzag import Lengths, padded_lengths, zigzag
 
 
@@ -114,26 +115,34 @@ class PackedDotProductAttention(MegatronModule):
         real token looks.
         """
         if packed_seq_params is not None:
-            return self._attend(query, key, value, padded_lengths(packed_seq_params)).flatten(1)
+            lengths, tree = padded_lengths(packed_seq_params), tree_of(packed_seq_params)
+            return self._attend(query, key, value, lengths, tree).flatten(1)
         rows, batch = query.shape[:2]
         flat = [x.transpose(0, 1).reshape(rows * batch, *x.shape[2:]) for x in (query, key, value)]
         out = self._attend(flat[0], flat[1], flat[2], (rows * self.cp_group.size(),) * batch)
         return out.view(batch, rows, -1).transpose(0, 1).contiguous()
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Lengths,
+        tree: PackTree | None = None,
+    ) -> Tensor:
+        size, rank = self.cp_group.size(), self.cp_group.rank()
         segments = Segments.square(lengths)
-        if self.cp_group.size() > 1:
-            seen = zigzag(
-                lengths,
-                self.cp_group.size(),
-                self.cp_group.rank(),
-                query.device,
-                self.scores.window,
-            )
-            gathered = gather_from_sequence_parallel_region(
-                torch.cat((key, value), dim=-1),
-                tensor_parallel_output_grad=True,
-                group=self.cp_group,
+        if size > 1 or tree is not None:
+            gathered = torch.cat((key, value), dim=-1)
+            if size > 1:
+                gathered = gather_from_sequence_parallel_region(
+                    gathered, tensor_parallel_output_grad=True, group=self.cp_group
+                )
+            where = query.device, self.scores.window
+            seen = (
+                zigzag(lengths, size, rank, *where)
+                if tree is None
+                else tree_keys(tree, size, rank, *where)
             )
             key, value = gathered.index_select(0, seen.key_index).chunk(2, dim=-1)
             segments = Segments(seen.query_lengths, seen.key_lengths)

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megatron.packing.model.delta_rule import Inputs, causal_convolution, gated_delta_rule
+from megatron.packing.model.tree_keys import tree_of
 from megatron.packing.model.zigzag import Lengths, padded_lengths, sequence_order
 
 Offsets = tuple[tuple[int, int, int], ...]
@@ -105,7 +106,15 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns output and bias, as megatron-core's attention, which `others` are for."""
+        """Returns output and bias, as megatron-core's attention, which `others` are for.
+
+        Raises ValueError for a pack of trees, whose nodes do not begin with an empty state.
+        """
+        if tree_of(packed_seq_params) is not None:
+            raise ValueError(
+                "a delta net takes no trees of sequences; give its config `layer_kinds`, by which "
+                "paths are trained apart"
+            )
         projected, _ = self.in_proj(hidden_states)
         rows, batch = projected.shape[:2]
         tokens = projected.transpose(0, 1).flatten(0, 1)  # a row of a batch is a sequence

@@ -5,20 +5,18 @@ and PackedSeqParams. No collectives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from packaging.version import Version
 from torch import Tensor
 
+from megatron.packing.model.tree_keys import PackTree
 from megatron.packing.model.zigzag import sent, shard_index
 from megatron.packing.step.groups import device_of
+from megatron.packing.step.transformer_engine import transformer_engine_installed
 
 
 class BatchFields(NamedTuple):
@@ -45,28 +43,15 @@ class Batch(BatchFields):
     besides.
     """
 
+    num_paths: Tensor | None = None
+    """int32 [1, T / context-parallel size], where `labels` are: how often each token counts in the
+    number of tokens; None where all that have a loss count once.
+    """
+
     extra: Mapping[str, Tensor] = MappingProxyType({})
     """Extra columns by name, where `labels` are. Per token [1, T / context-parallel size, ...]; per
     sequence [segments, ...], in the order of the pack, with zeros for padding at its end.
     """
-
-
-@cache
-def transformer_engine_installed() -> bool:
-    """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device.
-
-    ValueError for one before 2.9, under which packs are known not to converge.
-    """
-    if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
-        return False
-    found = import_module("transformer_engine").__version__
-    if Version(found) < Version("2.9"):
-        raise ValueError(
-            f"packs need Transformer Engine 2.9 or later, but {found} is installed; pip install "
-            "'transformer-engine[pytorch]>=2.9', or uninstall transformer-engine: torch's kernels "
-            "do without"
-        )
-    return True
 
 
 def get_batch_on_this_rank_for_sequence_packing(
@@ -147,6 +132,8 @@ def get_batch_on_this_rank_for_sequence_packing(
     )
     if fields["labels"] is not None:
         batch.extra = _extra_columns(microbatch, index, device)
+        if "num_paths" in microbatch:
+            batch.num_paths = params.num_paths = shard(microbatch["num_paths"])
     return batch
 
 
@@ -201,4 +188,11 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
     params.padded_lengths = tuple(
         on_host.diff().tolist()
     )  # for `zigzag.padded_lengths`, which then reads no device
+    if microbatch.get("parents") is not None:
+        params.tree = PackTree(
+            params.padded_lengths,
+            tuple(microbatch["cu_seqlens"].diff().tolist()),
+            tuple(microbatch["parents"].tolist()),
+            tuple(microbatch["depths"].tolist()),
+        )
     return params

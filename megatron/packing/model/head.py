@@ -96,7 +96,10 @@ class _Head:
         """Of the output layer, before the one whose losses are computed here."""
         self._rows: Tensor | None = None
         self.num_right: Tensor | None = None
-        """Tokens of the last losses whose label has the largest logit; a scalar on the device."""
+        """Tokens of the last losses whose label has the largest logit, each as often as it counts
+        (see `Batch.num_paths`); a scalar on the device.
+        """
+        self._num_paths: Tensor | None = None
         gpt.register_forward_pre_hook(self._begin, with_kwargs=True)
         gpt.output_layer.forward = self._output_layer
         gpt.compute_language_model_loss = self._loss
@@ -107,6 +110,7 @@ class _Head:
         labels, loss_mask = options.get("labels"), options.get("loss_mask")
         self._plain_calls = math.inf if labels is None else self._num_further
         self._rows = getattr(options.get("packed_seq_params"), "loss_rows", None)
+        self._num_paths = getattr(options.get("packed_seq_params"), "num_paths", None)
         if labels is not None and loss_mask is not None:
             options = {**options, "labels": labels.masked_fill(loss_mask == 0, MASKED_LABEL)}
         return arguments, options
@@ -137,6 +141,8 @@ class _Head:
         losses, is_right = _CrossEntropy.apply(
             states, logits.weight, of_tokens[rows], self._words, group
         )
+        if self._num_paths is not None:
+            is_right = is_right * self._num_paths.flatten()[rows]
         self.num_right = is_right.sum()
         whole = losses.new_zeros(of_tokens.shape).index_copy(0, rows, losses)
         return whole.view(labels.shape[1], labels.shape[0]).t().contiguous()

@@ -20,6 +20,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from megatron.packing.model.tree_keys import depths_of
 from megatron.packing.model.zigzag import (
     Lengths,
     padded_lengths,
@@ -112,16 +113,16 @@ class PackedSelfAttention(SelfAttention):
     def _places(self, pack: Any, query: Tensor) -> Places:
         cp = self.pg_collection.cp
         rows = (len(query) * cp.size(),)  # each row of a batch is a sequence of its own
-        return Places(rows if pack is None else padded_lengths(pack), cp.size(), cp.rank())
+        if pack is None:
+            return Places(rows, cp.size(), cp.rank())
+        return Places(padded_lengths(pack), cp.size(), cp.rank(), depths_of(pack))
 
     def _turns(self, frequencies: Tensor, packed_seq_params: Any, query: Tensor) -> Turns:
         """Those of the microbatch, which all layers share: they are kept with what describes it."""
         kept = getattr(packed_seq_params, "turns", None)
         if kept is None or kept[0] is not frequencies or kept[1].cos.dtype != query.dtype:
-            cp = self.pg_collection.cp
-            of_tokens = frequencies_of_tokens(
-                frequencies, padded_lengths(packed_seq_params), cp.size(), cp.rank()
-            )
+            places = self._places(packed_seq_params, query)
+            of_tokens = frequencies_of_tokens(frequencies, *places)
             scale = _yarn_get_concentration_factor_from_config(self.config)
             is_interleaved = self.config.rotary_interleaved
             kept = (
@@ -138,6 +139,8 @@ class Places(NamedTuple):
     lengths: Lengths
     size: int
     rank: int
+    depths: Lengths = ()
+    """Tokens of the path before each segment, where segments are the nodes of trees."""
 
     def positions(self, device: torch.device) -> Tensor:
         """float32 [t]: positions, which are exact up to 2^24."""
@@ -213,15 +216,15 @@ class Turns(NamedTuple):
 
 
 def frequencies_of_tokens(
-    frequencies: Tensor, lengths: tuple[int, ...], size: int, rank: int
+    frequencies: Tensor, lengths: Lengths, size: int, rank: int, depths: Lengths = ()
 ) -> Tensor:
     """Returns the rows of the tokens that context-parallel `rank` of `size` holds.
 
     frequencies: [positions, 1, 1, d] by position in the sequence; or by position in the pack, if
-    there are as many.
+    there are as many, and all segments are sequences.
     """
-    if len(frequencies) != sum(lengths):
-        index = positions_of_tokens(lengths, size, rank)
+    if len(frequencies) != sum(lengths) or depths:
+        index = positions_of_tokens(lengths, size, rank, depths)
     else:
         shard = shard_index(lengths, size, rank)
         index = torch.arange(sum(lengths)) if shard is None else shard

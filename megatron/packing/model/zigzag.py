@@ -65,12 +65,27 @@ def _shard(segments: npt.NDArray[np.int64], size: int, rank: int) -> npt.NDArray
     return expand_ranges(np.column_stack((first, last)).ravel(), pieces.repeat(2))
 
 
-def positions_of_tokens(lengths: Lengths, size: int, rank: int) -> Tensor:
-    """int64: the position in its sequence of each token that `rank` holds: (2, 1) -> [0, 1, 0]."""
+def positions_of_tokens(lengths: Lengths, size: int, rank: int, depths: Lengths = ()) -> Tensor:
+    """int64: the position in its sequence of each token that `rank` holds: (2, 1) -> [0, 1, 0].
+
+    depths: of segments that continue others, the tokens before them; () for none: (2, 1), (0, 2)
+    -> [0, 1, 2].
+    """
     index = shard_index(lengths, size, rank)
     if index is None:
         index = torch.arange(sum(lengths))
-    return index - starts_of_tokens(lengths)[index]
+    positions = index - starts_of_tokens(lengths)[index]
+    if depths:
+        positions += torch.from_numpy(np.repeat(np.array(depths), np.array(lengths)))[index]
+    return positions
+
+
+def gathered_places(lengths: Lengths, size: int) -> npt.NDArray[np.int64]:
+    """int64 [T]: where each token of the pack stands in the shards of all ranks, one after the
+    other: (4,), 2 -> [0, 2, 3, 1].
+    """
+    segments = _nonempty(lengths)
+    return np.concatenate([_shard(segments, size, rank) for rank in range(size)]).argsort()
 
 
 @lru_cache(maxsize=32)
@@ -111,7 +126,7 @@ def zigzag(
     """
     segments = _nonempty(lengths)
     starts, pieces = segments.cumsum() - segments, segments // (2 * size)
-    gathered = np.concatenate([_shard(segments, size, other) for other in range(size)]).argsort()
+    gathered = gathered_places(lengths, size)
     num_keys = np.column_stack(((rank + 1) * pieces, segments - rank * pieces)).ravel()
     ends = starts.repeat(2) + num_keys
     if window is not None:

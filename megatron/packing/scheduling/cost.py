@@ -59,16 +59,25 @@ class PackCost:
             raise ValueError(f"a pack cost needs windows of at least 1 token, but is {self}")
 
     def of_sequences(
-        self, lengths: npt.NDArray[np.int64], loss_tokens: npt.NDArray[np.int64] | None = None
+        self,
+        lengths: npt.NDArray[np.int64],
+        loss_tokens: npt.NDArray[np.int64] | None = None,
+        squares: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.float64]:
         """Cost of each sequence of `lengths` (tokens, int64, any shape), float64 of the same shape.
 
-        loss_tokens: of each; None: all of them.
+        loss_tokens: of each; None: all of them. squares: twice the pairs of tokens that attend;
+        None: L^2, as in sequences that are no trees.
         """
         tokens = lengths.astype(np.float64)
-        costs = tokens * (self.linear + self.quadratic * tokens)
+        if squares is None:
+            costs = tokens * (self.linear + self.quadratic * tokens)
+        else:
+            costs = self.linear * tokens + self.quadratic * squares.astype(np.float64)
         for window, factor in self.windows:
-            costs += factor * window_squares(lengths, window)
+            within = window_squares(lengths, window)
+            # Of a tree, at most: its nodes would have a little less each.
+            costs += factor * (within if squares is None else np.minimum(within, squares))
         return (
             costs
             if loss_tokens is None or not self.head

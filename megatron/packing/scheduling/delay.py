@@ -38,6 +38,7 @@ def outliers_to_delay(
     num_ranks: int,
     pack_capacity: int,
     max_steps: int,
+    squares: IntArray | None = None,
 ) -> npt.NDArray[np.bool_]:
     """Chooses the sequences that are delayed to the next step: bool [N]. O(N log N).
 
@@ -46,6 +47,7 @@ def outliers_to_delay(
         steps_delayed: int64 [N], steps by which each has been delayed so far.
         pack_capacity: tokens of a pack, or those of all sequences where packs do not matter
             (`capacity_that_matters`).
+        squares: int64 [N], see `PackCost.of_sequences`.
 
     From the costliest sequence down: one that must leave, or has company enough, leaves with that
     company; the others are delayed, until the first one that is no more than a fair share of the
@@ -53,7 +55,7 @@ def outliers_to_delay(
     """
     order = np.lexsort((-steps_delayed, -lengths))  # of equals the oldest leave first
     length = lengths[order]
-    costs = cost.of_sequences(length)
+    costs = cost.of_sequences(length, squares=None if squares is None else squares[order])
     cost_before, tokens_before = (
         np.concatenate(([0.0], np.cumsum(costs))),
         np.concatenate(([0], np.cumsum(length))),

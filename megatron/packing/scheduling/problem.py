@@ -65,6 +65,10 @@ class ScheduleRequest:
     """int64 [N], tokens of each sequence that count for the loss; None where only lengths are
     known.
     """
+    squares: IntArray | None = None
+    """int64 [N], twice the pairs of tokens that attend in each sequence, alignment included; None
+    where all are L^2, as where no sequence is a tree.
+    """
     num_ranks: int
     """Data-parallel ranks."""
     num_fetches: int
@@ -94,6 +98,7 @@ class ScheduleRequest:
             "source_fetch": (0, self.num_fetches),
             "steps_delayed": (0, None),
             "loss_tokens": (0, None),
+            "squares": (1, None),
         }
         for name, (low, high) in limits.items():
             if getattr(self, name) is not None:
@@ -126,7 +131,7 @@ class ScheduleRequest:
     @cached_property
     def sequence_costs(self) -> FloatArray:
         """float64 [N], of each sequence alone."""
-        return self.cost.of_sequences(self.lengths, self.loss_tokens)
+        return self.cost.of_sequences(self.lengths, self.loss_tokens, self.squares)
 
     @cached_property
     def fewest_packs(self) -> int:

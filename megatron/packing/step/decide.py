@@ -15,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.columns import Form, IntArray, Sizes
-from megatron.packing.batch.samples import Samples, common_form
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.nodes import SampleSizes
+from megatron.packing.batch.samples import common_form
+from megatron.packing.batch.tree_shapes import ShapedTrees
 from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
 from megatron.packing.scheduling.registry import get_scheduler
@@ -37,24 +40,35 @@ class RankReport:
     form: Form
     ragged: Mapping[str, IntArray] = field(default_factory=dict)
     """Rows of each sequence in columns of further scopes (`Sizes.ragged`); empty without any."""
+    trees: SampleSizes | None = None
+    """Sizes of each sequence, where any is a tree."""
+    part: IntArray | None = None
+    """0 for a whole sample, 1, 2, ... for the parts of one that was cut, which are trained in one
+    step; None where all are whole.
+    """
     num_dropped: int = 0
     num_truncated: int = 0
     ended: bool = False
     error: str | None = None
 
     @classmethod
-    def of(cls, loaded: Loaded, delayed: Delayed | None, local: Samples) -> RankReport:
+    def of(
+        cls, loaded: Loaded, delayed: Delayed | None, local: ShapedTrees, alignment: Alignment
+    ) -> RankReport:
         """Returns the report of a rank with `local` sequences: those that waited, then those that
         it loaded.
         """
         waited = np.empty(0, np.int64) if delayed is None else delayed.steps
+        samples, part_of = local
         return cls(
-            lengths=local.lengths,
-            fetch=np.concatenate((np.zeros_like(waited), loaded.fetch)),
-            steps_delayed=np.concatenate((waited, np.zeros_like(loaded.fetch))),
-            num_loss_tokens=local.num_loss_tokens,
-            form=local.form,
-            ragged=local.sizes.ragged,
+            lengths=samples.lengths,
+            fetch=np.concatenate((np.zeros_like(waited), loaded.fetch))[part_of],
+            steps_delayed=np.concatenate((waited, np.zeros_like(loaded.fetch)))[part_of],
+            num_loss_tokens=samples.num_loss_tokens,
+            form=samples.form,
+            ragged=samples.sizes.ragged,
+            trees=SampleSizes.of_trees(samples, alignment),
+            part=local.parts(),
             num_dropped=loaded.num_dropped,
             num_truncated=loaded.num_truncated,
             ended=loaded.ended,
@@ -70,16 +84,45 @@ class _Reports(NamedTuple):
     fetch: IntArray
     steps_delayed: IntArray
     num_loss_tokens: IntArray
+    part: IntArray
+    trees: SampleSizes | None
+    """None where no rank has trees."""
 
     @classmethod
-    def of(cls, reports: Sequence[RankReport]) -> _Reports:
+    def of(cls, reports: Sequence[RankReport], alignment: Alignment) -> _Reports:
         """Returns them joined."""
         sizes = [report.lengths.size for report in reports]
-        of_sequences = (
-            np.concatenate([getattr(report, name) for report in reports])
-            for name in cls._fields[1:]
-        )
-        return cls(np.repeat(np.arange(len(reports)), sizes), *of_sequences)
+        of_sequences = {
+            name: np.concatenate([getattr(report, name) for report in reports])
+            for name in ("lengths", "fetch", "steps_delayed", "num_loss_tokens")
+        }
+        parts = [
+            np.zeros_like(report.lengths) if report.part is None else report.part
+            for report in reports
+        ]
+        trees = None
+        if any(report.trees is not None for report in reports):
+            whole = [
+                report.trees or SampleSizes.of_sequences(report.lengths, alignment)
+                for report in reports
+            ]
+            trees = SampleSizes(*(np.concatenate(values) for values in zip(*whole)))
+        source_rank = np.repeat(np.arange(len(reports)), sizes)
+        return cls(source_rank=source_rank, part=np.concatenate(parts), trees=trees, **of_sequences)
+
+    def padded(self, alignment: Alignment) -> tuple[IntArray, IntArray | None]:
+        """Returns the tokens that each occupies, and the squares where they are not L^2."""
+        if self.trees is None:
+            return alignment.padded_length(self.lengths), None
+        return self.trees.padded, self.trees.padded_squares
+
+    def kept(self, is_kept: npt.NDArray[np.bool_]) -> _Reports:
+        """Returns some of the sequences."""
+        trees = self.trees
+        if trees is not None:
+            trees = SampleSizes(*(values[is_kept] for values in trees))
+        columns = {name: getattr(self, name)[is_kept] for name in self._fields if name != "trees"}
+        return self._replace(**columns, trees=trees)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +176,15 @@ def decide(
             found.
     """
     form = _checked_form(reports)
-    ended, batch = any(report.ended for report in reports), _Reports.of(reports)
+    ended, batch = any(report.ended for report in reports), _Reports.of(reports, settings.alignment)
     if ended and not batch.lengths.size:
         return None
     try:
         waits = np.zeros(batch.lengths.size, np.bool_)
         if max_delay is not None:  # after the end no later step brings company
             waits = _outliers(batch, len(reports), settings, 0 if ended else max_delay)
-        request = _request(batch, ~waits, len(reports), num_fetches, settings)
+        kept = batch.kept(~waits)
+        request = _request(kept, len(reports), num_fetches, settings)
         schedule = get_scheduler(settings.scheduler)(request)
         check_schedule(request, schedule)
     # A scheduler may be the user's and raise anything, while the other ranks wait.
@@ -153,10 +197,11 @@ def decide(
     stats = packing_stats(
         request=request,
         schedule=schedule,
-        length=batch.lengths[~waits],
+        length=kept.lengths,
         alignment=settings.alignment,
+        trees=kept.trees,
     )
-    delays = batch.steps_delayed[~waits]
+    is_first = kept.part < 2  # a sample that was cut counts once
     return Decision(
         source_rank=batch.source_rank.astype(np.int32),
         sizes=Sizes.joined(
@@ -167,9 +212,12 @@ def decide(
         form=form,
         stats=replace(
             stats,
+            sequences=int(is_first.sum()),
             dropped_samples=sum(report.num_dropped for report in reports),
             truncated_samples=sum(report.num_truncated for report in reports),
-            delays=[] if max_delay is None else np.bincount(delays, minlength=1).tolist(),
+            delays=[]
+            if max_delay is None
+            else np.bincount(kept.steps_delayed[is_first], minlength=1).tolist(),
             waiting=int(waits.sum()),
         ),
     )
@@ -192,28 +240,29 @@ def _outliers(
     batch: _Reports, num_ranks: int, settings: PackingSettings, max_steps: int
 ) -> npt.NDArray[np.bool_]:
     """Returns the sequences that wait for a later step, bool [N]."""
-    padded = settings.alignment.padded_length(batch.lengths)
+    padded, squares = batch.padded(settings.alignment)
     return outliers_to_delay(
         padded,
         settings.cost,
-        batch.steps_delayed,
+        np.where(batch.part > 0, max_steps, batch.steps_delayed),
         num_ranks=num_ranks,
         pack_capacity=capacity_that_matters(settings.model, settings.capacity, padded),
         max_steps=max_steps,
+        squares=squares,
     )
 
 
 def _request(
-    batch: _Reports,
-    is_kept: npt.NDArray[np.bool_],
+    kept: _Reports,
     num_ranks: int,
     num_fetches: int,
     settings: PackingSettings,
 ) -> ScheduleRequest:
     """Returns the request to the scheduler, for the sequences that are not delayed."""
-    kept = _Reports(*(values[is_kept] for values in batch))
+    padded, squares = kept.padded(settings.alignment)
     return ScheduleRequest(
-        lengths=settings.alignment.padded_length(kept.lengths),
+        lengths=padded,
+        squares=squares,
         source_rank=kept.source_rank,
         source_fetch=kept.fetch,
         steps_delayed=kept.steps_delayed,

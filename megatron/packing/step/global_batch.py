@@ -34,16 +34,18 @@ from megatron.packing.batch.microbatches import (
     Microbatch,
     copied_ahead,
     layout_microbatches,
-    layouts_of,
+    layouts_of_samples,
     pack,
 )
 from megatron.packing.batch.samples import Samples, joined
+from megatron.packing.batch.tree_shapes import shaped
 from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
 from megatron.packing.step.groups import DataGroups, data_groups
 from megatron.packing.step.load import Loaded, load_samples
-from megatron.packing.step.settings import PackingSettings
+from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
+from megatron.packing.step.trees import reason_against_trees
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
 
@@ -147,7 +149,10 @@ def schedule_global_batch(
         raise StopIteration
     if isinstance(plan, str):
         raise GlobalBatchError(plan)
-    layouts = layouts_of(plan.sizes.lengths, plan.num_sequences, settings.alignment)
+    reason = reason_against_trees(config, plan.form, PackingOptions.of(config).megatron_lm_calls)
+    if reason is not None:
+        raise GlobalBatchError(reason)
+    layouts = layouts_of_samples(samples, plan.num_sequences, settings.alignment)
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     return GlobalBatch(
         microbatches=pack(samples, plan.num_sequences, layouts)
@@ -182,14 +187,16 @@ def _load_and_place(
             local = joined([delayed.samples, loaded.samples])
         except ValueError as failure:
             loaded = Loaded.failed(f"{name}: {failure}")
-    decision = _decide(
-        RankReport.of(loaded, delayed, local), num_fetches, settings, exchange, queue
-    )
+    # The queue holds trees as they were loaded; their shape is that of this layout.
+    own = shaped(local, settings.trees)
+    report = RankReport.of(loaded, delayed, own, settings.alignment)
+    decision = _decide(report, num_fetches, settings, exchange, queue)
     if not isinstance(decision, Decision):
         return _Part(decision, Samples.none())
     if queue is not None and delayed is not None:
-        queue.finish(_left_behind(decision, delayed, local, exchange.rank()))
-    samples, microbatch = _move(local.in_form(decision.form), decision, exchange)
+        waits = own.part_of[decision.rank[decision.source_rank == exchange.rank()] < 0]
+        queue.finish(_left_behind(waits, delayed, local))
+    samples, microbatch = _move(own.samples.in_form(decision.form), decision, exchange)
     order = np.argsort(microbatch, kind="stable")
     samples = samples.take(order)
     num_sequences = np.bincount(microbatch, minlength=decision.stats.microbatches)
@@ -247,9 +254,10 @@ def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
     return values[0]
 
 
-def _left_behind(decision: Decision, delayed: Delayed, local: Samples, rank: int) -> Delayed:
-    """Returns the local sequences that wait for a later step, one step later than before."""
-    stays = np.flatnonzero(decision.rank[decision.source_rank == rank] < 0)
+def _left_behind(stays: IntArray, delayed: Delayed, local: Samples) -> Delayed:
+    """Returns the local sequences `stays`, which wait for a later step, one step later than
+    before.
+    """
     steps = np.zeros(local.lengths.size, np.int64)
     steps[: delayed.steps.size] = delayed.steps  # those that waited come first in `local`
     return Delayed(local.take(stays), steps[stays] + 1)

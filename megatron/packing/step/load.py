@@ -13,8 +13,10 @@ import numpy as np
 
 from megatron.packing.batch.columns import IntArray
 from megatron.packing.batch.layout import OverLengthPolicy
+from megatron.packing.batch.nodes import Nodes
 from megatron.packing.batch.reading import SampleError, SampleReader
 from megatron.packing.batch.samples import Samples
+from megatron.packing.batch.tree_shapes import truncated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +78,19 @@ def load_samples(
 def _within(loaded: Loaded, longest: int, policy: OverLengthPolicy, rank_name: str) -> Loaded:
     """Returns sequences of at most `longest` tokens, by `policy`."""
     samples, fetch = loaded.samples, loaded.fetch
-    is_long = samples.lengths > longest
+    path_lengths = Nodes.of(samples).longest_paths(samples.lengths.size)
+    is_long = path_lengths > longest
     num_long = int(is_long.sum())
     if not num_long:
         return loaded
     if policy == "truncate":
-        return replace(loaded, samples=samples.first(longest), num_truncated=num_long)
+        return replace(loaded, samples=truncated(samples, longest), num_truncated=num_long)
     if policy == "drop":
         kept = np.flatnonzero(~is_long)
         return replace(loaded, samples=samples.take(kept), fetch=fetch[kept], num_dropped=num_long)
     first = int(is_long.argmax())
     return Loaded.failed(
-        f"{rank_name}, fetch {fetch[first]}: a sample of {samples.lengths[first]} tokens does "
+        f"{rank_name}, fetch {fetch[first]}: a sample of {path_lengths[first]} tokens does "
         f"not fit a pack of {longest}; raise --max-seqlen-per-dp-cp-rank or "
         "--context-parallel-size, or pass --over-length-policy truncate or drop"
     )

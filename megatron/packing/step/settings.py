@@ -13,11 +13,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, OverLengthPolicy
+from megatron.packing.batch.tree_shapes import TreeRules
 from megatron.packing.layers import LayerKind
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost, layers_pack_cost
 from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.delay import DelayQueue
+from megatron.packing.step.trees import shares_prefixes
 
 UNKNOWN_MODEL = PackCost(linear=1.0, quadratic=1 / 60_000)
 """For a config that describes no model: attention costs what all else does at 60,000 tokens, as
@@ -79,6 +81,19 @@ class PackingSettings:
     seed: int = 0
     step: int = 0
     """See `PackingOptions`."""
+    keeps_trees: bool = True
+    """Whether trees compute shared prefixes once; otherwise each path becomes a sequence."""
+
+    @property
+    def trees(self) -> TreeRules:
+        """How trees are shaped."""
+        return TreeRules(
+            alignment=self.alignment,
+            capacity=self.capacity,
+            linear=self.cost.linear,
+            quadratic=self.cost.quadratic,
+            keeps_trees=self.keeps_trees,
+        )
 
     @classmethod
     def of(
@@ -116,6 +131,7 @@ class PackingSettings:
             cost=cost,
             seed=options.seed,
             step=options.step if step is None else step,
+            keeps_trees=shares_prefixes(config),
             model=StepModel(
                 num_stages=groups.pp.size(),
                 num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,

@@ -12,6 +12,7 @@ from megatron.packing.former_names import with_former_names
 
 if TYPE_CHECKING:  # a report of a run needs no arrays
     from megatron.packing.batch.layout import Alignment
+    from megatron.packing.batch.nodes import SampleSizes
     from megatron.packing.scheduling.problem import IntArray, Schedule, ScheduleRequest
 
 
@@ -27,13 +28,18 @@ class PackingStats:
     tokens: int
     """Real tokens: sum of the sequences' lengths."""
     square_sum: int
-    """Sum of the squared lengths, which attention's cost follows."""
+    """Sum of the squared lengths, which attention's cost follows. A tree has for each node of l
+    tokens below d others l^2 + 2 l d.
+    """
     window_square_sums: list[int] = field(default_factory=list)
     """The same within each attention window of the model (`cost.window_squares`), narrow ones
-    first; empty without windows.
+    first; empty without windows. Of a tree, at most.
     """
     num_loss_tokens: int
     """Tokens that count for the loss; all tokens where that is not known."""
+    path_tokens: int = 0
+    """Tokens of all paths, which separate sequences would compute; 0 where no sequence is a tree.
+    """
     padded_tokens: int
     """Tokens computed: sequences, their padding, tails and dummy packs."""
     row_tokens: int = 0
@@ -104,15 +110,23 @@ def padded_rows(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
 
 
 def packing_stats(
-    *, request: ScheduleRequest, schedule: Schedule, length: IntArray, alignment: Alignment
+    *,
+    request: ScheduleRequest,
+    schedule: Schedule,
+    length: IntArray,
+    alignment: Alignment,
+    trees: SampleSizes | None = None,
 ) -> PackingStats:
     """Returns the account of a scheduled global batch, without samples that are not in it.
 
     Args:
         length: int64 [N], real lengths of the request's sequences.
+        trees: sizes of the request's sequences, where any is a tree.
     """
     from megatron.packing.scheduling.cost import window_squares
 
+    of_length = [value * value for value in length.tolist()]
+    squares = of_length if trees is None else trees.squares.tolist()
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
     computed = (-(-request.pack_lengths(schedule) // alignment.pack)).clip(min=1) * alignment.pack
     costs = request.pack_costs(schedule)
@@ -121,10 +135,12 @@ def packing_stats(
         sequences=len(length),
         tokens=int(length.sum()),
         num_loss_tokens=int((length if request.loss_tokens is None else request.loss_tokens).sum()),
-        square_sum=sum(value * value for value in length.tolist()),
+        square_sum=sum(squares),
         window_square_sums=[
-            sum(window_squares(length, window).tolist()) for window, _ in request.cost.windows
+            sum(map(min, window_squares(length, window).tolist(), squares))
+            for window, _ in request.cost.windows
         ],
+        path_tokens=0 if trees is None else int(trees.path_tokens.sum()),
         padded_tokens=int(computed.sum()),
         row_tokens=sum(
             longest * count

@@ -78,6 +78,7 @@ def forward_step(
         sources=sources,
         num_sources=num_sources,
         num_right=None if head is None else head.num_right,
+        num_paths=getattr(batch, "num_paths", None),
     )
 
 
@@ -97,24 +98,28 @@ def loss_sum(
     sources: Tensor | None = None,
     num_sources: int = 1,
     num_right: Tensor | None = None,
+    num_paths: Tensor | None = None,
 ) -> Loss:
     """Returns (sum of weight * cross entropy, number of unmasked tokens, both for the log) of this
     rank's shard.
 
     Nothing is divided here. With `sources`, of each token, the log has the sum of cross entropy
     without weights, and the number of tokens, by source: float64 [2, num_sources]. With `num_right`
-    it has the unmasked tokens whose label is the likeliest word.
+    it has the unmasked tokens whose label is the likeliest word. num_paths: how often each token
+    counts, where paths of trees share it; None where it is once.
     """
     assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
     losses = output.to(torch.promote_types(output.dtype, torch.float32))
     total = (losses * loss_mask).sum()
-    num_tokens = loss_mask.count_nonzero().to(torch.int32)
+    counts = (loss_mask != 0) if num_paths is None else num_paths
+    num_tokens = counts.sum().to(torch.int32)
     log: dict[str, Any] = {"lm loss": (total.detach(), num_tokens.detach())}
     if num_right is not None:
         log["right tokens"] = num_right
     if sources is not None:
-        counts = (loss_mask != 0).flatten()
-        both = torch.stack((losses.detach().double().flatten().where(counts, 0.0), counts.double()))
+        # A masked token has no loss from `head`, but one from megatron-core's own output layer.
+        counted = losses.detach().double().flatten().where((counts != 0).flatten(), 0.0)
+        both = torch.stack((counted * counts.flatten(), counts.double().flatten()))
         log["source losses"] = both.new_zeros(2, num_sources).index_add_(1, sources.flatten(), both)
     return total, num_tokens, log
 

@@ -360,3 +360,54 @@ def test_extra_fields_that_do_not_fit_are_refused(items: list[dict[str, Any]], w
     """Rows of another sample would be taken for this one's."""
     with pytest.raises(ValueError, match=re.escape(words)):
         read_samples(items)
+
+
+TREE = {
+    "tokens": [1, 2, 3, 4, 5, 6, 0],
+    "labels": [2, 3, 4, 9, 6, 9, 0],
+    "loss_mask": [2, 2, 1, 1, 1, 1, 0],
+    "num_paths": [2, 2, 1, 1, 1, 1, 0],
+    "cu_seqlens": [0, 2, 4, 6],
+    "parents": [-1, 0, 0],
+}
+
+
+def test_a_tree_is_one_sample() -> None:
+    """Read as three sequences, branches would be trained without the trunk before them."""
+    samples = read_samples([{"tokens": [7, 8]}, TREE])
+    assert samples.lengths.tolist() == [2, 6]
+    assert samples.sizes.rows("node").tolist() == [1, 3]
+    columns = {column.name: values.tolist() for column, values in samples.columns.items()}
+    assert columns["parents"] == [-1, -1, 0, 0]
+    assert columns["node_lengths"] == [2, 2, 2, 2]
+    assert columns["num_paths"] == [1, 0, 2, 2, 1, 1, 1, 1]
+    assert samples.fields().position_ids.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    given = read_samples([TREE, {"tokens": [7, 8], "position_ids": [5, 6]}])
+    assert given.fields().position_ids.tolist() == [0, 1, 2, 3, 2, 3, 5, 6]
+
+
+def test_nodes_without_branches_are_a_sequence() -> None:
+    """It would pay for the tree that it is not, and so would all of its global batch."""
+    chain = {**TREE, "parents": [-1, 0, 1], "num_paths": [1] * 6 + [0], "loss_mask": [1] * 6 + [0]}
+    samples = read_samples([chain])
+    assert samples.lengths.tolist() == [6]
+    assert {column.name for column in samples.form} == {"labels"}
+    assert samples.sizes.ragged == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parents": [-1, 0]}, "one entry per node (3), but has 2"),
+        ({"parents": [-1, 2, 0]}, "is 2 for node 1"),
+        ({"cu_seqlens": [0, 2, 2, 6]}, "node 1 has none"),
+        ({"labels": None}, "must come with 'cu_seqlens' and 'labels'"),
+        ({"cu_seqlens": None}, "must come with 'cu_seqlens' and 'labels'"),
+        ({"num_paths": [1, -1, 0, 0, 0, 0, 0]}, "'num_paths' must be at least 0, but is -1"),
+        ({"num_paths": [0.5] * 7}, "'num_paths' must be integers"),
+    ],
+)
+def test_malformed_trees_are_refused(changes: dict[str, Any], words: str) -> None:
+    """What is wrong with a record is said where it is read, on the rank that read it."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_samples([{**TREE, **changes}])

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.packing.batch.columns import LABELS, TOKEN, Column
 from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
@@ -170,3 +171,36 @@ def test_a_scheduler_that_fails_is_one_error(scheduler: Any, words: str) -> None
     ):
         decide([report(64), report(64)], 1, replace(SETTINGS, scheduler="mine"), None)
     assert words in str(error.value)
+
+
+def test_parts_of_a_tree_leave_together_and_count_once() -> None:
+    """A record of which a part waited would be divided by the tokens of two steps."""
+    whole = decide([report(64, 2), report(2, 2)], 2, SETTINGS, 1)
+    parts = np.array([1, 2], np.int64)
+    cut = decide([report(64, 2, part=parts), report(2, 2)], 2, SETTINGS, 1)
+    assert whole is not None
+    assert cut is not None
+    assert whole.stats.waiting == 1, "as it is without company"
+    assert (cut.stats.waiting, cut.stats.sequences, cut.stats.delays) == (0, 3, [3])
+
+
+def test_a_schedule_is_made_of_what_trees_cost() -> None:
+    """A tree costs fewer pairs than a sequence of its tokens, and its nodes are padded apart."""
+    received: list[ScheduleRequest] = []
+
+    def scheduler(request: ScheduleRequest) -> Schedule:
+        received.append(request)
+        zeros = np.zeros_like(request.source_rank)
+        return Schedule(zeros, zeros, request.num_ranks, 1)
+
+    sizes = SampleSizes(*(np.array([value]) for value in (16, 41, 112, 10)))
+    with mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler):
+        decision = decide([report(7, trees=sizes), report(3)], 2, SETTINGS, None)
+    (request,) = received
+    assert request.lengths.tolist() == [16, 4]
+    assert request.squares is not None
+    assert request.squares.tolist() == [112, 16]
+    assert request.sequence_costs.tolist() == pytest.approx([16 + 11.2, 4 + 1.6])
+    assert decision is not None
+    stats = decision.stats
+    assert (stats.tokens, stats.square_sum, stats.path_tokens) == (10, 41 + 9, 13)
