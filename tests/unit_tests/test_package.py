@@ -108,3 +108,30 @@ def test_pip_and_make_install_a_torch_that_is_tested():
     versions = ("2.10.0", "2.12.1", *run, "2.16.0", "3.0.0")
     assert [version for version in versions if version in Requirement(asked).specifier] == run
     assert len({version.rsplit(".", 1)[0] for version in run}) == len(run) == 3
+
+
+def test_what_is_published_links_to_the_repository(tmp_path):
+    """Relative links lead nowhere on a package index, and the picture is a broken one."""
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    quiet = "import setuptools; setuptools.setup = lambda **given: None"
+    code = f"{quiet}\nimport setup; print(setup.readme())"
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    address = "https://example.com/owner/name"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"REPOSITORY": address},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    targets = re.findall(r"\]\(([^)\s]+)\)", done.stdout)
+    assert f"{address}/raw/HEAD/examples/tiny_chat/report.png" in targets
+    assert f"{address}/blob/HEAD/docs/tutorial.md" in targets
+    assert [target for target in targets if not target.startswith("https://")] == []
+
+
+def test_the_citation_is_of_this_version():
+    """Whoever cites it would name another one."""
+    cited = re.findall(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited == [version("megatron-sft")]
