@@ -71,6 +71,8 @@ def wrap_dataloader(
     Args:
         installed: the config where none is given; `plugin.install` knows it.
     """
+    # Megatron-LM's arguments shift to the left where its callers leave some out:
+    # (iterator, scheduler) and (iterator, config, scheduler, groups).
     if isinstance(config, (str, Enum)):
         config, num_microbatches = installed, config
     if config is None:

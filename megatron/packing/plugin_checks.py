@@ -24,7 +24,7 @@ from megatron.packing.scheduling.registry import get_scheduler
 
 
 def check_config(config: Any) -> None:
-    """ValueError for a config that packs cannot be trained under."""
+    """Raises ValueError for a config that packs cannot be trained under."""
     from megatron.packing.model import pipeline
     from megatron.packing.model.get_batch import transformer_engine_installed
     from megatron.packing.step.settings import PackingOptions
@@ -116,8 +116,8 @@ def _demands_on_experts(config: Any) -> list[tuple[bool, str]]:
 
 
 def check_training(config: Any) -> None:
-    """ValueError for a config whose gradients nobody would add up over ranks and divide by the
-    number of tokens.
+    """Raises ValueError for a config without the function that sums gradients over ranks and
+    divides them by the number of tokens.
     """
     if config.finalize_model_grads_func is None:
         raise ValueError(
@@ -128,8 +128,8 @@ def check_training(config: Any) -> None:
 
 @contextmanager
 def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """ValueError for a forward step that gives the model's attention no `packed_seq_params`, inside
-    the `with`.
+    """Raises ValueError, inside the `with`, for a forward step that gives the model's attention no
+    `packed_seq_params`.
     """
 
     def check(module: torch.nn.Module, arguments: object, options: dict[str, Any]) -> None:
@@ -152,8 +152,8 @@ def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def check_modules(chunk: torch.nn.Module) -> None:
-    """ValueError for a model whose attention takes no packs, or whose gradients would be divided
-    twice.
+    """Raises ValueError for a model whose attention takes no packs, or whose gradients would be
+    divided twice.
     """
     if any(
         getattr(module.forward, "__func__", None) is DotProductAttention.forward
@@ -175,7 +175,7 @@ def check_modules(chunk: torch.nn.Module) -> None:
 
 
 def check_groups(pg_collection: object) -> None:
-    """ValueError for a collection given that lacks a group that packing needs."""
+    """Raises ValueError for a collection given that lacks a group that packing needs."""
     from megatron.packing.step.global_batch import GROUPS
 
     missing = [
@@ -191,8 +191,8 @@ def check_groups(pg_collection: object) -> None:
 
 
 def checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward_step_func`, whose loss function must not have divided: a mean per microbatch cannot
-    be undone.
+    """Wraps `forward_step_func` to raise ValueError where its loss function returns a mean: a mean
+    per microbatch cannot be undone.
     """
 
     @wraps(forward_step_func)

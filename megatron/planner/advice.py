@@ -168,9 +168,8 @@ class Adviser:
     def _on_bubble(self, best: Outcome) -> list[str]:
         """Says what helps devices that wait."""
         layout, model = self._layout, self._layout.model
-        size = (
-            -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks
-        )  # as training needs it
+        # Twice the batch, rounded up to a multiple of the ranks, as training needs it.
+        size = -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks
         stream = np.concatenate(self._pairs)  # batches joined two by two; a lone one, with itself
         larger = np.split(
             np.resize(stream, max(1, stream.size // size) * size), max(1, stream.size // size)

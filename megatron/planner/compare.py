@@ -198,7 +198,7 @@ def _padded_per_microbatch(
         padded_rows(request.lengths[request.source_rank == rank].tolist(), layout.capacity)
         for rank in range(layout.num_ranks)
     ]
-    width = max(map(len, shapes_of))
+    width = max(map(len, shapes_of))  # ranks with fewer microbatches run empty ones
     padded = np.array([shapes + [(0, 0)] * (width - len(shapes)) for shapes in shapes_of], np.int64)
     return _padded_to(padded[..., 0], padded[..., 1], request, batch, layout)
 
@@ -215,6 +215,7 @@ def _padded_to(
     """
     pack = layout.alignment.pack
     longest = -(-longest // pack) * pack
+    # Empty microbatches make up the multiple: 5 of them, multiple 4 -> 3 more
     more = -longest.shape[1] % layout.microbatch_multiple
     costs = (
         np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more))) + layout.cost.fixed

@@ -192,7 +192,7 @@ def _fitted(
 
 def drawn(lengths: IntArray, size: int, count: int, seed: int) -> list[IntArray]:
     """Returns `count` global batches of `size` lengths, each epoch in an order of its own."""
-    epochs = -(-size * count // lengths.size)
+    epochs = -(-size * count // lengths.size)  # 3 batches of 4 from 5 lengths: 3 epochs
     order = [
         np.random.default_rng((seed, epoch)).permutation(lengths.size) for epoch in range(epochs)
     ]

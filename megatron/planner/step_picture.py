@@ -68,6 +68,7 @@ def picture_of(record: StepRecord) -> StepPicture:
     per_rank = record.num_microbatches * (
         2 * model.num_virtual_stages if model.num_stages > 1 else 1
     )
+    # Ranks that wait at every microbatch end together: the slowest is the one with most work.
     own_ends = costs.sum(axis=1) if model.sync_every_microbatch else ends
     drawn = _ranks_by_end(own_ends, max(4, min(MAX_LINES, _MAX_OPERATIONS // per_rank)))
     slowest = int(own_ends.argmax())
@@ -187,6 +188,7 @@ class _Scene:
             _add_ramps(change, (starts + self._costs).ravel() / self._total, -1)
         else:
             for timed in timeline(self._paced, self._model):
+                # A rank computes for its own cost's share of the pass, and waits for the rest.
                 share = (
                     self._costs[:, timed.operation.microbatch]
                     / self._paced[:, timed.operation.microbatch]

@@ -117,14 +117,14 @@ def test_each_sequence_once_and_all_at_the_end_of_the_data(layout: Layout) -> No
         sorted(number for steps in firsts for number in steps[i][0]) for i in range(len(firsts[0]))
     ]
     assert len(by_step) == NUM_STEPS + (data_parallel > 1), "what still waits leaves in one step"
-    drawn_at = {
+    loaded_at = {
         1 + 100 * rank + i: i // DRAWS
         for rank in range(data_parallel)
         for i in range(DRAWS * NUM_STEPS)
     }
-    assert sorted(number for numbers in by_step for number in numbers) == sorted(drawn_at)
+    assert sorted(number for numbers in by_step for number in numbers) == sorted(loaded_at)
     delays = [
-        [step - drawn_at[number] for number in numbers] for step, numbers in enumerate(by_step)
+        [step - loaded_at[number] for number in numbers] for step, numbers in enumerate(by_step)
     ]
     assert max(map(max, delays)) == (MAX_STEPS if data_parallel > 1 else 0)
     for i, found in enumerate(delays):
@@ -134,7 +134,7 @@ def test_each_sequence_once_and_all_at_the_end_of_the_data(layout: Layout) -> No
             assert stats == firsts[0][i][1]
             assert histogram == [found.count(delay) for delay in range(max(found) + 1)]
             assert waiting == sum(map(len, by_step[i + 1 :])) - sum(
-                at > i for at in drawn_at.values()
+                at > i for at in loaded_at.values()
             )
             assert calls <= MAX_COLLECTIVES
             assert left == 0

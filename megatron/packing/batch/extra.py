@@ -68,6 +68,7 @@ def rows_of(name: str, values: npt.NDArray[Any], size: int, num_sequences: int) 
     """
     per_token = values if values.shape[:1] == (size,) else None
     per_sequence = values if values.shape[:1] == (num_sequences,) else None
+    # A number stands for all sequences of its sample: reward 0.5, 3 sequences -> 0.5 0.5 0.5
     if per_sequence is None and values.size == 1:
         per_sequence = np.repeat(values.reshape(1), num_sequences)
     if per_token is None and per_sequence is None:

@@ -49,6 +49,7 @@ def as_megatron_sample(item: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
     if ends is None:
         starts = np.flatnonzero(sample.get("position_ids", np.arange(size)) == 0)
         ends = np.append(np.union1d([0], starts), size)
+    # Each label moves to the token before it, and the last token of each sequence has none.
     if "labels" in sample:
         sample["labels"] = np.append(sample["labels"][1:], IGNORED)
         sample["labels"][np.clip(ends[1:], 1, size) - 1] = IGNORED

@@ -208,7 +208,7 @@ def _padded(
 
 def _split(values: npt.NDArray[Any], layouts: Sequence[PackLayout]) -> Sequence[Tensor]:
     tensor = torch.from_numpy(values)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # one pinned buffer for all microbatches, which are views of it
         tensor = tensor.pin_memory()
     return tensor.split([layout.num_tokens for layout in layouts])
 

@@ -151,14 +151,17 @@ class SampleReader:
         if any("position_ids" in item for item in self._items):
             position_ids = self._column("position_ids", lambda: self._positions(lengths))
             self._check_ids("position_ids", position_ids, ends)
+        # One sum finds a NaN or an infinity; only then are all values looked at for its place.
         if not np.isfinite(loss_mask.sum(dtype=np.float64)):
             place = int(np.isfinite(loss_mask).argmin())
             raise SampleError(self._fetch_of(place, ends), "'loss_mask' must be finite, but is not")
+        # Labels that were not given are the next tokens. Nothing follows a sequence's last token,
+        # so that its label is unknown and must not count.
         has_labels = ["labels" in item for item in self._items]
         if not all(has_labels):
             unlabelled = ~np.repeat(has_labels, [item["tokens"].size for item in self._items])
-            loss_mask[ends[unlabelled[ends - 1]] - 1] = 0  # unknown
-        if least_label <= IGNORED:
+            loss_mask[ends[unlabelled[ends - 1]] - 1] = 0
+        if least_label <= IGNORED:  # -100 is a mask in HuggingFace's labels, and no id of a token
             ignored = labels == IGNORED
             loss_mask, labels = (
                 np.where(ignored, np.float32(0), loss_mask),

@@ -104,6 +104,8 @@ class Samples:
         kept: dict[Column, npt.NDArray[Any]] = {}
         if not _are_next_tokens(labels, tokens, ends):
             kept[LABELS] = labels
+        # A mask of zeros and ones is its flags. Else each sequence may have one weight, which must
+        # be the largest value, as masked tokens are zero.
         if not np.array_equal(loss_mask, flags):
             weights = np.maximum.reduceat(loss_mask, ends - lengths)
             if not np.array_equal(loss_mask, flags * np.repeat(weights, lengths)):
@@ -187,7 +189,7 @@ class Samples:
     def take(self, ids: IntArray) -> Samples:
         """Returns the sequences of these numbers, in this order."""
         if np.array_equal(ids, np.arange(self.lengths.size)):
-            return self
+            return self  # already in this order: nothing is copied
         index: dict[str, npt.NDArray[Any]] = {SEQUENCE: ids}
         for scope in {column.scope for column in self.columns} - {SEQUENCE}:
             rows = self.sizes.rows(scope)
@@ -300,5 +302,5 @@ def _are_next_tokens(
 ) -> bool:
     """Returns whether labels are the next tokens, except at the ends, which are kept anyhow."""
     differ = labels[:-1] != tokens[1:]
-    differ[ends[:-1] - 1] = False
+    differ[ends[:-1] - 1] = False  # there the next token belongs to another sequence
     return not differ.any()

@@ -36,6 +36,7 @@ def rank_cost_bound(cost: FloatArray, num_ranks: int) -> float:
         return 0.0
     cost = -np.sort(-cost)
     sums = np.concatenate(([0.0], np.cumsum(cost)))
+    # Of the costliest k * num_ranks + 1 sequences, the cheapest k + 1 end at place k * num_ranks.
     cheapest = np.arange(num_ranks, cost.size, num_ranks)
     k = np.arange(1, cheapest.size + 1)
     pigeonhole = sums[cheapest + 1] - sums[cheapest - k]

@@ -61,6 +61,7 @@ def outliers_to_delay(
         np.concatenate(([0], np.cumsum(length))),
     )
     first = np.arange(length.size)
+    # `end`: the first sequence beyond a microbatch of full packs that begins with `first`.
     full = tokens_before[:-1] + num_ranks * pack_capacity
     end = np.maximum(np.searchsorted(tokens_before, full, side="right") - 1, first + 1)
     leaves = steps_delayed[order] >= max_steps

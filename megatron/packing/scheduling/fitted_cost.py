@@ -48,9 +48,11 @@ class Fit(NamedTuple):
 
 
 def fit_pack_cost(points: Sequence[Point], dummy: Point) -> Fit:
-    """The non-negative coefficients with the least sum of squared relative errors; of the fixed
-    cost, at least what `dummy`, a pack of next to nothing, takes beside its sequences' cost, or a
-    hundredth of its time: at a fixed cost of 0, any number of empty packs would be free.
+    """Fits the non-negative coefficients with the least sum of squared relative errors.
+
+    Args:
+        dummy: a pack of next to nothing. The fixed cost is at least its time without its sequences'
+            cost, or a hundredth of its time: at a fixed cost of 0 empty packs would be free.
 
     Raises ValueError where points do not determine the terms, or time does not grow with tokens.
     """
@@ -82,7 +84,7 @@ def _terms_of(point: Point) -> tuple[float, float, float]:
 
 
 def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Exact, by trying all sets of columns that may be above 0: there are few."""
+    """Solves exactly, by trying all sets of columns that may be above 0: there are seven."""
     scale = np.linalg.norm(matrix, axis=0)
     scaled, num_columns = matrix / scale, matrix.shape[1]
     best, best_residual = np.zeros(num_columns), math.inf
@@ -107,20 +109,18 @@ class FittedCost:
     path: Path
 
     def of_rank(self, *, tensor_parallel_size: int, context_parallel_size: int) -> PackCost:
-        """Seconds of a pack where each layer and each sequence is shared by so many ranks.
+        """Returns the seconds of a pack where each layer and each sequence is shared by so many
+        ranks.
 
-        Work is taken to be shared evenly and communication to be hidden, so that it is the least it
-        could be. What a microbatch costs whatever it holds is mostly the weights' way through
-        memory, of which tensor parallel leaves each rank its part, and context parallel all.
-        Pipeline stages are the step model's matter.
+        Work is assumed to be shared evenly and communication to be hidden: a lower bound. The fixed
+        cost is mostly moving weights through memory: tensor parallel divides them, context parallel
+        does not. Pipeline stages are in the step-time model.
         """
         ranks = tensor_parallel_size * context_parallel_size
         return self.cost.shared_by(ranks, tensor_parallel_size)
 
     def check_model(self, model: Mapping[str, Any]) -> None:
-        """ValueError, naming what differs, if `model` (of this run) is not the one that was
-        measured.
-        """
+        """Raises ValueError with the differences if the run's `model` is not the measured one."""
         differing = [
             f"{name} is {json.dumps(self.model.get(name, 'missing'))} there, but "
             f"{json.dumps(mine)} here"
@@ -141,7 +141,7 @@ def write_fitted_cost(
     model: Mapping[str, Any],
     circumstances: Mapping[str, Any],
 ) -> None:
-    """Write the file; `circumstances` are device, versions and date."""
+    """Writes the file; `circumstances` are device, versions and date."""
     content = {
         **{name: getattr(fit.cost, name) for name in _TERMS},
         "relative_error": {"mean": fit.mean_error, "worst": fit.worst_error},

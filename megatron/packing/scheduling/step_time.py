@@ -157,6 +157,7 @@ def _needs(
 ) -> tuple[int, Operation] | None:
     """The operation, and its stage, whose result this one takes in; None for the first of all."""
     backward, microbatch, chunk = operation
+    # Chunks and stages in the order of layers; a backward pass comes from the next place.
     place = chunk * num_stages + stage + (1 if backward else -1)
     if place < 0:
         return None
@@ -203,7 +204,7 @@ def _program(
     """
     forwards = _passes(False, num_chunks, stage_group, num_microbatches)
     backwards = _passes(True, num_chunks, stage_group, num_microbatches)
-    if num_chunks == 1:
+    if num_chunks == 1:  # stage 0 of 4 runs 3 forwards first, the last stage none
         warmup = num_stages - stage - 1
     else:
         warmup = (num_stages - stage - 1) * 2 + (num_chunks - 1) * stage_group

@@ -192,6 +192,7 @@ def decide(
         raise GlobalBatchError(
             f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}"
         ) from failure
+    # Sequences that wait keep rank -1: every rank finds its own part by its data-parallel rank.
     rank, microbatch = (np.full(waits.size, -1, np.int32) for _ in range(2))
     rank[~waits], microbatch[~waits] = schedule.rank, schedule.microbatch
     stats = packing_stats(

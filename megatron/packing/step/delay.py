@@ -124,7 +124,7 @@ class DelayQueue:
         loaded = [_loaded(state) for state in mine]
         samples = joined([delayed.samples for delayed in loaded])
         steps = np.concatenate([delayed.steps for delayed in loaded])
-        if len(states) != num_ranks:
+        if len(states) != num_ranks:  # 5 sequences, 2 ranks: 0 1 and 2 3 4
             first, last = (len(steps) * edge // num_ranks for edge in (rank, rank + 1))
             samples, steps = samples.take(np.arange(first, last)), steps[first:last]
         self._before = self._after = Delayed(samples, steps)

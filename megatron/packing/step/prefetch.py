@@ -103,6 +103,8 @@ class Prefetcher(Iterator[T], Generic[T]):
         raise self._failure
 
     def _is_idle(self) -> bool:
+        # The number permitted depends on the number asked for alone, so that ranks of different
+        # pace prepare equally many values, and their collectives pair up.
         permitted = self._num_asked + self._ahead
         if self._limit is not None:
             permitted = min(permitted, self._limit)

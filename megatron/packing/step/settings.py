@@ -211,6 +211,7 @@ def measured_cost(
     Raises ValueError if another model was measured.
     """
     fitted.check_model(model_of(config, vocab_size))
+    # The output layer is in the measured linear term. Its share of it is taken from FLOPs.
     cost = fitted.of_rank(
         tensor_parallel_size=config.tensor_model_parallel_size,
         context_parallel_size=config.context_parallel_size,

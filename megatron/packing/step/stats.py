@@ -125,9 +125,11 @@ def packing_stats(
     """
     from megatron.packing.scheduling.cost import window_squares
 
+    # Exact for any lengths, as integers of Python do not overflow.
     of_length = [value * value for value in length.tolist()]
     squares = of_length if trees is None else trees.squares.tolist()
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
+    # A pack is padded to whole alignment units, and an empty one is a dummy pack of one unit.
     computed = (-(-request.pack_lengths(schedule) // alignment.pack)).clip(min=1) * alignment.pack
     costs = request.pack_costs(schedule)
     time = request.model.time_of(costs)

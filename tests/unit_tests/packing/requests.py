@@ -45,22 +45,22 @@ def request(
     capacity: int,
     *,
     microbatch_multiple: int = 1,
-    per_draw: int = 1,
+    per_fetch: int = 1,
     cost: PackCost = COST,
     model: StepModel | None = None,
     loss_tokens=None,
 ) -> ScheduleRequest:
-    """Sequences dealt to source ranks in equal shares, `per_draw` of them by each `next`."""
+    """Sequences dealt to source ranks in equal shares, `per_fetch` of them by each `next`."""
     n = len(lengths)
     per_rank = -(-n // num_ranks)
     position = np.arange(n) % max(per_rank, 1)
     return ScheduleRequest(
         lengths=np.array(lengths, np.int64),
         source_rank=np.arange(n) // max(per_rank, 1),
-        source_fetch=position // per_draw,
+        source_fetch=position // per_fetch,
         loss_tokens=None if loss_tokens is None else np.array(loss_tokens, np.int64),
         num_ranks=num_ranks,
-        num_fetches=-(-per_rank // per_draw),
+        num_fetches=-(-per_rank // per_fetch),
         capacity=capacity,
         cost=cost,
         microbatch_multiple=microbatch_multiple,
@@ -69,7 +69,7 @@ def request(
 
 
 @st.composite
-def requests(draw, *, models=MODELS[:1], whole_draws_fit=False):
+def requests(draw, *, models=MODELS[:1], whole_fetches_fit=False):
     """Odd ones: no sequence, fewer than ranks, all as long as the capacity, a capacity of 1, any
     fixed cost.
     """
@@ -77,13 +77,13 @@ def requests(draw, *, models=MODELS[:1], whole_draws_fit=False):
     capacity = draw(st.integers(1, 60))
     longest = draw(st.integers(1, capacity))
     lengths = draw(st.lists(st.integers(1, longest) | st.just(longest), max_size=40))
-    per_draw = draw(st.integers(1, 3))
+    per_fetch = draw(st.integers(1, 3))
     return request(
         lengths,
         draw(st.integers(1, 9)),
-        capacity * per_draw if whole_draws_fit else capacity,
+        capacity * per_fetch if whole_fetches_fit else capacity,
         microbatch_multiple=draw(st.integers(1, 4)) * model.stage_group,
-        per_draw=per_draw,
+        per_fetch=per_fetch,
         cost=PackCost(
             1.0,
             draw(st.sampled_from([0.0, 1 / 64, 3.0])),

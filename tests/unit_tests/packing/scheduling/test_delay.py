@@ -104,21 +104,21 @@ class Played:
         self.time = 0.0
         """Modelled, of all steps."""
         self.lengths = np.concatenate([np.array(batch, np.int64) for batch in batches])
-        self.drawn_at = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+        self.loaded_at = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
         waiting = np.empty(0, np.int64)
         for step in range(len(batches)):
-            at_hand = np.concatenate((waiting, np.flatnonzero(self.drawn_at == step)))
-            lengths = self.lengths[at_hand]
+            local = np.concatenate((waiting, np.flatnonzero(self.loaded_at == step)))
+            lengths = self.lengths[local]
             wait = outliers_to_delay(
                 lengths,
                 QUADRATIC,
-                step - self.drawn_at[at_hand],
+                step - self.loaded_at[local],
                 num_ranks=num_ranks,
                 pack_capacity=capacity_that_matters(model, capacity, lengths),
                 max_steps=0 if step == len(batches) - 1 else max_steps,
             )
-            waiting = at_hand[wait]
-            self.steps.append(at_hand[~wait].tolist())
+            waiting = local[wait]
+            self.steps.append(local[~wait].tolist())
             self.time += self._time_of(lengths[~wait], num_ranks, model, capacity)
 
     def _time_of(self, lengths, num_ranks, model, capacity) -> float:
@@ -138,7 +138,7 @@ class Played:
     def delays(self) -> list[int]:
         """Steps that each sequence waited, in the order of the steps."""
         return [
-            int(step - self.drawn_at[number])
+            int(step - self.loaded_at[number])
             for step, numbers in enumerate(self.steps)
             for number in numbers
         ]

@@ -44,8 +44,8 @@ def test_dp_balanced_splits_the_largest_pack_for_idle_ranks():
 
 
 @settings(max_examples=100)
-@given(asked=requests(whole_draws_fit=True))
-def test_empty_packs_as_drawn(asked):
+@given(asked=requests(whole_fetches_fit=True))
+def test_empty_packs_as_loaded(asked):
     """`empty` must not move what the sampler placed."""
     schedule = SCHEDULERS["empty"](asked)
     check_schedule(asked, schedule)
@@ -61,7 +61,7 @@ def test_empty_over_capacity():
         CapacityError,
         match=r"microbatch 1 of rank 0 has 12 tokens.*10.*--max-seqlen-per-dp-cp-rank",
     ):
-        SCHEDULERS["empty"](request([5, 5, 6, 6], 1, 10, per_draw=2))
+        SCHEDULERS["empty"](request([5, 5, 6, 6], 1, 10, per_fetch=2))
 
 
 REGISTRY = "megatron.packing.scheduling.registry"
