@@ -64,9 +64,21 @@ def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) ->
             "--dump-schedule, "
             f"but has the keys {', '.join(map(shown, list(found)[:5])) or '(none)'}"
         )
-    if path.suffix in SOURCES:
+    if path.suffix in SOURCES and not _is_column_of_numbers(path):
         return _chats(path, options, vocab_size)
     return Lengths(lengths=_in_own_words(lambda: read_lengths(path, LONGEST)), described=str(path))
+
+
+def _is_column_of_numbers(path: Path) -> bool:
+    """Returns whether a table holds lengths and no records: its first line is a number, or a single
+    name, under which a number or nothing stands.
+    """
+    if path.suffix not in (".csv", ".tsv"):
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first, second = (file.readline(1000).strip() for _ in range(2))
+    is_header = not any(separator in first for separator in ",\t;")
+    return first.isdecimal() or (is_header and (not second or second.isdecimal()))
 
 
 def _mock(config: str, options: LengthOptions, needed: int) -> Lengths:

@@ -60,6 +60,13 @@ def test_chats(tmp_path):
     assert read(tmp_path / "chats.json").lengths.tolist() == [8, 5]
 
 
+@pytest.mark.parametrize("text", ["text\nabcde\n", "text,source\nabcde,7\n"])
+def test_tables_of_records_are_no_lengths(tmp_path, text):
+    """A table of chats has the suffix of a file of lengths; the first lines decide."""
+    (tmp_path / "chats.csv").write_text(text)
+    assert read(tmp_path / "chats.csv").lengths.tolist() == [5]
+
+
 def test_broken_chats_are_named_or_counted(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"text": "abc"}\n{"txt": 1}\n{\n')
