@@ -54,7 +54,7 @@ def batches(num_steps: int) -> list[list[Sample]]:
 def layout_of(name: str, model: str) -> tuple[int, str]:
     """Processes and flags; experts have to be shared where matrices are."""
     world_size, flags = LAYOUTS[name]
-    has_experts = "moe" in model or model == "mixtral"
+    has_experts = "moe" in model or model in ("mixtral", "gpt-oss", "minimax-m2")
     return world_size, flags + OF_EXPERTS * (has_experts and name == "TP2")
 
 

@@ -298,10 +298,17 @@ def train_by_transformers(
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
+    # as transformers' Trainer, which also leaves out biases that experts have in one tensor
+    is_decayed = {
+        name: p.dim() > 1 and not name.endswith("_bias") for name, p in parameters.items()
+    }
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": 0.01},
-            {"params": [p for p in parameters.values() if p.dim() <= 1], "weight_decay": 0.0},
+            {
+                "params": [p for name, p in parameters.items() if is_decayed[name] == decays],
+                "weight_decay": 0.01 if decays else 0.0,
+            }
+            for decays in (True, False)
         ],
         lr=lr,
     )

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from tests.functional_tests.hf_models import train_by_product, train_by_transfor
 from tests.functional_tests.ranks import run_ranks
 
 DATA = batches(20)
+MECHANISMS = (("qwen3.5", "CP2"), ("gemma2", "CP2"), ("gpt-oss", "TP2"))
+"""Models with windows, soft caps, norms behind branches, sinks, biases of experts, delta nets."""
+MORE = (("gemma3", "PP2"), ("olmo3", "TP2"), ("minimax-m2", "TP2"))
 
 
 @pytest.fixture
@@ -30,6 +34,7 @@ def folder(tmp_path: Path, model: str) -> Path:
         ("gemma", "DP2"),
         ("qwen2-moe", "TP2"),
         ("mixtral", "DP2"),
+        *(MECHANISMS + MORE if os.environ.get("FAMILIES") == "all" else MECHANISMS[:1]),
     ],
 )
 def test_losses_of_twenty_steps(folder: Path, model: str, layout: str) -> None:

@@ -5,6 +5,7 @@ what it writes.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ PARTS = ["q_proj", "v_proj", "up_proj"]
         ),
         ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*ATTENTION, "up_proj"]}),
         ("qwen3-moe", "ep2", 1, {"target_modules": ATTENTION}),
+        *[
+            ("gemma2", "pp2", 2, {"target_modules": PARTS}),
+            ("olmo3", "tp2-sp", 2, {"target_modules": PARTS}),
+            ("qwen3.5", "tp2-sp", 2, {"target_modules": ["o_proj", "up_proj"]}),
+            ("gpt-oss", "ep2", 2, {"target_modules": ATTENTION}),
+        ]
+        * (os.environ.get("FAMILIES") == "all"),
     ],
 )
 def test_steps_beside_peft(
