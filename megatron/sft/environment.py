@@ -1,4 +1,4 @@
-"""pure. What the launcher says, and what a user need not read."""
+"""pure. The launcher's variables, signals and streams of this process, and its last words."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from megatron.sft.options.training import TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What to write, and where to."""
+    """Checkpoint and target."""
 
     checkpoint: str | None = field(default=None, metadata={"positional": True})
     """Folder of a run's checkpoints, of which the newest is taken, or of one of them

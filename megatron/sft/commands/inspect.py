@@ -48,7 +48,7 @@ _COMPANIONS = "huggingface"
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """What to look into."""
+    """Path to look into."""
 
     path: str | None = field(default=None, metadata={"positional": True})
     """Data file, prepared WebDataset folder, metadataset (.yaml), HuggingFace model, PEFT adapter,

@@ -47,7 +47,7 @@ _TRAINED, _PLAIN = ("\033[1;32m", "\033[0m"), ("⟦", "⟧")
 
 @dataclass(frozen=True, kw_only=True)
 class ShowConfig:
-    """What to show."""
+    """Samples to show."""
 
     samples: int = 3
     """Samples to print."""

@@ -331,7 +331,13 @@ def parse_with_notes(
         notes.extend(choice_notes(given))
         return _implied(given)
 
-    parts = parse_flags(GROUPS, without_megatron_flags(arguments), command, imply=imply)
+    try:
+        parts = parse_flags(GROUPS, without_megatron_flags(arguments), command, imply=imply)
+    except FlagError as failure:
+        if "arguments are required" not in str(failure):
+            raise
+        hint = "or pass --pretrained-checkpoint FOLDER, a released model, which tells most of them"
+        raise FlagError(f"{failure}; {hint}") from None
     config = SFTConfig.of(parts)
     # A dry run needs no launcher: one process checks the layout of many.
     alone = config.output.dry_run and world_size == 1

@@ -284,7 +284,8 @@ def test_command(tmp_path, capsys):
     code, _, err = run(capsys, tmp_path)
     assert (code, err) == (
         1,
-        f"error: {tmp_path}: is prepared already; pass --force-overwrite to prepare it again\n",
+        f"python -m megatron.blending prepare: error: {tmp_path}: is prepared already; "
+        "pass --force-overwrite to prepare it again\n",
     )
     code, _, _ = run(capsys, tmp_path, "--tar-index-only", "--no-progress")
     assert code == 0
