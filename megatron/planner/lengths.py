@@ -59,6 +59,8 @@ class LengthOptions:
     """Folder of a HuggingFace tokenizer."""
     chat_template: str | None = None
     """File with a chat template, instead of the tokenizer's."""
+    template_date: str | None = None
+    """Date YYYY-MM-DD for chat templates that ask for today's, as in training."""
     data_columns: str | None = None
     """Column renames of the chats, as in training."""
     seq_length: int | None = None

@@ -33,6 +33,10 @@ class ExportOptions:
     """
     folder: str | None = field(default=None, metadata={"positional": True})
     """Folder to write: config.json, tokenizer and weights, as transformers and vLLM load them."""
+    source: str | None = None
+    """HuggingFace folder that training started from: its tensors that are no part of the language
+    model, such as a vision tower, are copied.
+    """
     max_shard_gigabytes: float = 5.0
     """Largest size of one file of weights."""
 
@@ -54,13 +58,23 @@ def main(arguments: Sequence[str], program: str) -> None:
     try:
         (options,) = parse_flags((ExportOptions,), arguments, Command(program=program, about=about))
         silence_warnings(0)
-        export(options.checkpoint, options.folder, int(options.max_shard_gigabytes * 1e9))
+        export(
+            options.checkpoint,
+            options.folder,
+            int(options.max_shard_gigabytes * 1e9),
+            options.source,
+        )
     except (FlagError, ValueError, OSError) as failure:
         exit_with_message(program, str(failure))
     print(f"wrote {options.folder}")
 
 
-def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int) -> None:
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    most_bytes_per_file: int,
+    source: str | None = None,
+) -> None:
     """Write `folder`, whole or not at all; ValueError where the checkpoint has no HuggingFace
     form."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
@@ -73,6 +87,8 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
     from megatron.sft.model.checkpoint_weights import CheckpointWeights
     from megatron.sft.model.huggingface.companions import COMPANIONS, copy_companions, weights_of
     from megatron.sft.model.huggingface.config_file import read_config
+    from megatron.sft.model.huggingface.families.registry import language_model
+    from megatron.sft.model.huggingface.folder import open_folder
     from megatron.sft.model.huggingface.write import check_target, write_folder
 
     path = distributed_checkpoint(checkpoint)
@@ -94,19 +110,27 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
         )
     check_target(Path(folder))
     model_config = read_config(companions)
+    if "text_config" in model_config and source is None:
+        raise ValueError(
+            f"{path} is the language model of a {model_config['model_type']}; pass --source, the "
+            "folder that training started from, for its other parts"
+        )
+    origin = None if source is None else open_folder(source)
+    vocab_size = language_model(model_config).config.number("vocab_size")
     config = _config(saved_options)
     with process_groups(config):
         cpu = torch.device("cpu")
         transformer_config = build_transformer_config(config, cpu)
-        gpt = build_gpt(config, transformer_config, model_config["vocab_size"], 0)
+        gpt = build_gpt(config, transformer_config, vocab_size, 0)
         checkpoint_weights = CheckpointWeights(path, gpt)
         write_folder(
             folder,
             [gpt],
-            weights_of(config.model, model_config),
+            weights_of(config.model, model_config, () if origin is None else origin.tensors),
             lambda target: copy_companions(companions, target),
             most_bytes_per_file,
             lambda placed: checkpoint_weights.values_of(placed.name),
+            origin,
         )
 
 

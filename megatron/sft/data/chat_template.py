@@ -13,7 +13,8 @@ Invariants:
 - every message's text is in its turn, or the conversation is refused;
 - each trained turn ends in the template's end of turn.
 
-A template knows no date: a sample is the same on every day.
+A template that asks for today's date gets the one of --template-date: a sample is the same on every
+day.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,7 +31,13 @@ from jinja2 import TemplateError
 
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.marked_template import MarkedTemplate, Written
-from megatron.sft.data.messages import Message, SampleError, texts_of, with_call_ids
+from megatron.sft.data.messages import (
+    REASONING_NAMES,
+    Message,
+    SampleError,
+    texts_of,
+    with_call_ids,
+)
 
 _CHECKED_AT_EACH_END = 4
 """Answers of a conversation that are compared with how they would be generated."""
@@ -55,6 +63,9 @@ stays as released.
 """
 _NEEDS_CALL_IDS = re.compile(r"\.id\s*\|\s*length\s*\)?\s*!=\s*9")
 """In templates that refuse calls without an id of nine characters: Mistral 0.3, Nemo and later."""
+
+_UNSAFE_FORM = re.compile(r"%(?!-?[A-Za-z%])")
+"""Parts of a date's format with a width, which could be any."""
 
 
 class Span(NamedTuple):
@@ -89,14 +100,16 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str]
     """Variables such as bos_token."""
+    today: date | None = None
+    """The date that the template is given; None for none."""
     _prompts: dict[str, _Prompt] = field(default_factory=dict, init=False, repr=False)
     """By the options of the template, as JSON."""
     _checked: set[Any] = field(default_factory=set, init=False, repr=False)
 
-    def __getstate__(self) -> tuple[str, Mapping[str, str]]:
-        return self.source, self.special_tokens  # what is compiled cannot be pickled
+    def __getstate__(self) -> tuple[str, Mapping[str, str], date | None]:
+        return self.source, self.special_tokens, self.today  # what is compiled cannot be pickled
 
-    def __setstate__(self, state: tuple[str, Mapping[str, str]]) -> None:
+    def __setstate__(self, state: tuple[str, Mapping[str, str], date | None]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
     def render(self, conversation: Conversation) -> Rendering:
@@ -224,10 +237,13 @@ class ChatTemplate:
 
     def _write(self, conversation: Conversation, add_generation_prompt: bool = False) -> Written:
         template = self._template
+        variables = {**self.special_tokens, **conversation.template_options}
+        if self.today is not None:
+            variables.setdefault("strftime_now", self._strftime_now)
         try:
             return template.write(
-                [message.as_dict() for message in conversation.messages],
-                **{**self.special_tokens, **conversation.template_options},
+                [_with_thoughts(message.as_dict()) for message in conversation.messages],
+                **variables,
                 tools=conversation.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -236,13 +252,26 @@ class ChatTemplate:
             said = f"the chat template refuses the conversation: {error!s:.500}"
             if "strftime_now" in said:
                 said = (
-                    "the chat template asks for today's date, by which samples would change; "
-                    f"{_WAY_OUT}"
+                    "the chat template asks for today's date, by which samples would change; pass "
+                    "--template-date YYYY-MM-DD"
                 )
             raise SampleError(said) from None
         except Exception as error:  # a program of others
             said = f"{type(error).__name__}: {error}"
             raise SampleError(f"the chat template fails on the conversation: {said:.500}") from None
+
+    def _strftime_now(self, form: object) -> str:
+        assert self.today is not None
+        if not isinstance(form, str) or len(form) > 100 or _UNSAFE_FORM.search(form):
+            raise TemplateError(f"the chat template asks for the date as {form!r:.60}")
+        return self.today.strftime(form)
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose thoughts stand under each of the names that templates read."""
+    if "reasoning_content" not in message:
+        return message
+    return {**dict.fromkeys(REASONING_NAMES, message["reasoning_content"]), **message}
 
 
 def _generation_prompt(asked: Written, prompted: Written) -> str:

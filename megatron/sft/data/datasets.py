@@ -77,7 +77,11 @@ def build_datasets(config: SFTConfig) -> Datasets:
         return _build_mock(config)
     data = config.data
     tokenizer = build_tokenizer(
-        data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size, data.chat_template
+        data.resolved_tokenizer_type,
+        data.tokenizer_model,
+        data.vocab_size,
+        data.chat_template,
+        data.today,
     )
     encoder = ChatEncoder(
         tokenizer, config.model.seq_length, config.packing.over_length_policy, data.columns

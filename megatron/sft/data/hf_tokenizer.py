@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +43,10 @@ class HuggingFaceTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         tokens = sorted(self.tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-        return hashlib.sha256(repr(tokens).encode(errors="surrogatepass")).hexdigest()[:16]
+        digest = hashlib.sha256(repr(tokens).encode(errors="surrogatepass")).hexdigest()[:16]
+        if self.template is None or self.template.today is None:
+            return digest
+        return f"{digest} on {self.template.today}"  # samples depend on it
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.convert_tokens_to_ids(self.tokenizer.tokenize(text))
@@ -95,7 +99,9 @@ class HuggingFaceTokenizer:
 
 
 def build_hugging_face(
-    tokenizer_model: str | None, chat_template: str | None = None
+    tokenizer_model: str | None,
+    chat_template: str | None = None,
+    template_date: date | None = None,
 ) -> HuggingFaceTokenizer:
     """Read a tokenizer from its folder; `chat_template` is the path of a template to use instead of
     the folder's.
@@ -153,11 +159,11 @@ def build_hugging_face(
         vocab_size=len(tokenizer),
         eod=tokenizer.eos_token_id,
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        template=_template(tokenizer, chat_template),
+        template=_template(tokenizer, chat_template, template_date),
     )
 
 
-def _template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
+def _template(tokenizer: Any, path: str | None, today: date | None) -> ChatTemplate | None:
     if path is not None:
         try:
             source = read_text(path)
@@ -176,7 +182,7 @@ def _template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
         for name, token in tokenizer.special_tokens_map.items()
         if isinstance(token, str)
     }
-    return ChatTemplate(source, names)
+    return ChatTemplate(source, names, today)
 
 
 def _is_panic(error: BaseException) -> bool:

@@ -27,7 +27,7 @@ from megatron.sft.data.layouts import parse_columns
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
 from megatron.sft.data.tokenizer import build_tokenizer
-from megatron.sft.options.data import tokenizer_type_of
+from megatron.sft.options.data import read_date, tokenizer_type_of
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
 
 IntArray = npt.NDArray[np.int64]
@@ -166,7 +166,11 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
     source = open_source(path)
     tokenizer_type = tokenizer_type_of(options.tokenizer_type, options.tokenizer_model)
     tokenizer = build_tokenizer(
-        tokenizer_type, options.tokenizer_model, vocab_size, options.chat_template
+        tokenizer_type,
+        options.tokenizer_model,
+        vocab_size,
+        options.chat_template,
+        read_date(options.template_date),
     )
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate", parse_columns(options.data_columns))
     lengths, dropped = [], 0

@@ -33,7 +33,7 @@ ROLES: Mapping[str, str] = {
 """Every accepted name of a role -> the name that chat templates know."""
 _CALLING_ROLES = ("function_call", "tool_call")
 """Roles of turns in which the assistant calls tools, and that hold the calls as JSON."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 _TRAIN = ("train", "training", "loss", "loss_weight")
 _WEIGHT = ("weight", "loss_scale")
 _PASSED_ON = ("name", "tool_call_id")
@@ -219,10 +219,10 @@ def _read_turn(
         role, content = "assistant", ""
     role = ROLES[role.lower()]
     fields = {key: turn[key] for key in _PASSED_ON if key in turn}
-    reasoning = [text_of(turn[key], f"{place}.{key}") for key in _REASONING if key in turn]
+    reasoning = [text_of(turn[key], f"{place}.{key}") for key in REASONING_NAMES if key in turn]
     if len(set(reasoning)) > 1:
         raise SampleError(
-            f"{place} has {' and '.join(key for key in _REASONING if key in turn)}; keep one"
+            f"{place} has {' and '.join(key for key in REASONING_NAMES if key in turn)}; keep one"
         )
     if reasoning:
         fields["reasoning_content"] = reasoning[0]
@@ -234,7 +234,7 @@ def _read_turn(
         "tool_calls",
         "function_call",
         *_PASSED_ON,
-        *_REASONING,
+        *REASONING_NAMES,
         *_TRAIN,
         *_WEIGHT,
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import groupby
 
 import numpy as np
@@ -39,6 +40,7 @@ def build_tokenizer(
     tokenizer_model: str | None = None,
     vocab_size: int | None = None,
     chat_template: str | None = None,
+    template_date: date | None = None,
 ) -> Tokenizer:
     """Build the tokenizer that --tokenizer-type, --tokenizer-model, --vocab-size and
     --chat-template name.
@@ -55,7 +57,7 @@ def build_tokenizer(
     if tokenizer_type == "HuggingFaceTokenizer":
         from megatron.sft.data.hf_tokenizer import build_hugging_face
 
-        return build_hugging_face(tokenizer_model, chat_template)
+        return build_hugging_face(tokenizer_model, chat_template, template_date)
     if tokenizer_type == "NullTokenizer":
         return _build_null(vocab_size)
     raise ValueError(

@@ -18,6 +18,10 @@ def vocab_size_of(config: SFTConfig) -> int:
     if data.mock_data:
         return data.vocab_size or MOCK_VOCAB_SIZE
     tokenizer = build_tokenizer(
-        data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size, data.chat_template
+        data.resolved_tokenizer_type,
+        data.tokenizer_model,
+        data.vocab_size,
+        data.chat_template,
+        data.today,
     )
     return tokenizer.vocab_size

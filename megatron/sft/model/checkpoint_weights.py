@@ -115,7 +115,7 @@ class CheckpointWeights:
     def _read(self, blocks: list[ShardedTensor]) -> None:
         items, targets = [], {}
         for block in blocks:
-            values = block.data
+            values = block.data.detach()
             for _ in range(block.prepend_axis_num):
                 values = values.unsqueeze(0)
             chunk = ChunkStorageMetadata(torch.Size(block.global_offset), values.shape)

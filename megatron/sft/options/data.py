@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +17,16 @@ from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.planner.lengths import TokenizerType
 from megatron.sft.data.layouts import parse_columns
 from megatron.sft.options.data_paths import expanded, one_of
+
+
+def read_date(text: str | None) -> date | None:
+    """Returns the date of --template-date; ValueError for anything else than YYYY-MM-DD."""
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            f"--template-date must be a date such as 2025-06-30, but is {shown(text)}"
+        ) from None
 
 
 def tokenizer_type_of(
@@ -85,6 +96,8 @@ class DataConfig:
     """Folder of a HuggingFace tokenizer."""
     chat_template: str | None = None
     """File with the chat template to train with, instead of the tokenizer's."""
+    template_date: str | None = None
+    """Date YYYY-MM-DD for chat templates that ask for today's (gpt-oss, Mistral Small)."""
     data_columns: str | None = None
     """Column renames, as messages=dialogue,content=utterance; none=COLUMN ignores one."""
     vocab_size: int | None = None
@@ -134,11 +147,17 @@ class DataConfig:
                 f"--chat-template needs --tokenizer-model, but {self.resolved_tokenizer_type} has "
                 "a format of its own"
             )
+        read_date(self.template_date)
         check_range(self, 1, None, "vocab_size")
         check_range(
             self, 0, None, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches"
         )
         _ = self.split_shares, self.resolved_tokenizer_type, self.columns, self.valid_paths
+
+    @property
+    def today(self) -> date | None:
+        """The date that chat templates are given."""
+        return read_date(self.template_date)
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
-from megatron.sft.model.huggingface.folder import DTYPES
+from megatron.sft.model.huggingface.folder import DTYPES, open_folder
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import write_adapter_config
@@ -89,7 +90,9 @@ class Companions(NamedTuple):
 
     def weights(self) -> Weights:
         """The tensors that go with them."""
-        return weights_of(self.config.model, self.model_config())
+        source = self.config.output.huggingface_source
+        names = () if source is None else open_folder(source).tensors.keys()
+        return weights_of(self.config.model, self.model_config(), names)
 
     def are_saved(self) -> bool:
         """Whether checkpoints hold these files: of models that the export can write."""
@@ -130,9 +133,16 @@ def copy_companions(source: Path, target: Path) -> str:
     return dtype_of(read_config(source))
 
 
-def weights_of(model: ModelConfig, model_config: Mapping[str, Any]) -> Weights:
-    """The tensors of a model whose config.json is `model_config`."""
+def weights_of(
+    model: ModelConfig, model_config: Mapping[str, Any], names: Iterable[str] = ()
+) -> Weights:
+    """The tensors of a model whose config.json is `model_config`.
+
+    names: of the tensors of the folder that it is from, which decide between two forms of experts.
+    """
     family, text, prefix = language_model(model_config)
+    if any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
+        family = replace(family, rows=(*family.rows, *family.stacked_rows))
     return Weights(model, text.number("vocab_size"), family, prefix)
 
 

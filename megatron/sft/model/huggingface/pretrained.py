@@ -54,7 +54,8 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
         check_metadata(checkpoint)
         return MegatronCheckpoint(checkpoint)
     folder = open_folder(output.pretrained_checkpoint)
-    weights = weights_of(config.model, read_config(output.pretrained_checkpoint))
+    model_config = read_config(output.pretrained_checkpoint)
+    weights = weights_of(config.model, model_config, folder.tensors)
     check_folder(folder, weights)
     if config.lora.lora:
         list(AdapterWeights(weights, config.lora).all())  # refuses what has no adapters

@@ -73,7 +73,7 @@ def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    for local_name, parameter in (*gpt.named_parameters(), *_buffers(gpt, weights)):
+    for local_name, parameter in _parameters_and_buffers(gpt, weights):
         if not weights.concerns(local_name):
             continue
         name = global_name(local_name, gpt)
@@ -95,14 +95,27 @@ def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
         yield Placed(local_name, parameter, weight, held, is_repeated, replica == 0)
 
 
-def _buffers(gpt: GPTModel, weights: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that a HuggingFace tensor stands for, such as a router's bias."""
-    for name, buffer in gpt.named_buffers():
-        try:
-            weights.of_parameter(global_name(name, gpt))
-        except KeyError:
-            continue
-        yield name, buffer
+def _parameters_and_buffers(gpt: GPTModel, weights: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters in their order, and among them the buffers that a HuggingFace tensor stands
+    for, such as a router's bias: those of a layer stand together.
+    """
+    seen: set[int] = set()
+    for prefix, module in gpt.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if _has_place(name, gpt, weights):
+                yield name, buffer
+
+
+def _has_place(name: str, gpt: GPTModel, weights: Tensors) -> bool:
+    try:
+        weights.of_parameter(global_name(name, gpt))
+    except KeyError:
+        return False
+    return True
 
 
 def global_name(name: str, gpt: GPTModel) -> str:

@@ -5,6 +5,7 @@ The templates are short ones with the structure of those that model families are
 
 import pickle
 import time
+from datetime import date
 
 import pytest
 from hypothesis import given, settings
@@ -480,3 +481,36 @@ def test_templates_pickle():
     assert before.spans == [
         Span(len(before.text) - len(" a1 <|im_end|>\n"), len(before.text) - 1, 1.0)
     ]
+
+
+DATED = (
+    "{% for message in messages %}{{ '<' ~ message.role ~ '|' ~ strftime_now('%Y-%m-%d') ~ '>' }}"
+    "{% if message.thinking %}{{ '<think>' ~ message.thinking ~ '</think>' }}{% endif %}"
+    "{{ message.content ~ '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant|' ~ strftime_now('%Y-%m-%d') ~ '>' }}{% endif %}"
+)
+
+
+def test_a_template_is_given_one_date():
+    """gpt-oss asks for today's: samples of a run that goes on over midnight would change."""
+    chat = Conversation([Message("user", "when?"), Message("assistant", "now")])
+    with pytest.raises(ValueError, match="pass --template-date"):
+        ChatTemplate(DATED, TOKENS).render(chat)
+    template = pickle.loads(pickle.dumps(ChatTemplate(DATED, TOKENS, date(2025, 6, 30))))
+    rendering = template.render(chat)
+    assert rendering.text == "<user|2025-06-30>when?<end><assistant|2025-06-30>now<end>"
+    ((start, end, _),) = rendering.spans
+    assert rendering.text[start:end] == "now<end>"
+    wide = DATED.replace("%Y-%m-%d", "%1000000000d")
+    with pytest.raises(ValueError, match="asks for the date as"):
+        ChatTemplate(wide, TOKENS, date(2025, 6, 30)).render(chat)
+
+
+def test_thoughts_stand_under_every_name():
+    """LFM2.5 and gpt-oss read `thinking`, Qwen3 `reasoning_content`: under one name alone they would
+    be left out of the other's turns.
+    """
+    thoughts = {"reasoning_content": "hm"}
+    chat = Conversation([Message("user", "?"), Message("assistant", "yes", fields=thoughts)])
+    text = ChatTemplate(DATED, TOKENS, date(2025, 6, 30)).render(chat).text
+    assert text.endswith("<think>hm</think>yes<end>")

@@ -58,6 +58,8 @@ class Family:
     """Options -> the keys of config.json that differ from Llama's."""
     rows: tuple[Row, ...] = ()
     """In place of Llama's rows of the same parameters, and beside them."""
+    stacked_rows: tuple[Row, ...] = ()
+    """In place of `rows`' where a folder holds the experts of a layer as one tensor, if some do."""
     names: tuple[tuple[str, str], ...] = ()
     """Texts in the names of Llama's tensors, and this family's, replaced in this order."""
     carried: tuple[str, ...] = ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
+from megatron.sft.model.huggingface.rows import Row, Source
+from megatron.sft.model.huggingface.tensors import View
 from megatron.sft.options.model import ModelConfig
 
 BLOCK_SPARSE_NAMES = (
@@ -16,6 +18,30 @@ BLOCK_SPARSE_NAMES = (
     (".down_proj.", ".w2."),
 )
 """Names of Mixtral's files, and of MiniMax's."""
+
+
+STACKED_EXPERTS = (
+    Row(
+        "experts.fc1.weight",
+        "sections",
+        ("expert_ffn", "hidden"),
+        ("mlp.experts.gate_up_proj",) * 2,
+        "experts",
+        lambda s: tuple(
+            Source(View(offset), (s["experts"], 2 * s["expert_ffn"], s["hidden"]))
+            for offset in (0, s["expert_ffn"])
+        ),
+    ),
+    Row(
+        "experts.fc2.weight",
+        "columns",
+        ("hidden", "expert_ffn"),
+        ("mlp.experts.down_proj",),
+        "experts",
+        lambda s: (Source(View(), (s["experts"], s["hidden"], s["expert_ffn"])),),
+    ),
+)
+"""Experts of a layer as one tensor, as some releases of Qwen3.5 have them."""
 
 
 def num_experts(config: ConfigFields, default: str) -> dict[str, Any]:

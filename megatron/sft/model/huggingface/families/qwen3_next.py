@@ -9,6 +9,7 @@ from typing import Any
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.families.mixture import (
+    STACKED_EXPERTS,
     num_experts,
     qwen_experts,
     qwen_experts_config,
@@ -224,6 +225,7 @@ QWEN3_5_MOE = Family(
     options=_moe_options,
     config=_moe_config,
     rows=_ROWS,
+    stacked_rows=STACKED_EXPERTS,
     carried=("mtp.",),
     within={"qwen3_5_moe": _PREFIX},
 )
