@@ -3,11 +3,32 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from megatron.blending.arguments import check_function
 
 T = TypeVar("T")
+
+DECODE: Any = "decode"
+"""The default `decoder`: parts become what their names say (text, JSON, arrays, images). None
+leaves them bytes.
+"""
+
+
+class Reader(Protocol):
+    """Says how records become samples; a task encoder is one."""
+
+    @property
+    def cookers(self) -> "Sequence[Cooker]": ...
+    @property
+    def decoder(self) -> Any: ...
+
+
+class PlainReader:
+    """Leaves samples as the data says they are."""
+
+    cookers: "Sequence[Cooker]" = ()
+    decoder: Any = DECODE
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.blending.arguments import nearest
-from megatron.blending.encoding.cooking import choose_cook
+from megatron.blending.encoding.cooking import DECODE, Reader, choose_cook
 from megatron.blending.encoding.fields import required_names
 from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore, open_store
 from megatron.blending.encoding.join import JoinedLoad, JoinSource
 from megatron.blending.encoding.loads import CrudeLoad, FileLoad, TypedLoad
 from megatron.blending.encoding.samples import SAMPLE_TYPES
 from megatron.blending.encoding.source_part import part_of
-from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder
 from megatron.blending.formats import files
 from megatron.blending.formats.decode import Decode, SampleDecoder, decode_part, keep_bytes
 from megatron.blending.formats.files import is_file, local_path
@@ -47,7 +46,7 @@ Load = Callable[[Record, tuple[Any, ...]], Any]
 class Reading:
     """A Reading says how sources are read, for training or for validation."""
 
-    encoder: TaskEncoder[Any, Any, Any, Any]
+    encoder: Reader
     is_shuffled: bool = True
     slice_length: int | None = None
     """Longest run of records that is read in one go; None: no runs, each record by itself."""

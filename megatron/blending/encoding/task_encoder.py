@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from megatron.blending.arguments import check_one_of
 from megatron.blending.encoding.collate import generic_batch
-from megatron.blending.encoding.cooking import Cooker
+from megatron.blending.encoding.cooking import DECODE, Cooker
 from megatron.blending.encoding.fields import batch_samples, has_fields
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
@@ -32,11 +32,6 @@ T_sample = TypeVar("T_sample")
 T_encoded_sample = TypeVar("T_encoded_sample")
 T_raw_batch = TypeVar("T_raw_batch")
 T_batch = TypeVar("T_batch")
-
-DECODE: Any = "decode"
-"""The default `decoder`: parts become what their names say (text, JSON, arrays, images). None
-leaves them bytes.
-"""
 
 
 class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from megatron.blending.arguments import nearest
-from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.encoding.cooking import PlainReader
 from megatron.blending.encoding.source_entries import Reading, file_of, open_entry
 from megatron.blending.formats.files import read_text
 from megatron.blending.formats.paths import is_metadataset
@@ -96,7 +96,7 @@ class DatasetLoaderInterface:
         )
         node = self.node(split_part, told)
         if reading is None:
-            reading = Reading(encoder=DefaultTaskEncoder(), is_shuffled=training)
+            reading = Reading(encoder=PlainReader(), is_shuffled=training)
         kind, entries = flattened(node)
         opened = [
             (open_entry(entry, reading, worker_config), share, entry) for entry, share in entries

@@ -13,8 +13,9 @@ Invariants, for any numbers of workers before and after:
   epoch.
 """
 
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
@@ -22,8 +23,9 @@ from megatron.blending.encoding.collate import pinned
 from megatron.blending.loading.cells import CellState
 from megatron.blending.loading.global_state import gather_states, send_states
 from megatron.blending.loading.lanes import lanes_of
+from megatron.blending.loading.messages import MakeServer, Start
 from megatron.blending.loading.sequence import RankSequence, share_of
-from megatron.blending.loading.server import Start
+from megatron.blending.loading.server import Server
 from megatron.blending.loading.state import (
     VERSION,
     State,
@@ -34,8 +36,8 @@ from megatron.blending.loading.state import (
 )
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker_pool import WorkerPool
-from megatron.blending.streams.failures import FailureLog, Failures, FatalSampleError
-from megatron.blending.streams.node import SavableDataset
+from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
+from megatron.blending.streams.node import Binding, SavableDataset
 from megatron.blending.streams.seeding import BATCH_INDEX
 from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
@@ -323,7 +325,7 @@ class Loader(Generic[T_co]):
     def _started(self) -> None:
         if self._pool is None:
             self._pool = WorkerPool(
-                self._stream, self.config, self._prefetch_factor, self._failure_log
+                self._server_of, self.config, self._prefetch_factor, self._failure_log
             )
         if not self._is_started:
             pass_number = self._epoch if self._stream.is_finite else 0
@@ -332,3 +334,33 @@ class Loader(Generic[T_co]):
             for lane in self._sequence.lanes:
                 lane.start(self._pool, pass_number)
             self._is_started = True
+
+    def _server_of(self, worker: int) -> MakeServer:
+        """Return what makes a worker's server. Workers bind the tree for themselves, as what is
+        bound grows large.
+        """
+        config, stream = self.config, self._stream
+        part = (worker, max(1, config.num_workers), config.num_ranks)
+        handling = (config.failure_tolerance, config.global_error_handler)
+        if config.num_workers:
+            tree: Any = functools.partial(bind_again, stream.dataset, stream.binding.clone())
+            return functools.partial(_server, tree, part, handling, config.in_worker())
+        tree = functools.partial(getattr, stream, "root")
+        return functools.partial(_server, tree, part, handling, config)
+
+
+def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
+    """Return the tree as the rank has it."""
+    return dataset.bind(binding.clone())
+
+
+def _server(
+    tree: Callable[[], SavableDataset[Any]],
+    part: tuple[int, int, int],
+    handling: tuple[int, Any],
+    config: WorkerConfig,
+    report: Callable[[Failure], None],
+) -> Server:
+    """Make a server where it works; `config` is what user code finds there."""
+    WorkerConfig.active_worker_config, WorkerConfig._worker = config, part[0]
+    return Server(lanes_of(tree()), *part, Failures(*handling, report))

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from megatron.blending.loading.cells import CellState
 from megatron.blending.loading.lanes import Lane, has_counted, is_counted
-from megatron.blending.loading.server import END, Message, leave_out
+from megatron.blending.loading.messages import END, Message
+from megatron.blending.loading.server import leave_out
 from megatron.blending.loading.worker_pool import WorkerPool
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
 from megatron.blending.streams.collecting import CollectingDataset, Group

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron.blending.loading.cells import CellState
 from megatron.blending.loading.lanes import Lane
+from megatron.blending.loading.messages import END, Message, Start
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.items import (
     ON_FAILURE,
@@ -31,38 +32,6 @@ from megatron.blending.streams.seeding import BATCH_INDEX
 
 _FIRST_PLANNED = 256
 _MAX_PLANNED = 8192
-END = 2**62
-"""The turn after the last one of a pass."""
-
-
-class Start(NamedTuple):
-    """Says where servers begin."""
-
-    generation: int = 0
-    """How often they were told to: outputs of before are thrown away."""
-    pass_number: int = 0
-    cells: Sequence[CellState] = ()
-    """Of each lane."""
-
-
-class Message(NamedTuple):
-    """An output, with all that the state of the stream needs once it was used."""
-
-    generation: int
-    lane: int
-    turn: int
-    """END if the pass is over: then there is nothing else."""
-    cell: int = 0
-    given: int = 0
-    """Outputs of the cell up to this one: `part` of the next."""
-    items: Sequence[tuple[int | None, Any]] = ()
-    """(part, output), or (None, Leftover)."""
-    ends_turn: bool = True
-    ends_cell: bool = True
-    num_failed: int = 0
-    num_skipped: int = 0
-    error: tuple[str, bytes] | None = None
-    """What went wrong in place of an output, and the exception, pickled; b"" if it cannot be."""
 
 
 class _Cell(NamedTuple):

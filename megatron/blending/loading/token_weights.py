@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.formats.indexed import IndexedSource
 from megatron.blending.formats.record import RecordSource
 from megatron.blending.loading.dataset_loader import LoadedDataset
@@ -22,7 +21,14 @@ from megatron.blending.streams.failures import SkipSample
 
 _PROBES = 64
 
-Encoder = TaskEncoder[Any, Any, Any, Any]
+
+class Encoder(Protocol):
+    """Encodes samples and counts their tokens; a task encoder is one."""
+
+    def uses(self, step: str) -> bool:
+        """Whether `encode_sample`, `preencode_sample` or `num_tokens` is defined."""
+
+    def num_tokens(self, sample: Any) -> int: ...
 
 
 @runtime_checkable

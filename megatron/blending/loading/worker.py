@@ -29,16 +29,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any
 
-from megatron.blending.loading.server import END, Message, Server, Start
+from megatron.blending.loading.messages import END, MakeServer, Message, Server, Start
 from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure, FatalSampleError
 from megatron.blending.streams.seeding import seed_generators
 
 if TYPE_CHECKING:
     import torch
-
-MakeServer = Callable[[Callable[[Failure], None]], Server]
-"""Called with what is to be told of failures."""
 
 SMALL_BYTES = 4096
 """A smaller buffer stays in the pickle."""

@@ -5,7 +5,6 @@ A worker may die or hang, and does not outlive its parent.
 """
 
 import contextlib
-import functools
 import logging
 import mmap
 import multiprocessing
@@ -23,18 +22,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from megatron.blending.loading.lanes import lanes_of
-from megatron.blending.loading.server import END, Message, Server, Start
-from megatron.blending.loading.stream import Stream
+from megatron.blending.loading.messages import END, MakeServer, Message, Start
 from megatron.blending.loading.worker import (
-    MakeServer,
     aligned,
     is_shared,
     process_main,
     remove,
 )
-from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
-from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.failures import Failure, FailureLog, FatalSampleError
 from megatron.blending.streams.worker_config import WorkerConfig
 
 logger = logging.getLogger("megatron.blending")
@@ -248,30 +243,27 @@ class WorkerPool:
     """The workers of a rank, started at once. They begin again whenever they are asked to."""
 
     def __init__(
-        self, stream: Stream, config: WorkerConfig, prefetch_factor: int, log: FailureLog
+        self,
+        make: Callable[[int], MakeServer],
+        config: WorkerConfig,
+        prefetch_factor: int,
+        log: FailureLog,
     ) -> None:
-        """`log`: of the samples that fail in any of the workers."""
+        """`make(number)`: what makes the server of a worker, and is sent to its process. `log`: of
+        the samples that fail in any of them.
+        """
         self._log = log
         self._workers: list[Any] = []
         self._generation = -1
         self.close = weakref.finalize(self, _close_all, self._workers)
-        handling = (config.failure_tolerance, config.global_error_handler)
-        if config.num_workers:
-            get_root = functools.partial(bind_again, stream.dataset, stream.binding.clone())
-        else:
-            get_root = functools.partial(getattr, stream, "root")
-        num_workers = max(1, config.num_workers)
+        if config.num_workers == 0:
+            self._workers.append(make(0)(log.add))
+            return
         try:
-            for number in range(num_workers):
-                part = (number, num_workers, config.num_ranks)
-                told = config.in_worker() if config.num_workers else config
-                make = functools.partial(make_server, get_root, part, handling, told)
-                if config.num_workers == 0:
-                    self._workers.append(make(self._log.add))
-                    continue
+            for number in range(config.num_workers):
                 name = f"worker {number} of rank {config.this_rank}"
                 self._workers.append(
-                    WorkerProcess(name, make, prefetch_factor, config, self._workers)
+                    WorkerProcess(name, make(number), prefetch_factor, config, self._workers)
                 )
         except BaseException:
             self.close()
@@ -289,25 +281,6 @@ class WorkerPool:
         while isinstance(given := self._workers[worker].next(lane), Failure):
             self._log.add(given)
         return given
-
-
-def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
-    """Return the tree as the rank has it: a worker binds it for itself, as what is bound grows
-    large.
-    """
-    return dataset.bind(binding.clone())
-
-
-def make_server(
-    get_root: Callable[[], SavableDataset[Any]],
-    part: tuple[int, int, int],
-    handling: tuple[int, Any],
-    config: WorkerConfig,
-    report: Callable[[Failure], None],
-) -> Server:
-    """Make a server where it works; `config` is what user code finds there."""
-    WorkerConfig.active_worker_config, WorkerConfig._worker = config, part[0]
-    return Server(lanes_of(get_root()), *part, Failures(*handling, report))
 
 
 def _close_all(workers: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.encoding.cooking import PlainReader
 from megatron.blending.encoding.source_entries import Reading, open_entry
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import (
@@ -185,7 +185,7 @@ def _data(path: str) -> Iterator[str]:
 
 
 def _sources(path: str, split: str, node: Node) -> Iterator[str]:
-    reading = Reading(encoder=DefaultTaskEncoder())
+    reading = Reading(encoder=PlainReader())
     kind, shares = flattened(node)
     total = sum(share for _, share in shares)
     sizes = [len(open_entry(entry, reading).source) for entry, _ in shares]

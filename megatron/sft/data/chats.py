@@ -20,7 +20,6 @@ from typing import Any
 from megatron.blending.encoding.loads import TypedLoad
 from megatron.blending.encoding.samples import TextSample
 from megatron.blending.encoding.source_entries import Reading, open_entry
-from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.formats.decode import decode_part
 from megatron.blending.formats.record import Record
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
@@ -39,13 +38,21 @@ def _decode_text(name: str, content: bytes) -> object:
     return decode_part(name, content) if name.rpartition(".")[2] in _TEXT_PARTS else content
 
 
-class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
-    """Samples of a source -> sequences."""
+class ChatTask:
+    """Samples of a source -> sequences. Reads as a task encoder does, and counts tokens."""
+
+    cookers = ()
 
     def __init__(self, encoder: ChatEncoder) -> None:
         self._encoder = encoder
 
     decoder = staticmethod(_decode_text)
+
+    def uses(self, step: str) -> bool:
+        return step == "encode_sample"
+
+    def num_tokens(self, sample: EncodedSample) -> int:
+        return len(sample.tokens)
 
     def encode_sample(self, sample: object) -> EncodedSample:
         """SkipSample with the reason for one that holds nothing to train on, SampleError for one

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron.blending.loading.loader import Loader, WorkerConfig, get_loader
+from megatron.blending.loading.window_loader import WindowLoader
 from megatron.blending.streams.failures import Failures, FatalSampleError
 from megatron.blending.streams.window import SkippedSample, WindowDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 from megatron.sft.data.chat_encoder import ChatEncoder, SampleError
 from megatron.sft.data.counts import COLUMNS, Counts
 from megatron.sft.data.sample_set import SampleSet
@@ -95,9 +96,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             seed=samples.seed,
         )
         ahead = -(-share.num_draws // (share.draws_per_window * max(1, num_workers)))
-        self._loader: Loader[list[Any]] = get_loader(
-            windows, workers, prefetch_factor=ahead, pin_memory=False
-        )
+        self._loader = WindowLoader(windows, workers, prefetch_factor=ahead)
 
     @property
     def counts(self) -> Counts:
