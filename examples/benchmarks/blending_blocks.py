@@ -52,9 +52,9 @@ class Encoded:
 def held(buffer: int, num_workers: int, by: str) -> dict[str, Any]:
     """What the first of `num_workers` workers holds while it makes packs."""
     from megatron.blending import MapDataset, PackingDataset, RepeatDataset, SourceDataset
-    from megatron.blending.loading.cells import CellState
-    from megatron.blending.loading.lanes import lanes_of
-    from megatron.blending.loading.server import Server, Start
+    from megatron.blending.energon._loading.cells import CellState
+    from megatron.blending.energon._loading.lanes import lanes_of
+    from megatron.blending.energon._loading.server import Server, Start
     from megatron.blending.streams.failures import Failures
     from megatron.blending.streams.node import Binding
 

@@ -4,10 +4,10 @@
     metadatasets   YAML -> a tree of frozen values
     order          pure: (seed, node, epoch, position) -> which source, which record; proportions of
                    blends
-    streams        BlendDataset, MapDataset ...: what stands at each position; batches, packs and
-                   groups in sequence
-    encoding       record -> sample -> batch: task encoders, cookers
-    loading        open by path; loaders over ranks and worker processes, their state
+    streams        BlendDataset, MapDataset, WindowDataset ...: what stands at each position
+    encoding       record -> sample: sample types, cookers, collation
+    loading        open by path; worker processes; the loader of windows, whose state is one number
+    energon        for energon's users: task encoders, batches, packs and groups, their loader
     python -m megatron.blending prepare   writes the index files beside data
 
 Each folder knows those above it only; README.md beside this file is the map. Names are imported
@@ -18,24 +18,24 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "loading.load": "get_train_dataset get_val_dataset get_val_datasets",
+    "energon._loading.load": "get_train_dataset get_val_dataset get_val_datasets",
     "loading.dataset_loader": """DatasetBlendMode DatasetLoader DatasetLoaderInterface LoadedDataset
     LoadedDatasetList
         Metadataset MetadatasetV2 load_dataset""",
-    "streams.batching": "BatchDataset MixBatchDataset",
+    "energon._streams.batching": "BatchDataset MixBatchDataset",
     "streams.choice": "BlendDataset ConcatDataset",
-    "streams.group_batch": "GroupBatchDataset",
+    "energon._streams.group_batch": "GroupBatchDataset",
     "streams.mapping": "FilterDataset MapDataset",
-    "streams.packing_buffer": "PackingDataset",
+    "energon._streams.packing_buffer": "PackingDataset",
     "streams.positions": "EpochizeDataset LimitDataset RepeatDataset ShuffleBufferDataset",
     "streams.source": "SourceDataset",
     "streams.window": "LeftOut SkippedSample WindowDataset",
     "streams.node": "SavableDataset",
-    "loading.loader": "WorkerConfig get_loader get_savable_loader",
+    "energon._loading.loader": "WorkerConfig get_loader get_savable_loader",
     "streams.failures": "FatalSampleError SkipSample log_exception reraise_exception",
     "order.weights": "WeightSchedule",
-    "encoding.default_encoder": "DefaultTaskEncoder",
-    "encoding.task_encoder": "TaskEncoder",
+    "energon._encoding.default_encoder": "DefaultTaskEncoder",
+    "energon._encoding.task_encoder": "TaskEncoder",
     "encoding.cooking": "Cooker cooker",
     "streams.seeding": "stateless",
     "formats.decode": "SampleDecoder",
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if module.startswith("streams."):
         # Iterating over a data set makes a loader.
-        importlib.import_module(f"{__name__}.loading.loader")
+        importlib.import_module(f"{__name__}.energon._loading.loader")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value

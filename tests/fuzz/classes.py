@@ -24,6 +24,10 @@ from typing import Any
 import numpy as np
 
 from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore
+from megatron.blending.energon._loading.load import get_train_dataset
+from megatron.blending.energon._loading.loader import WorkerConfig, get_loader
+from megatron.blending.energon._streams.group_batch import GroupBatchDataset
+from megatron.blending.energon._streams.packing_buffer import PackingDataset
 from megatron.blending.formats.decode import SampleDecoder, decode_part
 from megatron.blending.formats.prepared.prepare import (
     Preparation,
@@ -31,13 +35,9 @@ from megatron.blending.formats.prepared.prepare import (
     prepare_webdataset,
 )
 from megatron.blending.formats.record import RecordError, read_records
-from megatron.blending.loading.load import get_train_dataset
-from megatron.blending.loading.loader import WorkerConfig, get_loader
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import SkipSample
-from megatron.blending.streams.group_batch import GroupBatchDataset
 from megatron.blending.streams.mapping import FilterDataset
-from megatron.blending.streams.packing_buffer import PackingDataset
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.sft.data.chat_encoder import ChatEncoder
 from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats

@@ -136,7 +136,16 @@ KNOWS = {
     "sft": ("planner", "packing", "blending"),
 }
 FOLDERS = {
-    "blending": ("arguments", "formats", "metadatasets", "order", "streams", "encoding", "loading"),
+    "blending": (
+        "arguments",
+        "formats",
+        "metadatasets",
+        "order",
+        "streams",
+        "encoding",
+        "loading",
+        "energon",
+    ),
     "packing": (
         "user_files",
         "former_names",

@@ -7,9 +7,9 @@ from collections import deque
 from typing import Any
 
 from megatron.blending import RepeatDataset, SourceDataset
+from megatron.blending.energon._loading.loader import WorkerConfig, get_savable_loader
+from megatron.blending.energon._loading.server import END
 from megatron.blending.formats.record import RecordError, read_each
-from megatron.blending.loading.loader import WorkerConfig, get_savable_loader
-from megatron.blending.loading.server import END
 
 
 class Numbers:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron.blending.encoding.cooking import Cooker, cooker
-from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.file_store import open_store
 from megatron.blending.encoding.samples import (
     CaptioningSample,
@@ -22,6 +21,7 @@ from megatron.blending.encoding.samples import (
     basic_sample_keys,
 )
 from megatron.blending.encoding.source_entries import Reading, file_of, open_records
+from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron.blending import BatchDataset, MapDataset
-from megatron.blending.loading.loader import get_loader, get_savable_loader
+from megatron.blending.energon._loading.loader import get_loader, get_savable_loader
 from megatron.blending.streams.failures import FatalSampleError
 from tests.unit_tests.blending.number_streams import (
     config,

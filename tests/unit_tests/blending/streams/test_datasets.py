@@ -21,7 +21,7 @@ from megatron.blending import (
     RepeatDataset,
     ShuffleBufferDataset,
 )
-from megatron.blending.loading.loader import get_loader
+from megatron.blending.energon._loading.loader import get_loader
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import FatalSampleError
 from tests.unit_tests.blending.number_streams import (

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from megatron.blending import BatchDataset, BlendDataset, FilterDataset, MapDataset, PackingDataset
-from megatron.blending.loading.loader import get_loader
+from megatron.blending.energon._loading.loader import get_loader
 from megatron.blending.streams.failures import (
     Failure,
     FailureLog,

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-from megatron.blending.loading.cells import CellState
-from megatron.blending.loading.lanes import Lane, has_counted, is_counted
+from megatron.blending.energon._loading.cells import CellState
+from megatron.blending.energon._loading.lanes import Lane, has_counted, is_counted
+from megatron.blending.energon._loading.server import leave_out
+from megatron.blending.energon._streams.collecting import CollectingDataset, Group
+from megatron.blending.energon._streams.references import at_of, nodes_above, raised, remade
 from megatron.blending.loading.messages import END, Message
-from megatron.blending.loading.server import leave_out
 from megatron.blending.loading.worker_pool import WorkerPool
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
-from megatron.blending.streams.collecting import CollectingDataset, Group
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.items import (
     Leftover,
@@ -30,7 +31,6 @@ from megatron.blending.streams.items import (
 from megatron.blending.streams.mapping import SameOutputs
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.positions import LimitDataset
-from megatron.blending.streams.references import at_of, nodes_above, raised, remade
 
 Counts = dict[str, Any]
 """What a rank counted, by kind and number of the node: plain values, for a state."""

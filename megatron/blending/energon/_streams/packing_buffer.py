@@ -12,7 +12,8 @@ from types import GeneratorType
 from typing import Any
 
 from megatron.blending.arguments import check_function, check_no_more, check_one_of, check_whole
-from megatron.blending.streams.collecting import BlocksPlan, CollectingDataset, Group
+from megatron.blending.energon._streams.collecting import BlocksPlan, CollectingDataset, Group
+from megatron.blending.energon._streams.references import at_of, entries_of, remade
 from megatron.blending.streams.failures import FatalSampleError, NotChosen
 from megatron.blending.streams.items import (
     Deferred,
@@ -22,7 +23,6 @@ from megatron.blending.streams.items import (
     numbered,
 )
 from megatron.blending.streams.node import Binding, SavableDataset
-from megatron.blending.streams.references import at_of, entries_of, remade
 from megatron.blending.streams.seeding import At
 from megatron.blending.streams.worker_config import WorkerConfig
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.blending.loading.state import State
+from megatron.blending.energon._loading.state import State
 from megatron.blending.streams.worker_config import WorkerConfig
 
 

@@ -20,13 +20,12 @@ from typing import Any, Generic, TypeVar
 
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.encoding.collate import pinned
-from megatron.blending.loading.cells import CellState
-from megatron.blending.loading.global_state import gather_states, send_states
-from megatron.blending.loading.lanes import lanes_of
-from megatron.blending.loading.messages import MakeServer, Start
-from megatron.blending.loading.sequence import RankSequence, share_of
-from megatron.blending.loading.server import Server
-from megatron.blending.loading.state import (
+from megatron.blending.energon._loading.cells import CellState
+from megatron.blending.energon._loading.global_state import gather_states, send_states
+from megatron.blending.energon._loading.lanes import lanes_of
+from megatron.blending.energon._loading.sequence import RankSequence, share_of
+from megatron.blending.energon._loading.server import Server
+from megatron.blending.energon._loading.state import (
     VERSION,
     State,
     checked_states,
@@ -34,7 +33,8 @@ from megatron.blending.loading.state import (
     merge_states,
     with_checksum,
 )
-from megatron.blending.loading.stream import Stream
+from megatron.blending.energon._loading.stream import Stream
+from megatron.blending.loading.messages import MakeServer, Start
 from megatron.blending.loading.worker_pool import WorkerPool
 from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
 from megatron.blending.streams.node import Binding, SavableDataset

@@ -16,14 +16,14 @@ from megatron.blending.arguments import check_one_of
 from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import DECODE, Cooker
 from megatron.blending.encoding.fields import batch_samples, has_fields
+from megatron.blending.energon._streams.batching import BatchDataset
+from megatron.blending.energon._streams.group_batch import MAX_OPEN_GROUPS, GroupBatchDataset
+from megatron.blending.energon._streams.packing_buffer import PackingDataset
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
-from megatron.blending.streams.batching import BatchDataset
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
-from megatron.blending.streams.group_batch import MAX_OPEN_GROUPS, GroupBatchDataset
 from megatron.blending.streams.mapping import MapDataset
 from megatron.blending.streams.node import SavableDataset
-from megatron.blending.streams.packing_buffer import PackingDataset
 from megatron.blending.streams.positions import EpochizeDataset, LimitDataset, RepeatDataset
 from megatron.blending.streams.seeding import BATCH_INDEX, SAMPLE_INDEX
 from megatron.blending.streams.worker_config import WorkerConfig

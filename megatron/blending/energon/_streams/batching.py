@@ -6,14 +6,14 @@ from types import GeneratorType
 from typing import Any
 
 from megatron.blending.arguments import check_function, check_no_more, check_whole
-from megatron.blending.order.proportions import BlendMode
-from megatron.blending.streams.choice import BlendDataset
-from megatron.blending.streams.collecting import (
+from megatron.blending.energon._streams.collecting import (
     BlocksPlan,
     CollectingDataset,
     Group,
     keyed,
 )
+from megatron.blending.order.proportions import BlendMode
+from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.items import SPECIAL, MultiOutput, Sample, SkipMarker, generated
 from megatron.blending.streams.node import Binding, SavableDataset
 from megatron.blending.streams.worker_config import WorkerConfig

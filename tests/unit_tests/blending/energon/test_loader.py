@@ -21,8 +21,8 @@ from megatron.blending import (
     MixBatchDataset,
     PackingDataset,
 )
-from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
-from megatron.blending.loading.state import expanded
+from megatron.blending.energon._loading.loader import WorkerConfig, get_loader, get_savable_loader
+from megatron.blending.energon._loading.state import expanded
 from megatron.blending.order.proportions import _exchanged
 from megatron.blending.order.reading import records_at
 from megatron.blending.order.weights import WeightSchedule
@@ -71,8 +71,8 @@ def _workers_here(monkeypatch):
 @pytest.fixture(autouse=True)
 def _small_plans(monkeypatch):
     """What is planned at once ends within a test, as it does many times within a run."""
-    monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
-    monkeypatch.setattr("megatron.blending.loading.server._MAX_PLANNED", 90)
+    monkeypatch.setattr("megatron.blending.energon._loading.server._FIRST_PLANNED", 30)
+    monkeypatch.setattr("megatron.blending.energon._loading.server._MAX_PLANNED", 90)
     monkeypatch.setattr("megatron.blending.order.proportions._MAX_AT_ONCE", 60)
     monkeypatch.setattr("megatron.blending.order.proportions._exchanged", _order_of)
     monkeypatch.setattr("megatron.blending.streams.node.records_at", _records_at)

@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from megatron.blending.arguments import check_no_more
-from megatron.blending.loading.rank_loader import Loader
+from megatron.blending.energon._loading.rank_loader import Loader
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 

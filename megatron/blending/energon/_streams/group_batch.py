@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from megatron.blending.arguments import check_function, check_no_more, check_whole
-from megatron.blending.streams.collecting import CollectingDataset, Group
+from megatron.blending.energon._streams.collecting import CollectingDataset, Group
+from megatron.blending.energon._streams.references import at_of, entries_of
 from megatron.blending.streams.items import Sample, SkipMarker
 from megatron.blending.streams.node import Binding, SavableDataset
-from megatron.blending.streams.references import at_of, entries_of
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _ENERGON_ONLY = ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance")

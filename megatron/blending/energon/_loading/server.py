@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.blending.loading.cells import CellState
-from megatron.blending.loading.lanes import Lane
+from megatron.blending.energon._loading.cells import CellState
+from megatron.blending.energon._loading.lanes import Lane
 from megatron.blending.loading.messages import END, Message, Start
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.items import (

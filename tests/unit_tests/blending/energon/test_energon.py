@@ -48,7 +48,7 @@ from tests.unit_tests.blending.folders import (
     write_texts,
 )
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "coming-from" / "energon.md"
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "coming-from" / "energon.md"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.blending.loading.cells import CellState, dealt_again
+from megatron.blending.energon._loading.cells import CellState, dealt_again
 
 State = dict[str, Any]
 

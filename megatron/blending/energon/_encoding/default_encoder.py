@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.blending.encoding.fields import FieldError, converted, is_made_of
-from megatron.blending.encoding.task_encoder import (
+from megatron.blending.energon._encoding.task_encoder import (
     T_batch,
     T_encoded_sample,
     T_raw_batch,

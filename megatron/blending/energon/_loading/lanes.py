@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from megatron.blending.energon._streams.collecting import CollectingDataset
+from megatron.blending.energon._streams.packing_buffer import PackingDataset
 from megatron.blending.streams.choice import BlendDataset
-from megatron.blending.streams.collecting import CollectingDataset
 from megatron.blending.streams.mapping import SameOutputs
 from megatron.blending.streams.node import SavableDataset
-from megatron.blending.streams.packing_buffer import PackingDataset
 from megatron.blending.streams.positions import RepeatDataset
 
 

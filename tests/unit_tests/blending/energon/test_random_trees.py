@@ -22,7 +22,7 @@ from megatron.blending import (
     RepeatDataset,
     ShuffleBufferDataset,
 )
-from megatron.blending.loading.loader import get_savable_loader
+from megatron.blending.energon._loading.loader import get_savable_loader
 from megatron.blending.streams.failures import FatalSampleError
 from tests.unit_tests.blending.number_streams import WorkerHere, config, source_of
 from tests.unit_tests.blending.trees import (
@@ -42,7 +42,7 @@ LAYOUTS = [(1, 0), (1, 1), (2, 0), (1, 3), (3, 2), (2, 2), (5, 0), (4, 1)]
 @pytest.fixture(autouse=True)
 def _workers_here(monkeypatch):
     monkeypatch.setattr("megatron.blending.loading.worker_pool.WorkerProcess", WorkerHere)
-    monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 20)
+    monkeypatch.setattr("megatron.blending.energon._loading.server._FIRST_PLANNED", 20)
     monkeypatch.setattr("megatron.blending.streams.failures._MAX_IN_SILENCE", 3000)
     logging.getLogger("megatron.blending").setLevel(logging.ERROR)
     yield

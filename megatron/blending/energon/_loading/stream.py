@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from types import GeneratorType
 from typing import Any
 
-from megatron.blending.loading.lanes import lanes_of
-from megatron.blending.loading.state import State, check_stream, compact
-from megatron.blending.streams.collecting import CollectingDataset
+from megatron.blending.energon._loading.lanes import lanes_of
+from megatron.blending.energon._loading.state import State, check_stream, compact
+from megatron.blending.energon._streams.collecting import CollectingDataset
 from megatron.blending.streams.items import MultiOutput, SkipMarker, applied, no_entries
 from megatron.blending.streams.mapping import SameOutputs
 from megatron.blending.streams.node import Binding, SavableDataset

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron.blending.energon._streams.references import at_of, entries_of
 from megatron.blending.streams.items import (
     Leftover,
     MultiOutput,
@@ -33,7 +34,6 @@ from megatron.blending.streams.node import (
     check_datasets,
 )
 from megatron.blending.streams.ranges import RangesPlan
-from megatron.blending.streams.references import at_of, entries_of
 from megatron.blending.streams.seeding import UserFunction, restore_key_of
 from megatron.blending.streams.worker_config import WorkerConfig
 

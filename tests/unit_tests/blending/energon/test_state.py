@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.blending.loading.loader import get_savable_loader
-from megatron.blending.loading.state import checked_states, compact, expanded, with_checksum
+from megatron.blending.energon._loading.loader import get_savable_loader
+from megatron.blending.energon._loading.state import (
+    checked_states,
+    compact,
+    expanded,
+    with_checksum,
+)
 from tests.unit_tests.blending.number_streams import config, drawn, endless, loaders
 
 STATE = get_savable_loader(endless(), config()).state_dict()

@@ -13,7 +13,7 @@ from megatron.blending import (
     SkipSample,
     TaskEncoder,
 )
-from megatron.blending.encoding.task_encoder import check_encoder
+from megatron.blending.energon._encoding.task_encoder import check_encoder
 from tests.unit_tests.blending.number_streams import (
     WorkerHere,
     drawn,

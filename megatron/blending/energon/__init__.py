@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron import blending
 from megatron.blending.encoding import cooking, file_store
-from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
+from megatron.blending.energon._encoding.task_encoder import TaskEncoder, check_encoder
+from megatron.blending.energon._loading.rank_loader import Loader
 from megatron.blending.formats.decode import keep_bytes
 from megatron.blending.formats.files import read_text
 from megatron.blending.formats.prepared.prepare import (
@@ -26,7 +26,6 @@ from megatron.blending.formats.prepared.prepare import (
     prepare_webdataset,
 )
 from megatron.blending.formats.yaml_reader import read_yaml
-from megatron.blending.loading.rank_loader import Loader
 from megatron.blending.metadatasets.metadataset import Join, load_metadataset, source_entries
 from megatron.blending.metadatasets.metadataset_file import parse_metadataset
 from megatron.blending.streams.node import SavableDataset
@@ -378,7 +377,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "EPath":
         return importlib.import_module("megatron.blending.formats.epath").EPath
-    return getattr(blending, name)
+    return getattr(sys.modules["megatron.blending"], name)
 
 
 class _Place(types.ModuleType):

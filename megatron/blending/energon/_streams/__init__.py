@@ -1,0 +1,1 @@
+"""Nodes that collect samples: batches, packs, groups."""
