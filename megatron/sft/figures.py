@@ -25,9 +25,8 @@ class Figure(NamedTuple):
 
 FIGURES = {
     "longest_sequence": Figure(lambda batch: max(batch.lengths, default=0), is_max=True),
-    "slowest_data_seconds": Figure(lambda batch: batch.seconds_waited, is_max=True),
 }
-"""Tokens of the longest sequence, and the longest time that any rank waited for its batch."""
+"""Tokens of the longest sequence. No times: lines of equal steps are compared to the bit."""
 
 
 def figures_of(batch: StepBatch) -> StepFigures:

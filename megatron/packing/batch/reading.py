@@ -102,7 +102,7 @@ class SampleReader:
         if not 0 <= source < _LIMIT:
             raise ValueError(f"'source' must be from 0 to {_LIMIT - 1}, but is {source}")
         extra, lengths = extra_fields(item, size), [size]
-        has_layout = any(item.get(name) is not None for name in ("cu_seqlens", "original_seq_len"))
+        has_layout = item.get("cu_seqlens") is not None or item.get("original_seq_len") is not None
         if size == 0 or has_layout or item.get("parents") is not None:
             starts, sizes = _sequences(item, size)
             lengths = sizes[sizes > 0].tolist()
