@@ -32,6 +32,10 @@ def main(arguments: Sequence[str], program: str) -> None:
     """
     outlive_output()
     try:
+        if "--auto-layout" in arguments:
+            from megatron.sft.commands.plan_layout import plan_layout
+
+            return plan_layout(arguments, program)
         plan(arguments, lengths_from, program, implied)
     except (ValueError, OSError) as failure:
         exit_with_message(program, str(failure))

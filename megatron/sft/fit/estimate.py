@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.sft.fit import cuda_branches
 from megatron.sft.fit.affine import NotAffineError, fitted
@@ -106,22 +106,36 @@ def trace(
     return counter.phases
 
 
-def estimates(request: Request) -> list[StageEstimate]:
+Shared = dict[tuple[Any, ...], Any]
+"""Traces that requests share: those of one model and data, which differ in layout, recomputation
+and capacity alone.
+"""
+
+
+def estimates(request: Request, shared: Shared | None = None) -> list[StageEstimate]:
     """Returns the bytes of each stage. Middle stages of equal depth share their traces."""
-    shared: dict[tuple[bool, bool], dict[tuple[int, int], dict[str, int]]] = {}
-    found = []
-    for stage in stages_of(request.config, request.world_size):
-        kind = stage.number == 0, stage.number == stage.num_stages - 1
-        found.append(_estimate(request, stage, shared.setdefault(kind, {})))
-    return found
+    shared = {} if shared is None else shared
+    return [
+        _estimate(request, stage, shared) for stage in stages_of(request.config, request.world_size)
+    ]
 
 
-def _estimate(
-    request: Request, stage: Stage, traced: dict[tuple[int, int], dict[str, int]]
-) -> StageEstimate:
-    build, _, optimizer = trace(request, stage.rank, 1, passes=False)
+def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
+    config, parallel = request.config, request.config.parallel
+    kind = stage.number == 0, stage.number == stage.num_stages - 1
+    chunks = config.num_virtual_stages
+    layout = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    depth = stage.num_stages, chunks, parallel.data_parallel_size(request.world_size)
+    context = parallel.context_parallel_size, config.shards_optimizer
+    states_key = ("states", kind, layout, depth, context)
+    if states_key not in shared:
+        shared[states_key] = trace(request, stage.rank, 1, passes=False)
+    build, _, optimizer = shared[states_key]
     # Only what lives on is at a phase's end.
     states = {name: optimizer.at_peak.get(name, 0) for name in STATES}
+    again = config.model.recompute_granularity, config.capacity_per_rank, request.routing
+    filled = None if chunks is None else (chunks, stage.num_stages)
+    traced = shared.setdefault(("passes", kind, layout, context, again, filled), {})
     remarks: list[str] = []
     passes = _passes(request, stage, traced, remarks)
     return StageEstimate(

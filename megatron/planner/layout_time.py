@@ -1,0 +1,236 @@
+"""pure. Modelled seconds of a step in a layout, by part: arithmetic, memory traffic, and what is
+exposed of the communication of tensor, context, expert, pipeline and data parallel.
+
+All of it is modelled from `devices`; no part was measured. The schedule is the product's own: packs
+of real lengths, 1F1B simulated (`scheduling.step_time`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.model.shape import ModelShape
+from megatron.packing.scheduling.cost import PackCost, layers_pack_cost
+from megatron.packing.scheduling.problem import Scheduler
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.compare import modelled_cost
+from megatron.planner.devices import ATTENTION_SHARE, Device
+from megatron.planner.layouts import Candidate
+from megatron.planner.step_record import StepLayout
+
+IntArray = npt.NDArray[np.int64]
+FLOPS_PER_WEIGHT = 12 * 256
+"""Of `PackCost.fixed`: bytes that a microbatch moves for each weight, and operations per byte."""
+_PASSES = 3
+"""A backward pass is two forward passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeModel:
+    """Times of a model's layouts on a device, for given global batches."""
+
+    shape: ModelShape
+    vocab_size: int
+    device: Device
+    batches: Sequence[IntArray]
+    scheduler: Scheduler
+    has_adapters: bool = False
+    """LoRA: weights have neither gradients nor an optimizer's state."""
+    measured: PackCost | None = None
+    """Seconds of a pack on one device, in place of the arithmetic and its memory traffic."""
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Returns the modelled seconds of a step."""
+        return sum(self.parts(candidate).values())
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """Returns those of a step in which no rank or stage waits for another."""
+        _, parts = self._work(candidate)
+        return sum(parts.values()) + sum(self._per_step(candidate).values())
+
+    def parts(self, candidate: Candidate) -> dict[str, float]:
+        """Returns the seconds of a step by part; `schedule` is waiting for other ranks and stages,
+        and each microbatch's movement of the weights.
+        """
+        cost, found = self._work(candidate)
+        step = modelled_cost(self.batches, self._step_layout(candidate, cost), self.scheduler)
+        found["schedule"] = step / len(self.batches) - sum(found.values())
+        return found | self._per_step(candidate)
+
+    def _work(self, candidate: Candidate) -> tuple[PackCost, dict[str, float]]:
+        """The cost of a pack, and by part the mean seconds of a stage for a step's sequences."""
+        per_token = self._per_token(candidate)
+        cost = self._pack_cost(candidate, sum(per_token.values()))
+        stages = len(self.batches) * candidate.dp * candidate.pp
+        tokens = sum(int(batch.sum()) for batch in self.batches) / stages
+        squares = sum(float((batch.astype(float) ** 2).sum()) for batch in self.batches) / stages
+        found = {name: seconds * tokens for name, seconds in per_token.items()}
+        found["attention"] = cost.quadratic * squares
+        return cost, found
+
+    def _pack_cost(self, candidate: Candidate, linear: float) -> PackCost:
+        """Seconds of a pack, over all stages one after the other."""
+        ranks = candidate.tp * candidate.cp
+        if self.measured is not None:
+            repeated = _repeated(candidate)
+            return PackCost(
+                linear=linear,
+                quadratic=self.measured.quadratic * repeated / ranks,
+                fixed=self.measured.fixed / candidate.tp,
+            )
+        flops = self._flops()
+        attention = ATTENTION_SHARE * self.device.flops
+        repeated = 4 / _PASSES if candidate.recompute != "none" else 1.0
+        # Each microbatch moves the weights twice, and adds to their gradients.
+        weights = self._num_weights(candidate) * (2 + 2 + 4 + 4)
+        return PackCost(
+            linear=linear,
+            quadratic=flops.quadratic * repeated / ranks / attention,
+            fixed=weights / self.device.memory_bandwidth,
+        )
+
+    def _flops(self) -> PackCost:
+        assert self.shape.hidden_size is not None
+        return layers_pack_cost(
+            self.shape.layer_kinds(),
+            hidden_size=self.shape.hidden_size,
+            vocab_size=self.vocab_size,
+            is_gated=self.shape.is_gated,
+            mtp_num_layers=self.shape.mtp_num_layers or 0,
+        )
+
+    def _num_weights(self, candidate: Candidate) -> float:
+        """Weights of all stages that a rank of each holds; experts are not cut by tensor
+        parallel.
+        """
+        shape = self.shape
+        assert shape.hidden_size is not None
+        whole = self._flops().fixed / FLOPS_PER_WEIGHT
+        experts = 0.0
+        if shape.num_experts is not None:
+            assert shape.num_layers is not None
+            ffn = shape.moe_ffn_hidden_size or shape.resolved_ffn_hidden_size
+            layers = shape.num_layers - shape.moe_layer_freq.count(0)
+            experts = layers * shape.num_experts * (2 + shape.is_gated) * shape.hidden_size * ffn
+        return (whole - experts) / candidate.tp + experts / candidate.ep
+
+    def _per_token(self, candidate: Candidate) -> dict[str, float]:
+        """Seconds per token of a pack, summed over stages."""
+        shape, device = self.shape, self.device
+        assert shape.num_layers is not None
+        assert shape.hidden_size is not None
+        layers, hidden = shape.num_layers, shape.hidden_size
+        tp, cp, ep = candidate.tp, candidate.cp, candidate.ep
+        ranks, repeated = tp * cp, _repeated(candidate)
+        found: dict[str, float] = {}
+        if self.measured is not None:
+            found["arithmetic"] = self.measured.linear * repeated / ranks
+        else:
+            ffn = shape.moe_ffn_hidden_size or shape.resolved_ffn_hidden_size
+            tokens_of_expert = candidate.capacity
+            if shape.num_experts is not None:
+                tokens_of_expert = candidate.capacity * shape.moe_router_topk // shape.num_experts
+            width = max(min(hidden, ffn // (1 if shape.num_experts else tp), tokens_of_expert), 16)
+            flops = self._flops()
+            products = (flops.linear - flops.head) * repeated + flops.head
+            found["arithmetic"] = products / ranks / device.matmul_flops(width)
+            # Norms, residuals, activations, rotary embeddings: tensors read or written, 2 bytes.
+            tensors = layers * (20 * hidden + 8 * ffn * (shape.moe_router_topk if ep > 1 else 1))
+            traffic = 2 * tensors * _PASSES * repeated
+            found["memory traffic"] = traffic / ranks / device.memory_bandwidth
+        row = 2 * hidden  # bytes of a token between layers
+        if tp > 1:  # all-gathers and reduce-scatters: 4 forward, 6 backward
+            times = 10 + 4 * (candidate.recompute == "full")
+            size = layers * times * row * (tp - 1) / tp / cp
+            found["tensor parallel"] = size / device.bandwidth(tp)
+        if cp > 1:  # keys and values forward, their gradients backward
+            keys: float = 2 * 2 * (shape.num_query_groups or shape.num_attention_heads or 1)
+            keys *= shape.resolved_kv_channels / tp
+            times = 2 + (candidate.recompute != "none")
+            size = layers * times * keys * (cp - 1) / cp
+            found["context parallel"] = size / device.bandwidth(tp * cp)
+        if ep > 1:  # tokens to experts and back, forward and backward
+            times = 4 + 2 * (candidate.recompute == "full")
+            size = layers * times * row * shape.moe_router_topk * (ep - 1) / ep / ranks
+            found["expert parallel"] = size / device.bandwidth(max(ep, tp * cp))
+        if candidate.pp > 1:  # forward and backward between each two chunks
+            size = 2 * (candidate.pp * candidate.vpp - 1) * row / ranks
+            span = candidate.tp * candidate.cp * candidate.dp * 2
+            found["pipeline parallel"] = size / device.bandwidth(span)
+        return found
+
+    def _per_step(self, candidate: Candidate) -> dict[str, float]:
+        """Seconds of the gradients' reduction and of the optimizer. Neither is overlapped."""
+        weights = self._num_weights(candidate) / candidate.pp
+        sharers = candidate.dp * candidate.cp
+        found = {}
+        if sharers > 1:
+            # float32 gradients to their owners, bfloat16 weights back; or gradients to all.
+            size = (4 + 2 if candidate.shards_optimizer else 8) * weights
+            span = candidate.tp * sharers
+            moved = size * (sharers - 1) / sharers
+            found["gradient reduction"] = moved / self.device.bandwidth(span)
+        own = weights / (sharers if candidate.shards_optimizer else 1)
+        traffic = 4 * 8 * own + 4 * 2 * weights  # Adam's tensors read and written; gradients' norm
+        found["optimizer"] = traffic / self.device.memory_bandwidth
+        return found
+
+    def _step_layout(self, candidate: Candidate, cost: PackCost) -> StepLayout:
+        alignment = Alignment.for_layout(
+            context_parallel_size=candidate.cp,
+            tensor_parallel_size=candidate.tp,
+            sequence_parallel=candidate.tp > 1,
+        )
+        multiple = candidate.pp if candidate.vpp > 1 else 1
+        waits = candidate.dp > 1 and candidate.ep > candidate.tp * candidate.cp
+        return StepLayout(
+            num_ranks=candidate.dp,
+            capacity=candidate.capacity * candidate.cp // alignment.pack * alignment.pack,
+            alignment=alignment,
+            cost=cost,
+            microbatch_multiple=multiple,
+            model=StepModel(
+                num_stages=candidate.pp,
+                num_virtual_stages=candidate.vpp,
+                stage_group=multiple,
+                sync_every_microbatch=waits,
+            ),
+        )
+
+    def least_bytes(self, candidate: Candidate) -> int:
+        """Returns bytes that a GPU of the first stage holds at least: states of the weights, and
+        what each layer keeps of its input and of its MLP.
+        """
+        shape = self.shape
+        assert shape.num_layers is not None
+        assert shape.hidden_size is not None
+        own = self._num_weights(candidate) / candidate.pp
+        states = 2 * own
+        if not self.has_adapters:
+            sharers = candidate.dp * candidate.cp if candidate.shards_optimizer else 1
+            states += 4 * own + 12 * own / sharers
+        kept = 2 * shape.hidden_size
+        if candidate.recompute != "full" and shape.num_experts is None:
+            kept += 2 * (1 + 2 * shape.is_gated) * shape.resolved_ffn_hidden_size
+        batch = min(batch.size for batch in self.batches)
+        in_flight = min(candidate.pp, max(batch // candidate.dp, 1))
+        layers = shape.num_layers / candidate.pp
+        activations = kept * layers * in_flight * candidate.capacity / candidate.tp
+        return int(0.98 * (states + activations))  # embeddings are not on every stage
+
+
+def _repeated(candidate: Candidate) -> float:
+    """By how much arithmetic of layers grows: a forward pass more of three."""
+    return 4 / _PASSES if candidate.recompute == "full" else 1.0
+
+
+def reason(parts: Mapping[str, float]) -> str:
+    """Returns where the time goes: `arithmetic 71 %, tensor parallel 12 %, schedule 6 %`."""
+    total = sum(parts.values())
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest)

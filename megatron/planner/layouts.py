@@ -1,0 +1,186 @@
+"""pure. Layouts of a model over GPUs, and the choice of the fastest that fit.
+
+Memory is asked for as seldom as possible: from the fastest layout on, until enough fit. A layout
+that does not fit rules out those that hold more: larger packs, or less recomputation, with all else
+alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, NamedTuple
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""From most memory to least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout, and the options that memory and time depend on besides."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    recompute: Recompute = "none"
+    capacity: int = 1
+    """Tokens that a rank holds of a pack."""
+    shards_optimizer: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """GPUs."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def title(self) -> str:
+        """The layout in short: `TP2 PP4 DP8, full recomputation, packs of 8,192`."""
+        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep}
+        named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        again = f", {self.recompute} recomputation" * (self.recompute != "none")
+        sharded = ", optimizer sharded" * self.shards_optimizer
+        return f"{named} DP{self.dp}{again}, packs of {self.capacity:,}{sharded}".strip()
+
+    def holds_at_least(self, other: Candidate) -> bool:
+        """Whether memory is not less than that of `other`: all else alike, packs as large, and as
+        few layers recomputed.
+        """
+        alike = all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "shards_optimizer")
+        )
+        less = RECOMPUTES.index(self.recompute) <= RECOMPUTES.index(other.recompute)
+        return alike and less and self.capacity >= other.capacity
+
+    def flags(self, num_layers: int) -> str:
+        """Returns the options of training that make it."""
+        parts = [
+            f"--tensor-model-parallel-size {self.tp} --sequence-parallel" * (self.tp > 1),
+            f"--pipeline-model-parallel-size {self.pp}" * (self.pp > 1),
+            "--num-layers-per-virtual-pipeline-stage "
+            f"{num_layers // self.pp // self.vpp}" * (self.vpp > 1),
+            f"--context-parallel-size {self.cp}" * (self.cp > 1),
+            f"--expert-model-parallel-size {self.ep}" * (self.ep > 1),
+            f"--recompute-granularity {self.recompute}" * (self.recompute != "none"),
+            f"--sequence-packing --max-seqlen-per-dp-cp-rank {self.capacity}",
+            "--use-distributed-optimizer" * self.shards_optimizer,
+        ]
+        return " ".join(part for part in parts if part)
+
+
+def enumerated(
+    world_size: int,
+    *,
+    num_layers: int,
+    num_experts: int | None,
+    capacities: Callable[[int, int], Sequence[int]],
+    gpus_per_node: int = 8,
+) -> Iterator[Candidate]:
+    """Yields every layout whose sizes are powers of two, tensor parallel within a machine.
+
+    capacities: of (tensor, context parallel size), the tokens of a rank to try. What the model does
+    not divide by is left to its own checks.
+    """
+    for tp, pp, cp in product(_powers(gpus_per_node), _powers(world_size), _powers(world_size)):
+        if world_size % (tp * pp * cp) or num_layers % pp:
+            continue
+        dp = world_size // (tp * pp * cp)
+        virtual = [n for n in (1, 2, 4) if num_layers % (pp * n) == 0 and (pp > 1 or n == 1)]
+        experts = [1]
+        if num_experts is not None:
+            experts = [n for n in _powers(num_experts) if num_experts % n == 0 == tp * cp * dp % n]
+        for vpp, ep, recompute, capacity in product(
+            virtual, experts, RECOMPUTES, capacities(tp, cp)
+        ):
+            for shards in (False, True) if dp * cp > 1 else (False,):
+                yield Candidate(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    vpp=vpp,
+                    cp=cp,
+                    ep=ep,
+                    recompute=recompute,
+                    capacity=capacity,
+                    shards_optimizer=shards,
+                )
+
+
+def _powers(limit: int) -> list[int]:
+    """`8 -> [1, 2, 4, 8]`."""
+    return [2**number for number in range(limit.bit_length()) if 2**number <= limit]
+
+
+class Choice(NamedTuple):
+    """A layout that fits, its modelled seconds, and its bytes on the fullest GPU."""
+
+    candidate: Candidate
+    seconds: float
+    num_bytes: int
+
+
+class Search(NamedTuple):
+    """The fastest layouts, and how many were looked at."""
+
+    best: list[Choice]
+    num_layouts: int
+    num_timed: int
+    """Layouts whose step was scheduled."""
+    num_measured: int
+    """Layouts whose memory was traced."""
+    num_too_large: int
+    """Layouts among the faster ones that do not fit."""
+
+
+class Measures(NamedTuple):
+    """Time and memory of a layout, each with a bound that costs little."""
+
+    least_seconds: Callable[[Candidate], float]
+    """At most `seconds`."""
+    seconds: Callable[[Candidate], float]
+    least_bytes: Callable[[Candidate], int]
+    """At most `num_bytes`."""
+    num_bytes: Callable[[Candidate], int]
+
+
+def search(
+    candidates: Sequence[Candidate], measures: Measures, memory: int, count: int = 5
+) -> Search:
+    """Returns the `count` fastest of `candidates` that need at most `memory` bytes.
+
+    Best first: a layout is scheduled once no other may be faster by its bound, and traced once none
+    may be faster at all. Of layouts that are as fast, those with less recomputation come first,
+    then smaller packs, then the order of `candidates`.
+    """
+    best: list[Choice] = []
+    failed: list[Candidate] = []
+    num_timed = num_measured = num_too_large = 0
+    waiting: list[tuple[float, bool, int, int, int]] = [
+        (measures.least_seconds(one), False, RECOMPUTES.index(one.recompute), one.capacity, number)
+        for number, one in enumerate(candidates)
+    ]
+    heapq.heapify(waiting)
+    while waiting and len(best) < count:
+        seconds, is_timed, recompute, capacity, number = heapq.heappop(waiting)
+        one = candidates[number]
+        if measures.least_bytes(one) > memory or any(one.holds_at_least(other) for other in failed):
+            num_too_large += 1
+        elif not is_timed:
+            num_timed += 1
+            entry = measures.seconds(one), True, recompute, capacity, number
+            heapq.heappush(waiting, entry)
+        else:
+            num_measured += 1
+            num_bytes = measures.num_bytes(one)
+            if num_bytes > memory:
+                failed.append(one)
+                num_too_large += 1
+            else:
+                best.append(Choice(one, seconds, num_bytes))
+    return Search(best, len(candidates), num_timed, num_measured, num_too_large)

@@ -1,0 +1,223 @@
+"""pure. `megatron-sft plan --auto-layout`: the fastest parallel layouts that fit, without a GPU.
+
+Times are modelled (`megatron/planner/layout_time.py`), memory is traced (`megatron/sft/fit`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import check_range, parse_flags
+from megatron.packing.scheduling.registry import get_scheduler
+from megatron.planner.devices import DEVICES
+from megatron.planner.layout_page import Bar, layout_page
+from megatron.planner.layout_time import TimeModel, reason
+from megatron.planner.layouts import Choice, Measures, Search, enumerated, search
+from megatron.planner.lengths import LengthOptions
+from megatron.planner.plan import drawn
+from megatron.sft.data.length_sources import lengths_from
+from megatron.sft.environment import lazy_compile, silence_warnings
+from megatron.sft.fit.report import GIB, parse_memory
+from megatron.sft.options.config import COMMON, GROUPS, SFTConfig
+from megatron.sft.options.defaults import chosen_options
+from megatron.sft.options.megatron_flags import without_megatron_flags
+from megatron.sft.options.pretrained import implied_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSearchOptions:
+    """Search for a layout."""
+
+    auto_layout: bool = False
+    """Search for the fastest parallel layouts that fit."""
+    world_size: int = 8
+    """GPUs."""
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
+    """Kind of GPU."""
+    memory: str | None = None
+    """Memory of a GPU, such as 80GiB (default: that of --gpu)."""
+    layouts: int = 5
+    """Layouts to print."""
+    num_batches: int = 1
+    """Global batches to schedule for each layout."""
+    loss_share: float = 1.0
+    """Part of the tokens that counts for the loss."""
+    html: str | None = None
+    """File for a page with memory and times of the layouts; needs nothing."""
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, None, "world_size", "layouts", "num_batches")
+        check_range(self, 0, 1, "loss_share")
+        if self.memory is not None:
+            parse_memory(self.memory)
+        if self.html is not None and not Path(self.html).resolve().parent.is_dir():
+            raise ValueError(f"--html {self.html}: no such folder; make it first")
+
+
+def plan_layout(arguments: Sequence[str], program: str) -> None:
+    """Prints the layouts; ValueError for a user's mistake."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: memory is traced on the CPU
+    base, options = _parse(arguments, program)
+    silence_warnings(0)
+    with lazy_compile():
+        from megatron.sft.fit.layout_search import Memory, is_valid
+        from megatron.sft.fit.vocabulary import vocab_size_of
+    vocab_size = vocab_size_of(base)
+    device = DEVICES[options.gpu]
+    limit = device.memory_bytes if options.memory is None else parse_memory(options.memory)
+    size = base.training.global_batch_size
+    lengths = _lengths(base, vocab_size, size * options.num_batches)
+    times = TimeModel(
+        shape=base.model,
+        vocab_size=vocab_size,
+        device=device,
+        batches=drawn(lengths, size, options.num_batches, base.training.seed),
+        scheduler=get_scheduler(base.packing.sequence_packing_scheduler or "default"),
+        has_adapters=base.lora.lora,
+        measured=None if base.packing.fitted_cost is None else base.packing.fitted_cost.cost,
+    )
+    candidates = [
+        one
+        for one in enumerated(
+            options.world_size,
+            num_layers=base.model.num_layers,
+            num_experts=base.model.num_experts,
+            capacities=partial(_capacities, base.model.seq_length),
+            gpus_per_node=device.gpus_per_node,
+        )
+        if is_valid(base, one)
+    ]
+    if not candidates:
+        raise ValueError(
+            f"no layout of {options.world_size} GPUs divides the model and --global-batch-size "
+            f"{size}; change --world-size, or make the batch a multiple of it"
+        )
+    memory = Memory(base=base, vocab_size=vocab_size, loss_share=options.loss_share)
+    measures = Measures(times.least_seconds, times.seconds, times.least_bytes, memory.num_bytes)
+    found = search(candidates, measures, limit, options.layouts)
+    tokens = float(sum(batch.sum() for batch in times.batches)) / len(times.batches)
+    _print(found, times, tokens, base, options, limit)
+    if options.html is not None and found.best:
+        bars = [_bar(choice, times, memory.found[choice.candidate]) for choice in found.best]
+        Path(options.html).write_text(layout_page(bars, limit, tokens), encoding="utf-8")
+        print(f"\npage: {options.html}")
+
+
+def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSearchOptions]:
+    command = Command(
+        program=f"{program} --auto-layout",
+        about="Find the fastest parallel layouts that fit, without a GPU.",
+        usage="--pretrained-checkpoint FOLDER --data-path FILE --world-size 64 --gpu h200",
+        common={
+            "Search": tuple(LayoutSearchOptions.__dataclass_fields__),
+            "Start from": COMMON["Start from"],
+            "Data": COMMON["Data"],
+            "Training": ("global_batch_size", "bf16"),
+        },
+    )
+
+    def imply(given: Mapping[str, Any]) -> dict[str, Any]:
+        size = given.get("world_size", LayoutSearchOptions.world_size)
+        ours = {"global_batch_size": 8 * size, "lr": 1e-5, "train_iters": 1, "bf16": True}
+        if {"train_epochs", "train_samples"} & given.keys():
+            del ours["train_iters"]
+        chosen = {n: v for n, v in chosen_options(given).items() if n == "seq_length"}
+        return ours | chosen | implied_options(given)
+
+    *groups, options = parse_flags(
+        (*GROUPS, LayoutSearchOptions), without_megatron_flags(arguments), command, imply=imply
+    )
+    return SFTConfig.of(groups), options
+
+
+def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Any:
+    """Lengths of the run's samples, cut as training cuts them."""
+    data = config.data
+    source = data.sft_mock_dataset_config_json
+    if not data.mock_data:
+        if len(data.data_path) != 1:
+            raise ValueError("--auto-layout reads one file; pass --data-path FILE")
+        source = data.data_path[0]
+    if source is None:
+        raise ValueError(
+            "--mock-data needs --sft-mock-dataset-config-json here, which says what lengths "
+            "sequences have; or pass --data-path"
+        )
+    options = LengthOptions(
+        source=source,
+        tokenizer_type=data.tokenizer_type,
+        tokenizer_model=data.tokenizer_model,
+        chat_template=data.chat_template,
+        seq_length=config.model.seq_length,
+        over_length_policy=config.packing.over_length_policy,
+    )
+    found = lengths_from(options, vocab_size, needed).lengths
+    over = int((found > config.model.seq_length).sum())
+    if over and config.packing.over_length_policy == "error":
+        raise ValueError(
+            f"{over:,} sequences are longer than --seq-length {config.model.seq_length}; raise it, "
+            "or pass --over-length-policy truncate|drop"
+        )
+    if config.packing.over_length_policy == "drop":
+        return found[found <= config.model.seq_length]
+    return found.clip(max=config.model.seq_length)
+
+
+def _capacities(seq_length: int, tensor: int, context: int) -> list[int]:
+    """Tokens of a rank: what the longest sequence needs, twice and four times as many."""
+    alignment = Alignment.for_layout(
+        context_parallel_size=context, tensor_parallel_size=tensor, sequence_parallel=tensor > 1
+    )
+    unit = alignment.pack
+    smallest = -(-(-(-seq_length // alignment.sequence) * alignment.sequence) // unit) * unit
+    return [smallest // context * times for times in (1, 2, 4)]
+
+
+def _print(
+    found: Search,
+    times: TimeModel,
+    tokens: float,
+    base: SFTConfig,
+    options: LayoutSearchOptions,
+    limit: int,
+) -> None:
+    print(
+        f"{options.world_size} {options.gpu}, {limit / GIB:,.1f} GiB each; global batch of "
+        f"{base.training.global_batch_size} sequences, {tokens:,.0f} tokens. Of "
+        f"{found.num_layouts:,} layouts {found.num_timed:,} were scheduled and the memory of "
+        f"{found.num_measured:,} was traced; {found.num_too_large:,} faster ones do not fit. Times "
+        "are modelled; memory is estimated, margin included.\n"
+    )
+    if not found.best:
+        print(
+            "no layout fits; take more GPUs, GPUs with more memory, --lora or a lower --seq-length"
+        )
+    for number, choice in enumerate(found.best, start=1):
+        candidate = choice.candidate
+        rate = tokens / choice.seconds / options.world_size
+        print(
+            f"{number}. {rate:,.0f} tokens/s per GPU, {choice.seconds:.2f} s per step, "
+            f"{choice.num_bytes / GIB:.1f} GiB\n   time   {reason(times.parts(candidate))}\n"
+            f"   flags  {candidate.flags(base.model.num_layers)}"
+        )
+
+
+def _bar(choice: Choice, times: TimeModel, stages: Sequence[Any]) -> Bar:
+    return Bar(
+        name=choice.candidate.title,
+        times=times.parts(choice.candidate),
+        memory=[
+            (
+                stage.stage.name,
+                {part.name: part.num_bytes for part in (*stage.states, *stage.passes)},
+            )
+            for stage in stages
+        ],
+    )

@@ -1,0 +1,129 @@
+"""The search for layouts against brute force, and the modelled times that it sorts by."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.packing.scheduling.registry import get_scheduler
+from megatron.planner.devices import DEVICES
+from megatron.planner.layout_page import Bar, layout_page
+from megatron.planner.layout_time import TimeModel, reason
+from megatron.planner.layouts import RECOMPUTES, Candidate, Measures, enumerated, search
+from megatron.planner.plan_options import DEFAULT_MODEL
+
+GIB = 2**30
+BATCHES = [np.array([4000, 200, 900, 1500, 60, 3000, 2500, 700] * 4, np.int64)]
+TIMES = TimeModel(
+    shape=DEFAULT_MODEL,
+    vocab_size=128256,
+    device=DEVICES["h100"],
+    batches=BATCHES,
+    scheduler=get_scheduler("default"),
+)
+PARTS = cache(TIMES.parts)
+
+
+def seconds_of(one: Candidate) -> float:
+    """The modelled step, scheduled once for all tests."""
+    return sum(PARTS(one).values())
+
+
+CLUSTER = list(
+    enumerated(4, num_layers=32, num_experts=None, capacities=lambda tp, cp: [4096 // cp, 8192])
+)
+
+
+def bytes_of(one: Candidate) -> int:
+    """A memory that falls with recomputation and rises with packs, as the traced one does."""
+    states = 6 + (12 / (one.dp * one.cp) if one.shards_optimizer else 12)
+    kept = {"none": 300_000, "selective": 250_000, "full": 20_000}[one.recompute]
+    return int(8e9 * states / one.tp / one.pp + 32 * kept * one.capacity / one.tp)
+
+
+MEASURES = Measures(TIMES.least_seconds, seconds_of, lambda one: bytes_of(one) // 2, bytes_of)
+
+
+@pytest.mark.parametrize("memory", [30 * GIB, 45 * GIB, 80 * GIB, 400 * GIB])
+def test_the_search_finds_what_brute_force_finds(memory: int) -> None:
+    """A bound that is no bound, or a wrong dominance, would hide the best layout."""
+    fitting = [
+        (seconds_of(one), RECOMPUTES.index(one.recompute), one.capacity, number)
+        for number, one in enumerate(CLUSTER)
+        if bytes_of(one) <= memory
+    ]
+    expected = [CLUSTER[number] for *_, number in sorted(fitting)[:5]]
+    found = search(CLUSTER, MEASURES, memory)
+    assert [choice.candidate for choice in found.best] == expected
+    assert found.num_timed <= len(CLUSTER)
+    assert all(choice.num_bytes <= memory for choice in found.best)
+
+
+def test_more_memory_is_never_slower() -> None:
+    """A plan for a larger GPU that is slower would be a fault of the search."""
+    seconds = []
+    for memory in (20, 30, 40, 60, 80, 120, 400):
+        best = search(CLUSTER, MEASURES, memory * GIB, 1).best
+        seconds.append(best[0].seconds if best else float("inf"))
+    assert all(less >= more for less, more in pairwise(seconds))
+    assert seconds[-1] < seconds[0]
+
+
+def test_bounds_are_bounds() -> None:
+    """Else a faster layout would come after a slower one."""
+    for one in CLUSTER:
+        parts = PARTS(one)
+        assert TIMES.least_seconds(one) <= sum(parts.values()) * (1 + 1e-9)
+        assert min(parts.values()) >= -1e-9, (one, parts)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(CLUSTER), st.sampled_from(CLUSTER))
+def test_dominance_agrees_with_bytes(one: Candidate, other: Candidate) -> None:
+    """A layout is ruled out only by one that holds less."""
+    if one.holds_at_least(other):
+        assert bytes_of(one) >= bytes_of(other)
+
+
+def test_every_layout_of_the_cluster_is_there_once() -> None:
+    """One that is missing could be the best."""
+    assert len(set(CLUSTER)) == len(CLUSTER)
+    assert {one.world_size for one in CLUSTER} == {4}
+    sizes = {(one.tp, one.pp, one.cp, one.dp) for one in CLUSTER}
+    assert len(sizes) == 10  # ordered factors of 4 into four powers of two
+    experts = enumerated(4, num_layers=4, num_experts=8, capacities=lambda tp, cp: [1])
+    assert {one.ep for one in experts} == {1, 2, 4}
+
+
+def test_communication_is_counted() -> None:
+    """Over machines it costs more; each kind only where there is one."""
+    plain = TIMES.parts(Candidate(dp=4, capacity=8192))
+    tensor = TIMES.parts(Candidate(tp=4, capacity=8192))
+    assert "tensor parallel" in tensor
+    assert "tensor parallel" not in plain
+    near = TIMES.parts(Candidate(dp=8, capacity=8192))["gradient reduction"]
+    far = TIMES.parts(Candidate(dp=16, capacity=8192))["gradient reduction"]
+    assert far > 5 * near
+    assert TIMES.seconds(Candidate(dp=4, capacity=8192, recompute="full")) > sum(plain.values())
+    assert "arithmetic" in reason(plain)
+
+
+def test_flags_and_page() -> None:
+    """They are to be pasted; the page must be whole without other files."""
+    one = Candidate(dp=2, tp=2, pp=4, vpp=2, cp=2, recompute="full", capacity=4096)
+    assert one.flags(32) == (
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4 "
+        "--num-layers-per-virtual-pipeline-stage 4 --context-parallel-size 2 "
+        "--recompute-granularity full --sequence-packing --max-seqlen-per-dp-cp-rank 4096 "
+        "--use-distributed-optimizer"
+    )
+    bar = Bar(one.title, {"arithmetic": 2.0}, [("stage 0", {"weights": GIB, "<b>": GIB})])
+    page = layout_page([bar], 80 * GIB, 1000.0)
+    assert page.count("<rect") == 3
+    assert "&lt;b&gt;" in page
+    assert "stage 0 2.00 GiB" in page
