@@ -48,7 +48,7 @@ BRANCHES = (
         "none",
     ),
     Branch(
-        "packing.model.get_batch.transformer_engine_installed",
+        "packing.step.transformer_engine.transformer_engine_installed",
         "Transformer Engine's layers; the estimate is of layers without it",
         "none",
     ),
@@ -89,7 +89,8 @@ BRANCHES = (
         "weights are copied to the host",
         "none",
     ),
-    Branch("sft.step_account.Reduction.__init__", "pinned memory of the host", "none"),
+    Branch("sft.reduction.SlotReduction.__init__", "pinned memory of the host", "none"),
+    Branch("sft.reduction._Vector.__init__", "pinned memory of the host", "none"),
     Branch("sft.step_account.Stopwatch._mark", "events", "none"),
     Branch(
         "sft.distributed.process_groups",
@@ -121,6 +122,7 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.packing.model.") and hasattr(module, "sent"):
             yield module, "sent", _copy
+    yield torch.cuda, "current_device", lambda: torch.device("cpu")  # of layers with sinks
     yield build, "build_transformer_config", _for_cuda(build.build_transformer_config)
     yield torch.nn.functional, "rms_norm", _rms_norm
     yield torch.nn.functional, "layer_norm", _layer_norm
