@@ -36,6 +36,8 @@ COMMON = {
         "tokenizer_type",
         "chat_template",
         "data_columns",
+        "train_turns",
+        "sequence_packing",
         "seq_length",
         "over_length_policy",
     ),
@@ -96,6 +98,8 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfi
         positions = positions_of(given.get("pretrained_checkpoint"))
         implied["seq_length"] = min(_DEFAULT_SEQ_LENGTH, positions or _DEFAULT_SEQ_LENGTH)
         implied["over_length_policy"] = "truncate"
+        if not any(one.split("=")[0] == "--config" for one in arguments):
+            implied["sequence_packing"] = True  # else turns of thinking models could not be served
         return implied
 
     *groups, options = parse_flags(
@@ -125,7 +129,12 @@ class _Report:
             self._num_trained[source] += trained
             if self._left_to_print:
                 self._left_to_print -= 1
-                print(f"--- {self._names[source]}: {length:,} tokens, {trained:,} trained")
+                apart = path_tokens(sample)
+                saved = f"; {apart:,} as sequences, {apart / length:.1f} times as many"
+                print(
+                    f"--- {self._names[source]}: {length:,} tokens, {trained:,} trained"
+                    + (saved if "parents" in sample else "")
+                )
                 print(marked(sample, self._tokenizer.show, *self._marks), end="\n\n")
 
     def summary(self, counts: Counts) -> None:
@@ -148,14 +157,49 @@ class _Report:
                 print(f"{name:{width}}  dropped for {reason}: {times:,}")
 
 
+def path_tokens(sample: Mapping[str, Any]) -> int:
+    """Returns the tokens that a sample's paths have as separate sequences."""
+    if "parents" not in sample:
+        return len(sample["tokens"])
+    parents, ends = sample["parents"].tolist(), np.diff(sample["cu_seqlens"]).tolist()
+    for node, parent in enumerate(parents):
+        ends[node] += ends[parent] if parent >= 0 else 0
+    return sum(end for node, end in enumerate(ends) if node not in set(parents))
+
+
 def marked(
     sample: Mapping[str, Any], show: Callable[[Sequence[int]], str], begin: str, end: str
 ) -> str:
-    """The text of a sample, its trained parts between `begin` and `end`, with their weight where it
-    is not 1.
+    """Returns the text of a sample, its trained parts between `begin` and `end`, with their weight
+    where it is not 1.
+
+    A tree's nodes stand below one another, each behind a bar for each node that it continues.
     """
-    ids = [int(sample["tokens"][0]), *sample["labels"].tolist()]
-    weights = [0.0, *sample["loss_mask"].tolist()]
+    if "parents" not in sample:
+        ids = [int(sample["tokens"][0]), *sample["labels"].tolist()]
+        return _marked(ids, [0.0, *sample["loss_mask"].tolist()], show, begin, end)
+    levels: list[int] = []
+    lines = []
+    bounds = sample["cu_seqlens"].tolist()
+    for start, stop, parent in zip(bounds, bounds[1:], sample["parents"].tolist()):
+        levels.append(levels[parent] + 1 if parent >= 0 else 0)
+        # The label of a node's last token is the first token of its branches, which say it again.
+        ids, weights = (sample[name][start:stop].tolist() for name in ("labels", "loss_mask"))
+        if parent < 0:
+            ids, weights = [int(sample["tokens"][start]), *ids], [0.0, *weights]
+        text = _marked(ids, weights, show, begin, end)
+        bar = "| " * levels[-1]
+        lines += [f"{bar}{line}" for line in text.removesuffix("\n").split("\n")]
+    return "\n".join(lines)
+
+
+def _marked(
+    ids: Sequence[int],
+    weights: Sequence[float],
+    show: Callable[[Sequence[int]], str],
+    begin: str,
+    end: str,
+) -> str:
     parts = []
     for weight, run in groupby(zip(ids, weights), key=lambda pair: pair[1]):
         text = show([token for token, _ in run])

@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
+from megatron.packing.batch.tree import MergedPaths
 from megatron.sft.data.layouts import Conversation, Passage, Reading, TokenIds, read_record
 from megatron.sft.data.messages import SampleError
+from megatron.sft.data.turns import Contexts, TrainTurns, merged_turns, only_last
 
 DropReason = Literal[
     "over length", "no loss token", "no loss token left after truncation", "bad sample"
@@ -83,8 +85,17 @@ class Tokenizer(Protocol):
         trained.
         """
 
+    @property
+    def contexts(self) -> Contexts:
+        """How what each of the assistant's turns is generated from relates to `encode_chat`."""
+
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
         """Return the whole conversation. SampleError if this one does not fit the format."""
+
+    def encode_turns(self, conversation: Conversation) -> list[ChatTokens]:
+        """Return each of the assistant's turns that has a weight behind what it is generated from;
+        all in one where that is what one rendering has.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +110,8 @@ class EncodedSample:
     """[L]: the record's weight where labels[i] counts in the loss, else 0."""
     is_cut: bool
     """Whether the record was longer, and its tail was cut."""
+    tree: MergedPaths | None = None
+    """The turns as paths, where they do not make one sequence; its tokens are those above."""
 
 
 class Dropped(NamedTuple):
@@ -120,6 +133,8 @@ class ChatEncoder:
     """
     columns: Mapping[str, str] = field(default_factory=dict)
     """Of --data-columns: column -> the name that `layouts` knows."""
+    train_turns: TrainTurns = "all"
+    """Which of a conversation's turns are trained, and behind what (see `turns`)."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
     """Keys that were told not to be read."""
 
@@ -140,6 +155,8 @@ class ChatEncoder:
         """
         content, own_weight, unread = self.read(record)
         self._list(unread)
+        if self.train_turns != "all" and isinstance(content, Conversation):
+            return self._encode_turns(content, own_weight * weight)
         ids, weights = self._tokens(content)
         loss_mask = weights[1:] * np.float32(own_weight * weight)
         if not loss_mask.any():
@@ -157,6 +174,24 @@ class ChatEncoder:
         if not loss_mask.any():
             return Dropped("no loss token left after truncation")
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)
+
+    def _encode_turns(self, conversation: Conversation, weight: float) -> EncodedSample | Dropped:
+        if self.train_turns == "last":
+            conversation = only_last(conversation)
+        merged, num_over, is_cut = merged_turns(
+            self.tokenizer.encode_turns(conversation),
+            weight,
+            self.seq_length,
+            self.over_length_policy,
+        )
+        if merged is None and num_over:
+            is_dropped = self.over_length_policy == "drop"
+            return Dropped("over length" if is_dropped else "no loss token left after truncation")
+        if merged is None:
+            return Dropped("no loss token")
+        is_sequence = len(merged.parents) == 1 and merged.num_paths.max() == 1
+        tree = None if is_sequence else merged
+        return EncodedSample(merged.tokens, merged.labels, merged.loss_mask, is_cut, tree)
 
     def read(self, record: Mapping[str, Any]) -> Reading:
         """Return what `record` says."""

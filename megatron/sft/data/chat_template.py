@@ -38,6 +38,7 @@ from megatron.sft.data.messages import (
     texts_of,
     with_call_ids,
 )
+from megatron.sft.data.turns import Contexts
 
 _CHECKED_AT_EACH_END = 4
 """Answers of a conversation that are compared with how they would be generated."""
@@ -68,6 +69,30 @@ _UNSAFE_FORM = re.compile(r"%(?!-?[A-Za-z%])")
 """Parts of a date's format with a width, which could be any."""
 
 
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "abcdefghi"}
+_QUESTION, _ANSWER = Message("user", "q"), Message("assistant", "a")
+_PROBES: Sequence[Sequence[Message]] = (
+    (_QUESTION, _ANSWER, _QUESTION, _ANSWER),
+    (Message("system", "s"), _QUESTION, _ANSWER, _QUESTION, _ANSWER),
+    (_QUESTION, Message("assistant", "<think>\nt\n</think>\n\na"), _QUESTION, _ANSWER),
+    (
+        _QUESTION,
+        Message("assistant", "a", fields={"reasoning_content": "t"}),
+        _QUESTION,
+        Message("assistant", "a", fields={"reasoning_content": "t"}),
+    ),
+    (
+        _QUESTION,
+        Message("assistant", "", fields={"tool_calls": [_CALL]}),
+        Message("tool", "r", fields={"tool_call_id": "abcdefghi"}),
+        _ANSWER,
+        _QUESTION,
+        _ANSWER,
+    ),
+)
+"""Conversations that templates may render again as more follows."""
+
+
 class Span(NamedTuple):
     """Characters [start, end) of a rendering, and the weight of their loss."""
 
@@ -81,6 +106,20 @@ class Rendering(NamedTuple):
 
     text: str
     spans: list[Span]
+
+
+class ContextError(ValueError):
+    """A template that does not write an answer behind what it prompts with for it."""
+
+
+class Turn(NamedTuple):
+    """An answer and its context, as text."""
+
+    prompt: str
+    """What generation starts from."""
+    answer: str
+    """The rest up to the end of the turn, which is trained."""
+    weight: float
 
 
 class _Prompt(NamedTuple):
@@ -139,6 +178,78 @@ class ChatTemplate:
             self._checked.add(kind)
         return Rendering(written.text, spans)
 
+    def render_turns(self, conversation: Conversation) -> list[Turn]:
+        """Returns each of the assistant's turns that has a weight, as the released template writes
+        it behind what it prompts with for it.
+
+        SampleError for a conversation that does not fit; ContextError for a template that writes an
+        answer behind something else.
+        """
+        if _NEEDS_CALL_IDS.search(self.source):
+            conversation = conversation._replace(messages=with_call_ids(conversation.messages))
+        options = json.dumps(conversation.template_options, sort_keys=True, default=str)
+        if options not in self._prompts:
+            self._prompts[options] = self._prompt(conversation.template_options)
+        end = self._prompts[options].end
+        return [
+            self._turn(conversation, number, end)
+            for number, message in enumerate(conversation.messages)
+            if message.role == "assistant" and message.weight and number
+        ]
+
+    def _turn(self, conversation: Conversation, number: int, end_of_turn: str) -> Turn:
+        """Returns the answer that is message `number`, behind what it would be generated from."""
+        before, until = (
+            conversation._replace(messages=conversation.messages[:size])
+            for size in (number, number + 1)
+        )
+        prompt = self._write(before, add_generation_prompt=True, as_released=True).text
+        written = self._write(until, as_released=True)
+        if not written.text.startswith(prompt):
+            raise ContextError(
+                f"the chat template prompts for answer {number} with ...{prompt[-40:]!r}, but "
+                "writes the answer behind something else, so that it cannot be trained as it is "
+                f"generated; {_WAY_OUT}, or --train-turns all"
+            )
+        _check_nothing_lost(_without_earlier_thoughts(until), written)
+        # Some templates write the end of the text behind the last turn, where no turn is.
+        places = written.turns.get(number) or [(0, len(written.text))]
+        answer = written.text[len(prompt) : places[-1][1]]
+        answer = answer.rstrip() if end_of_turn.strip() else answer
+        if not answer.endswith(end_of_turn):
+            raise SampleError(
+                f"the chat template ends turn {number} with {answer[-20:]!r}, not with "
+                f"{end_of_turn!r}"
+            )
+        return Turn(prompt, answer, conversation.messages[number].weight)
+
+    @cached_property
+    def contexts(self) -> Contexts:
+        """How the contexts of answers relate to one rendering of the conversation.
+
+        Asked of short conversations with thoughts, a system prompt and tool calls; those that the
+        template refuses say nothing. A template that marks what is trained is made for one
+        rendering.
+        """
+        if self._has_marks:
+            return "kept"
+        found: set[Contexts] = {self._contexts_of(messages) for messages in _PROBES}
+        return next((one for one in ("unknown", "differ") if one in found), "kept")  # type: ignore[return-value]
+
+    def _contexts_of(self, messages: Sequence[Message]) -> Contexts:
+        conversation = Conversation(list(messages))
+        if _NEEDS_CALL_IDS.search(self.source):
+            conversation = conversation._replace(messages=with_call_ids(conversation.messages))
+        try:
+            whole = self._write(conversation, as_released=True).text
+            turns = self.render_turns(conversation)
+        except ContextError:
+            return "unknown"
+        except SampleError:
+            return "kept"
+        is_kept = all(whole.startswith(turn.prompt + turn.answer) for turn in turns)
+        return "kept" if is_kept else "differ"
+
     @cached_property
     def _has_marks(self) -> bool:
         return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
@@ -148,6 +259,9 @@ class ChatTemplate:
         source = self.source
         for released, in_training in TRAINING_VARIANTS.items():
             source = source.replace(released, in_training)
+        return self._compiled(source)
+
+    def _compiled(self, source: str) -> MarkedTemplate:
         try:
             return MarkedTemplate(source)
         except Exception as error:  # nested too deep, among others
@@ -235,8 +349,17 @@ class ChatTemplate:
                     f"so that it would not be trained as it is generated; {_WAY_OUT}"
                 )
 
-    def _write(self, conversation: Conversation, add_generation_prompt: bool = False) -> Written:
-        template = self._template
+    @cached_property
+    def _released(self) -> MarkedTemplate:
+        return self._compiled(self.source)
+
+    def _write(
+        self,
+        conversation: Conversation,
+        add_generation_prompt: bool = False,
+        as_released: bool = False,
+    ) -> Written:
+        template = self._released if as_released else self._template
         variables = {**self.special_tokens, **conversation.template_options}
         if self.today is not None:
             variables.setdefault("strftime_now", self._strftime_now)
@@ -318,6 +441,20 @@ def _check_nothing_lost(conversation: Conversation, written: Written) -> None:
             raise SampleError(
                 f"the chat template leaves out the tool {name!r:.40}; remove tools, or {_WAY_OUT}"
             )
+
+
+def _without_earlier_thoughts(conversation: Conversation) -> Conversation:
+    """Returns the conversation without the thoughts that templates leave out of a context: those
+    before its last message.
+    """
+    messages = []
+    for message in conversation.messages[:-1]:
+        fields = {k: v for k, v in message.fields.items() if k not in REASONING_NAMES}
+        content = message.content
+        if message.role == "assistant":
+            content = content.rpartition("</think>")[2]
+        messages.append(message._replace(content=content, fields=fields))
+    return conversation._replace(messages=[*messages, conversation.messages[-1]])
 
 
 def _kind_of(conversation: Conversation) -> tuple[Any, ...]:

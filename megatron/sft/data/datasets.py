@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats
 from megatron.sft.data.mock_dataset import MockSFTDataset
 from megatron.sft.data.sample_set import SampleSet, blended, concatenated, source_of
 from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.data.turns import TrainTurns
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
 
@@ -59,6 +61,8 @@ class Datasets(NamedTuple):
     """
     tokenizer: Tokenizer | None = None
     """None for made-up data."""
+    train_turns: TrainTurns = "all"
+    """Of conversations, by --train-turns or its default."""
 
     def vocabulary(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it: with other tokens, its weights
@@ -84,7 +88,11 @@ def build_datasets(config: SFTConfig) -> Datasets:
         data.today,
     )
     encoder = ChatEncoder(
-        tokenizer, config.model.seq_length, config.packing.over_length_policy, data.columns
+        tokenizer,
+        config.model.seq_length,
+        config.packing.over_length_policy,
+        data.columns,
+        _train_turns(config, tokenizer),
     )
     task = ChatTask(encoder)
     builder = _Builder(
@@ -96,7 +104,28 @@ def build_datasets(config: SFTConfig) -> Datasets:
             "--keep-best and --early-stopping need records to validate with, but there are none; "
             "raise the second share of --split, or pass --valid-data-path"
         )
-    return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer)
+    turns = encoder.train_turns
+    if turns != "all":  # older checkpoints say nothing
+        train, valid, test = (
+            replace(samples, identity={**samples.identity, "train_turns": turns})
+            for samples in (train, valid, test)
+        )
+    return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns)
+
+
+def _train_turns(config: SFTConfig, tokenizer: Tokenizer) -> TrainTurns:
+    """Returns --train-turns, or its default; ValueError where it cannot be done."""
+    turns, further = config.data.train_turns, config.model.mtp_num_layers is not None
+    has_trees = config.packing.sequence_packing and not further
+    if turns is None:
+        return "served" if has_trees and tokenizer.contexts == "differ" else "all"
+    if turns == "served" and tokenizer.contexts == "differ" and not has_trees:
+        raise ValueError(
+            "--train-turns served makes trees of sequences under this chat template, which "
+            + ("--mtp-num-layers does not take; drop it" if further else "need --sequence-packing")
+            + ", or pass --train-turns all or last"
+        )
+    return turns
 
 
 def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:

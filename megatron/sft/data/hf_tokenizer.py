@@ -19,9 +19,10 @@ import numpy as np
 
 from megatron.packing.user_files import read_text
 from megatron.sft.data.chat_encoder import ChatTokens
-from megatron.sft.data.chat_template import ChatTemplate, Span
+from megatron.sft.data.chat_template import ChatTemplate, Span, Turn
 from megatron.sft.data.layouts import Conversation, Passage
 from megatron.sft.data.messages import SampleError
+from megatron.sft.data.turns import Contexts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,10 @@ class HuggingFaceTokenizer:
     pad: int
     template: ChatTemplate | None
     """What `encode_chat` follows."""
+
+    @property
+    def contexts(self) -> Contexts:
+        return "kept" if self.template is None else self.template.contexts
 
     @property
     def chat_template(self) -> str | None:
@@ -68,12 +73,39 @@ class HuggingFaceTokenizer:
         return ChatTokens(np.append(tokens.ids, self.eod), np.append(tokens.weights, np.float32(1)))
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
+        rendering = self._template_of_chats().render(conversation)
+        return self._tokens(*rendering, add_special_tokens=False)
+
+    def encode_turns(self, conversation: Conversation) -> list[ChatTokens]:
+        template = self._template_of_chats()
+        if template.contexts == "kept":
+            return [self.encode_chat(conversation)]
+        return [self._turn(turn) for turn in template.render_turns(conversation)]
+
+    def _template_of_chats(self) -> ChatTemplate:
         if self.template is None:
             raise ValueError(
                 "the tokenizer of --tokenizer-model has no chat template, which conversations "
                 "need; pass --chat-template FILE"
             )
-        return self._tokens(*self.template.render(conversation), add_special_tokens=False)
+        return self.template
+
+    def _turn(self, turn: Turn) -> ChatTokens:
+        """Returns the context as transformers writes it, and the answer as it continues it.
+
+        Tokens of the whole are taken where they begin with those of the context; where one would
+        reach over the border, the answer's are its own.
+        """
+        context = self._ids(turn.prompt)
+        whole = self._ids(turn.prompt + turn.answer)
+        if whole[: len(context)] != context:
+            whole = context + self._ids(turn.answer)
+        weights = np.zeros(len(whole), np.float32)
+        weights[len(context) :] = turn.weight
+        return ChatTokens(np.array(whole, np.int64), weights)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokens(text, [], add_special_tokens=False).ids.tolist()
 
     def _tokens(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> ChatTokens:
         try:

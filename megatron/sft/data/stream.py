@@ -139,6 +139,12 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
                 "labels": sample.labels,
                 "loss_mask": sample.loss_mask,
             }
+            if sample.tree is not None:
+                fields |= {
+                    "num_paths": sample.tree.num_paths,
+                    "cu_seqlens": sample.tree.cu_seqlens,
+                    "parents": sample.tree.parents,
+                }
             samples.append({**fields, "source": source})
         return samples
 

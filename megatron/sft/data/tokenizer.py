@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import groupby
+from typing import Literal
 
 import numpy as np
 
@@ -83,6 +84,7 @@ class MarkedTokenizer:
     special: Mapping[int, str]
     """The names of the special tokens."""
     chat_template: None = None
+    contexts: Literal["kept"] = "kept"
 
     @property
     def fingerprint(self) -> str:
@@ -138,6 +140,9 @@ class MarkedTokenizer:
         return ChatTokens(
             np.array(ids, np.int64), np.repeat(np.array(weights, np.float32), lengths)
         )
+
+    def encode_turns(self, conversation: Conversation) -> list[ChatTokens]:
+        return [self.encode_chat(conversation)]
 
 
 class _Bytes:

@@ -16,6 +16,7 @@ from megatron.packing.flags import check_range, flag_of
 from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.planner.lengths import TokenizerType
 from megatron.sft.data.layouts import parse_columns
+from megatron.sft.data.turns import TrainTurns
 from megatron.sft.options.data_paths import expanded, one_of
 
 
@@ -98,6 +99,13 @@ class DataConfig:
     """File with the chat template to train with, instead of the tokenizer's."""
     template_date: str | None = None
     """Date YYYY-MM-DD for chat templates that ask for today's (gpt-oss, Mistral Small)."""
+    train_turns: TrainTurns | None = None
+    """Turns of conversations to train. served: each of the assistant's turns behind what it is
+    generated from, thoughts of earlier turns as the template serves them; all: one rendering of
+    the conversation; last: the assistant's last turn (default: as the checkpoint was trained, else
+    served for templates that render turns again as more follow, with --sequence-packing; all for
+    others).
+    """
     data_columns: str | None = None
     """Column renames, as messages=dialogue,content=utterance; none=COLUMN ignores one."""
     vocab_size: int | None = None

@@ -1,0 +1,97 @@
+"""The turns that a run trains: its own choice, its checkpoint's, or what the template needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megatron.sft import turns_of_run
+from megatron.sft.data.datasets import _train_turns
+
+
+@dataclass(frozen=True)
+class Part:
+    """Options that are read here."""
+
+    train_turns: str | None = None
+    mock_data: bool = False
+    sequence_packing: bool = True
+    mtp_num_layers: int | None = None
+    load: str | None = "folder"
+    ckpt_step: int | None = None
+    finetune: bool = False
+    contexts: str = "differ"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Stands for SFTConfig."""
+
+    data: Any = field(default_factory=Part)
+    output: Any = field(default_factory=Part)
+    packing: Any = field(default_factory=Part)
+    model: Any = field(default_factory=Part)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (Part(), "served"),
+        (Part(contexts="kept"), "all"),
+        (Part(contexts="unknown"), "all"),
+        (Part(sequence_packing=False), "all"),
+        (Part(mtp_num_layers=1), "all"),
+        (Part(train_turns="all"), "all"),
+        (Part(train_turns="last", sequence_packing=False), "last"),
+        (Part(train_turns="served", contexts="kept", sequence_packing=False), "served"),
+    ],
+)
+def test_the_default_is_what_a_template_needs(part: Part, expected: str) -> None:
+    """Thinking models would be trained behind thoughts that nobody serves them."""
+    config: Any = Options(data=part, packing=part, model=part)
+    tokenizer: Any = part
+    assert _train_turns(config, tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (Part(train_turns="served", sequence_packing=False), "need --sequence-packing"),
+        (Part(train_turns="served", mtp_num_layers=1), "--mtp-num-layers does not take"),
+    ],
+)
+def test_trees_that_cannot_be_trained_are_refused(part: Part, words: str) -> None:
+    """Padded rows would take a tree for one sequence."""
+    config: Any = Options(data=part, packing=part, model=part)
+    tokenizer: Any = part
+    with pytest.raises(ValueError, match=words):
+        _train_turns(config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "output", "expected"),
+    [
+        ({"train_turns": "served"}, None, Part(), "served"),
+        ({}, None, Part(), "all"),
+        ({"train_turns": "served"}, "last", Part(), "last"),
+        ({}, None, Part(finetune=True), None),
+        ({}, None, Part(load=None), None),
+        (None, None, Part(), None),
+    ],
+)
+def test_a_checkpoint_keeps_its_mode(
+    monkeypatch: pytest.MonkeyPatch,
+    saved: dict[str, Any] | None,
+    given: str | None,
+    output: Part,
+    expected: str | None,
+) -> None:
+    """A run that is continued would see other contexts than before, from one step to the next."""
+    monkeypatch.setattr(
+        turns_of_run, "latest_iteration", lambda folder: None if saved is None else 3
+    )
+    monkeypatch.setattr(turns_of_run, "read_common", lambda path: {"data": saved})
+    config: Any = Options(data=Part(train_turns=given), output=output)
+    assert turns_of_run.with_turns_of_checkpoint(config).data.train_turns == expected
