@@ -136,8 +136,9 @@ def cost(package_name: str, path: str, kind: str) -> dict[str, Any]:
 
         @package.stateless
         def pack_selected_samples(self, samples: list[Any]) -> Any:
-            keys = package.basic_sample_keys(samples[0])
-            return package.TextSample(**keys, text=[sample.text for sample in samples])
+            # One that is not encoded: energon's `basic_sample_keys` takes crude samples alone.
+            texts: Any = [sample.text for sample in samples]
+            return package.TextSample.derive_from(samples[0], text=texts)
 
         def batch(self, samples: list[Any]) -> Any:
             return {"text": [sample.text for sample in samples]}
