@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -94,7 +95,12 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             ):
                 peers = Peers(store)
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
-                trainer.train(end.enter_context(StopSignals(peers.exit_unless_all_stop)))
+
+                def on_sigterm(agreed: threading.Event) -> None:
+                    trainer.hurry()
+                    peers.exit_unless_all_stop(agreed)
+
+                trainer.train(end.enter_context(StopSignals(on_sigterm)))
                 peers.close()
         except Exception as failure:
             if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):

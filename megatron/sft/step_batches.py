@@ -134,6 +134,10 @@ class StepBatches(Iterator[StepBatch]):
         """Of all that this rank drew."""
         return self._stream.counts
 
+    def hurry(self) -> None:
+        """Lets data that does not come be an error within seconds; called from any thread."""
+        self._stream.hurry()
+
     def close(self, timeout_seconds: float | None = None) -> None:
         """See `Prefetcher`; then the worker processes end."""
         if self._prefetcher.close(timeout_seconds):

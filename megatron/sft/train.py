@@ -123,6 +123,12 @@ class Trainer:
         """By this process, after what it loaded."""
         return self._progress.iteration - self._first_iteration
 
+    def hurry(self) -> None:
+        """Waits for data no longer than a few seconds, once the run is asked to stop: a worker that
+        is stopped itself would hold it until it is killed.
+        """
+        self._batches.hurry()
+
     def train(self, signals: StopSignals) -> None:
         """Runs to the end; saves at intervals, at the end, on a stop signal, and before a data
         error is raised.

@@ -315,13 +315,21 @@ def _map_file(path: str) -> tuple[Any, int, int]:
             size = status.st_size
             if size == 0:
                 return _Map.from_address(0), 0, status.st_ino
-            address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+            mapped = map_descriptor(descriptor, size, mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        if address in (None, ctypes.c_void_p(-1).value):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     except OSError as error:
         raise ValueError(f"{path}: cannot be opened: {error.strerror}") from error
+    return mapped, size, status.st_ino
+
+
+def map_descriptor(descriptor: int, size: int, protection: int) -> Any:
+    """Maps `size` bytes of an open file, which may be closed then; OSError where that fails. The
+    memory is given back with the last reference to it.
+    """
+    address = _libc().mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mapped = _Map.from_address(address)
     weakref.finalize(mapped, _libc().munmap, address, size).atexit = False
-    return mapped, size, status.st_ino
+    return mapped

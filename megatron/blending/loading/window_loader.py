@@ -56,6 +56,11 @@ class WindowLoader(Iterator[list[Any]]):
             self._pool.start(Start(cells=[_Begin(self.num_given)]))
             self._begun = self.num_given
 
+    def hurry(self) -> None:
+        """Let a worker that gives nothing be an error within seconds; called from any thread."""
+        if (pool := self._pool) is not None:
+            pool.hurry()
+
     def close(self) -> None:
         """Stop the workers. The next window starts them again."""
         if self._pool is not None:

@@ -30,6 +30,7 @@ from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any
 
 from megatron.blending.loading.messages import END, MakeServer, Message, Server, Start
+from megatron.blending.loading.unpicklable import unpicklable
 from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure, FatalSampleError
 from megatron.blending.streams.seeding import seed_generators
@@ -190,7 +191,14 @@ def serve(
                 put(_failed(generation, error))
                 credit, server = [0] * len(credit), None
                 break
-            put(message)
+            try:
+                put(message)
+            except OSError:  # nobody is there any more
+                raise
+            except Exception as error:
+                put(_failed(generation, unpicklable(message, error)))
+                credit, server = [0] * len(credit), None
+                break
             credit[lane] = 0 if message.turn == END else credit[lane] - 1
 
 

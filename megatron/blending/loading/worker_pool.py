@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+from megatron.blending.formats.files import map_descriptor
 from megatron.blending.loading.messages import END, MakeServer, Message, Start
 from megatron.blending.loading.worker import (
     aligned,
@@ -34,6 +35,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 logger = logging.getLogger("megatron.blending")
 
+_HURRIED_SECONDS = 5.0
 _LEAVE_SECONDS = 3.0
 """So long a worker that is reported to stop may take."""
 
@@ -118,6 +120,10 @@ class WorkerProcess:
             # Of another lane: that it was taken is said when somebody asks for it.
             self._received.setdefault(message.lane, deque()).append(message)
 
+    def hurry(self) -> None:
+        """Waits no longer than a few seconds from now on, as when the run is asked to stop."""
+        self._slow = self._timeout = min(self._timeout, _HURRIED_SECONDS)
+
     def close(self) -> None:
         # A forked worker has a copy of this object, which is not its own to close.
         if os.getpid() != self._owner:
@@ -126,11 +132,12 @@ class WorkerProcess:
             self._tell("stop")
         # A worker that is about to send into a full socket finds it closed.
         self._connection.close()
-        self._process.join(_LEAVE_SECONDS)
+        leave = min(_LEAVE_SECONDS, self._timeout / 10)
+        self._process.join(leave)
         for end in (self._process.terminate, self._process.kill):
             if self._process.is_alive():
                 end()
-                self._process.join(_LEAVE_SECONDS)
+                self._process.join(leave)
         self._forget_stacks()
 
     def _forget_stacks(self) -> None:
@@ -225,7 +232,10 @@ def receive(connection: Connection) -> Any:
     if is_shared(sum(sizes)):
         handle = recv_handle(connection)
         try:
-            memory = memoryview(mmap.mmap(handle, 0))
+            # Not by Python's `mmap`, which keeps a descriptor for as long as the batch is kept.
+            total = sum(map(aligned, sizes))
+            mapped = map_descriptor(handle, total, mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = memoryview(mapped).cast("B")
         finally:
             os.close(handle)
         at = 0
@@ -276,6 +286,12 @@ class WorkerPool:
         self._generation += 1
         for worker in self._workers:
             worker.start(start._replace(generation=self._generation))
+
+    def hurry(self) -> None:
+        """Lets a worker that gives nothing be an error soon; called from any thread."""
+        for worker in self._workers:
+            if isinstance(worker, WorkerProcess):
+                worker.hurry()
 
     def next(self, worker: int, lane: int) -> Message:
         while isinstance(given := self._workers[worker].next(lane), Failure):

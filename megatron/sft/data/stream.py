@@ -109,6 +109,10 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         """
         self._loader.start()
 
+    def hurry(self) -> None:
+        """Let a worker that gives nothing be an error soon; called from any thread."""
+        self._loader.hurry()
+
     def close(self) -> None:
         """End the worker processes."""
         self._loader.close()

@@ -259,6 +259,11 @@ class Loader(Generic[T_co]):
         """
         self._started()
 
+    def hurry(self) -> None:
+        """Let a worker that gives nothing be an error within seconds; called from any thread."""
+        if (pool := self._pool) is not None:
+            pool.hurry()
+
     def close(self) -> None:
         """Stop the workers."""
         if self._pool is not None:

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -123,6 +124,54 @@ def test_tensors_and_arrays_arrive_writable():
         assert loaded["short"].item() == index
         loaded["long"].add_(1)
         loaded["array"][0] = 1
+
+
+def with_a_lock(sample):
+    value = threading.Lock() if sample[1] == 5 else sample[1]
+    return {"__key__": f"sample {sample[1]}", "parts": [1, {"lock": value}]}
+
+
+def test_an_output_that_cannot_be_sent_is_named():
+    """The worker died: "exit code 1", and nobody knew of which sample and why."""
+    batches = BatchDataset(MapDataset(source_of("a", 20), with_a_lock), 4)
+    with (
+        get_loader(batches, processes(1)) as loader,
+        pytest.raises(
+            FatalSampleError, match=r"output\[0\].*\['lock'\] of sample 'sample 5' is a lock"
+        ),
+    ):
+        list(loader)
+
+
+def test_batches_in_shared_memory_keep_no_descriptor():
+    """At the usual limit of 1,024 open files no more than a thousand batches could be kept."""
+    with get_loader(MapDataset(endless(10), large), processes(1)) as loader:
+        stream = iter(loader)
+        first = next(stream)
+        before = len(os.listdir("/proc/self/fd"))
+        kept = [next(stream) for _ in range(20)]
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+        first["array"][:] = 7.0
+        assert all((one["array"] == one["number"]).all() for one in kept)
+
+
+def large(sample):
+    return {"number": sample[1], "array": np.full(100_000, float(sample[1]))}
+
+
+def test_a_hurried_loader_waits_no_longer(monkeypatch):
+    """A worker that is stopped held the rank for ten minutes after it was asked to end."""
+    monkeypatch.setattr("megatron.blending.loading.worker_pool._HURRIED_SECONDS", 0.5)
+    with get_loader(endless(10), processes(1)) as loader:
+        stream = iter(loader)
+        next(stream)
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGSTOP)
+        loader.hurry()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="has given nothing for"):
+            list(stream)
+        assert time.monotonic() - begin < 15
 
 
 def test_a_dead_worker_is_named():

@@ -1,0 +1,67 @@
+"""pure. Names what a worker cannot send to its rank: the part of an output, and its sample."""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from megatron.blending.loading.messages import Message
+from megatron.blending.streams.failures import FatalSampleError
+
+_MAX_PARTS = 10_000
+
+
+def unpicklable(message: Message, error: Exception) -> FatalSampleError:
+    """Returns what to raise for a message that `pickle` refused with `error`:
+
+    output['x'][3] of sample 'a/17' is a function, which cannot be sent ...
+    """
+    outputs = [value for _, value in message.items]
+    bad = next((value for value in outputs if not _is_picklable(value)), None)
+    place, part = _smallest("output", bad)
+    key = _key_of(bad)
+    sample = "" if key is None else f" of sample {key!r:.200}"
+    return FatalSampleError(
+        f"{place}{sample} is a {type(part).__qualname__}, which cannot be sent to the rank "
+        f"({type(error).__name__}: {error!s:.200}); let the encoder return plain values, arrays or "
+        "tensors, or pass num_workers=0"
+    )
+
+
+def _smallest(place: str, value: Any) -> tuple[str, Any]:
+    """Returns the innermost part that cannot be pickled, and where it is."""
+    for _ in range(_MAX_PARTS):
+        found = next(((at, part) for at, part in _parts(value) if not _is_picklable(part)), None)
+        if found is None:
+            break
+        place, value = place + found[0], found[1]
+    return place, value
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r:.100}]", part) for key, part in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    elif is_dataclass(value):
+        yield from ((f".{one.name}", getattr(value, one.name, None)) for one in fields(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        yield from ((f".{name}", part) for name, part in vars(value).items())
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        pickle.dumps(value, protocol=5)
+    except Exception:  # of any kind, by what a class of the user's does there
+        return False
+    return True
+
+
+def _key_of(value: Any) -> Any:
+    """Returns the key of a sample, or those of a batch; None where it has none."""
+    if isinstance(value, Mapping):
+        return value.get("__key__")
+    if isinstance(value, (list, tuple)):
+        bad = next((part for part in value if not _is_picklable(part)), None)
+        return None if bad is None else _key_of(bad)
+    return getattr(value, "__key__", None)
