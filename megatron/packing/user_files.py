@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import reprlib
 import stat
 from typing import Any
@@ -25,6 +26,7 @@ _MAX_DIGITS_KEPT = 4000
 _MAX_YAML_EVENTS = 50_000
 _MAX_YAML_DEPTH = 8
 
+_LONG_WORD = re.compile(r"\S{301,}")
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 100
 
@@ -36,7 +38,9 @@ def shown(value: object) -> str:
 
 def shortened(message: str, most: int = 1000) -> str:
     """Return a message without its middle if it is longer: where and the way out stand at its
-    ends."""
+    ends. So is each word of over 300 characters, as only a file's content has them.
+    """
+    message = _LONG_WORD.sub(lambda word: f"{word[0][:140]} ... {word[0][-140:]}", message)
     half = most // 2
     return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
 

@@ -266,7 +266,7 @@ class ChatTemplate:
             return MarkedTemplate(source)
         except Exception as error:  # nested too deep, among others
             raise ValueError(
-                f"the chat template cannot be read: {error!s:.500}; {_WAY_OUT}"
+                f"the chat template cannot be read: {error!s:.300}; {_WAY_OUT}"
             ) from None
 
     def _prompt(self, options: Mapping[str, Any]) -> _Prompt:
@@ -372,7 +372,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except TemplateError as error:
-            said = f"the chat template refuses the conversation: {error!s:.500}"
+            said = f"the chat template refuses the conversation: {error!s:.300}"
             if "strftime_now" in said:
                 said = (
                     "the chat template asks for today's date, by which samples would change; pass "
@@ -381,7 +381,7 @@ class ChatTemplate:
             raise SampleError(said) from None
         except Exception as error:  # a program of others
             said = f"{type(error).__name__}: {error}"
-            raise SampleError(f"the chat template fails on the conversation: {said:.500}") from None
+            raise SampleError(f"the chat template fails on the conversation: {said:.300}") from None
 
     def _strftime_now(self, form: object) -> str:
         assert self.today is not None

@@ -173,7 +173,7 @@ def _find(told: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
     if "tokens" in told:
         return _Found(TokenIds(told["tokens"]), {"tokens"})
     raise SampleError(
-        f"record has keys {', '.join(map(repr, told)) or '(none)'}, but must have {_LAYOUTS}; "
+        f"record has keys {', '.join(map(repr, told)) or '(none)':.300}, but must have {_LAYOUTS}; "
         "--data-columns gives odd names their meaning"
     )
 

@@ -166,7 +166,7 @@ def test_a_hurried_loader_waits_no_longer(monkeypatch):
         stream = iter(loader)
         next(stream)
         (worker,) = multiprocessing.active_children()
-        os.kill(worker.pid, signal.SIGSTOP)
+        os.kill(worker.pid or 0, signal.SIGSTOP)
         loader.hurry()
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match="has given nothing for"):
