@@ -150,3 +150,9 @@ def test_pages_from_the_code_are_as_it_is():
     sys.path.insert(0, str(ROOT / "docs"))
     made = importlib.import_module("generate").pages()
     assert [name for name, text in made.items() if (ROOT / "docs" / name).read_text() != text] == []
+
+
+def test_every_page_is_in_the_navigation():
+    """MkDocs refuses to build the site, which `make test` does not try."""
+    listed = set(re.findall(r"\S+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")} == listed
