@@ -285,6 +285,24 @@ def test_a_source_that_only_fails_is_passed_over_where_nothing_is_fatal():
     assert {next(loader)[0] for _ in range(100)} == {"a"}
 
 
+@pytest.mark.parametrize("skipped", ["a", "b"])
+def test_an_endless_source_that_skips_shortens_no_batch(skipped):
+    """A long row of samples that are skipped was taken for the end of the data: here about 1,000
+    before each that is not, or all of a source of small weight.
+    """
+
+    def skip(sample):
+        if sample[0] == skipped:
+            raise SkipSample
+        return sample
+
+    blend = BlendDataset((endless("a", 300), 1), (endless("b", 100), 1e-3))
+    loader = get_loader(BatchDataset(MapDataset(blend, skip), 4), config())
+    batches = [next(loader) for _ in range(3 if skipped == "a" else 600)]
+    assert {len(batch) for batch in batches} == {4}
+    assert {name for batch in batches for name, _ in batch} == {"a", "b"} - {skipped}
+
+
 def test_failures_of_finite_sources_leave_all_that_does_not_fail():
     tree = MapDataset(
         BlendDataset((source_of("a", 300), 1), (source_of("b", 20), 1)), fail_thirds_of_a
