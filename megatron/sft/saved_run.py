@@ -229,14 +229,19 @@ class SavedRun:
                 self._write_card(target, log)
                 return companions.write(target)
 
-            source = self._output.huggingface_source
+            source = self._companions.source()
+            if source is None and self._output.huggingface_source is not None and log is not None:
+                log.say(
+                    f"{self._output.huggingface_source} has no weights any more: tensors beside "
+                    f"the language model's, if there were any, are not in {folder}"
+                )
             write_folder(
                 folder,
                 chunks,
                 weights,
                 write_companions,
                 values_of=merged_values(chunks),
-                source=None if source is None else open_folder(source),
+                source=source,
             )
         if log is not None:
             what = "adapter" if self._lora.writes_adapter else "model"

@@ -19,7 +19,7 @@ from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
-from megatron.sft.model.huggingface.folder import DTYPES, open_folder
+from megatron.sft.model.huggingface.folder import DTYPES, Folder, open_source
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import write_adapter_config
@@ -88,10 +88,15 @@ class Companions(NamedTuple):
             return False
         return True
 
+    def source(self) -> Folder | None:
+        """The HuggingFace folder that the model came from, with what an export takes from it."""
+        folder = self.config.output.huggingface_source
+        return None if folder is None else open_source(folder)
+
     def weights(self) -> Weights:
         """The tensors that go with them."""
-        source = self.config.output.huggingface_source
-        names = () if source is None else open_folder(source).tensors.keys()
+        source = self.source()
+        names = () if source is None else source.tensors.keys()
         return weights_of(self.config.model, self.model_config(), names)
 
     def are_saved(self) -> bool:

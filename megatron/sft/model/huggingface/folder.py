@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.packing.user_files import parse_json, read_json, shown
+from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.tensors import Tensors
 
 INDEX = "model.safetensors.index.json"
@@ -82,6 +83,17 @@ def open_folder(folder: str | Path) -> Folder:
         path,
         {name: found for name, found in _joined(tensors).items() if not name.endswith(_NO_WEIGHT)},
     )
+
+
+def open_source(folder: str | Path) -> Folder | None:
+    """Opens the folder that a model came from, for what an export carries through from it.
+
+    Returns None where a text-only model's weights were removed since: a run that continues reads
+    none of them. A multimodal model's must be there, since its other parts are carried through.
+    """
+    path = Path(folder)
+    is_multimodal = "text_config" in read_config(path)
+    return open_folder(path) if is_multimodal or any(path.glob("*.safetensors")) else None
 
 
 def _joined(tensors: dict[str, Stored]) -> dict[str, Stored]:
