@@ -56,6 +56,7 @@ class GatedDeltaNet(MegatronModule):
         layer_number: int,
         pg_collection: ProcessGroupCollection | None = None,
         cp_comm_type: str | None = None,
+        name: str | None = None,  # megatron-core 0.19 tells each module its own
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
