@@ -140,10 +140,12 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
         import peft
 
         kind = peft.AutoPeftModelForCausalLM
-    model = kind.from_pretrained(str(folder), dtype="auto").eval()
+    # Without it transformers asks on a terminal whether to run the folder's code.
+    no_code = {"trust_remote_code": False}
+    model = kind.from_pretrained(str(folder), dtype="auto", **no_code).eval()
     if torch.cuda.is_available():
         model = model.cuda()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **no_code)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{folder} has no chat template; put a chat_template.jinja into it, or fine-tune with "

@@ -1,11 +1,15 @@
 """Talking to a model: what it is asked, and what it is not asked again."""
 
 import io
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from megatron.sft.commands import chat
 
+RELEASED = Path(__file__).parents[3] / "fixtures" / "released"
 OPTIONS = chat.ChatOptions(folder="model", system="Be brief.")
 
 
@@ -50,3 +54,17 @@ def test_mistakes_are_one_line(arguments, words, capsys):
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch):
+    """On a terminal transformers asks, and `y` runs it."""
+    pytest.importorskip("transformers")
+    folder = Path(shutil.copytree(RELEASED / "llama2", tmp_path / "model"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        chat.open_speaker(folder, OPTIONS)
+    assert not (tmp_path / "ran").exists()
