@@ -3,6 +3,7 @@ compiler."""
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from setuptools import Extension
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("blending", "packing", "planner", "sft")
@@ -80,6 +82,16 @@ def test_the_wheel_has_all_code_and_nothing_else(built):
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.py")}
     typed = {f"megatron/{package}/py.typed" for package in PACKAGES}
     assert {name for name in in_wheel if not name.startswith("megatron_sft-")} == code | typed
+
+
+def test_each_core_in_c_plus_plus_is_built(monkeypatch):
+    """Without its core scheduling and blending are only slower, which no other test notices."""
+    built: list[Extension] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("setuptools.setup", lambda ext_modules, **_: built.extend(ext_modules))
+    runpy.run_path("setup.py")
+    sources = {source for extension in built for source in extension.sources}
+    assert sources == {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron/**/*.cpp")}
 
 
 def test_the_version_has_its_entry(built):
