@@ -18,9 +18,9 @@ from typing import Any
 from megatron.packing.flags import field_docstrings, flag_of
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.step.stats import PackingStats
+from megatron.sft.arguments.other_trainers import ANSWERS
 from megatron.sft.commands import COMMANDS
 from megatron.sft.options.config import GROUPS
-from megatron.sft.options.other_trainers import ANSWERS
 from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics
 
 DOCS = Path(__file__).parent

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megatron.blending.formats.record import RecordSource
 from megatron.blending.streams.source import SourceDataset
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import Datasets, mock_sample
 from megatron.sft.data.sample_set import concatenated
 from megatron.sft.distributed import process_groups
 from megatron.sft.environment import world_from_environment
 from megatron.sft.model.huggingface.pretrained import open_pretrained
-from megatron.sft.options.config import parse_config
 from megatron.sft.stop import StopSignals
 from megatron.sft.train import Trainer
 

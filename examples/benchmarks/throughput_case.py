@@ -30,11 +30,12 @@ from megatron.packing.model import (
     layer_spec,
 )
 from megatron.packing.model.get_batch import transformer_engine_installed
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.stream import Share
 from megatron.sft.distributed import process_groups
 from megatron.sft.model.build import build_transformer_config, padded_vocab_size
-from megatron.sft.options.config import SFTConfig, parse_config
+from megatron.sft.options.config import SFTConfig
 from megatron.sft.step_batches import StepBatches
 from megatron.sft.stop import StopSignals
 from megatron.sft.train import Trainer

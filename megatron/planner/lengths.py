@@ -1,5 +1,5 @@
-"""pure. Lengths that a plan is made for, and the options that name them; `sft.data.length_sources`
-reads them.
+"""pure. Lengths that a plan is made for, and the options that name them;
+`sft.commands.length_sources` reads them.
 """
 
 from __future__ import annotations

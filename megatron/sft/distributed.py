@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.packing.flags import flag_of
+from megatron.sft.agreement import check_agreement
 from megatron.sft.environment import world_from_environment
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
@@ -157,51 +158,6 @@ def make_groups(config: SFTConfig) -> None:
     _set_pg_timeout(timeout, parallel_state.get_expert_data_parallel_group_gloo())
 
 
-class AgreedError(ValueError):
-    """Something that ends a run. Every rank raises it, with the same message."""
-
-
-def check_agreement(own: Mapping[str, Any]) -> None:
-    """Raises AgreedError, naming what differs and on which ranks, unless all ranks have the same;
-    collective.
-    """
-    differing = differences(gathered(own))
-    if differing:
-        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
-        raise AgreedError(
-            "ranks must be started alike, with the same options, versions and files: "
-            f"{'; '.join(differing[:5])}{more}"
-        )
-
-
-def differences(of_ranks: Sequence[Mapping[str, object]]) -> list[str]:
-    """Returns what is not as on rank 0: `["--lr is 0.1 on ranks 2-3, but 0.2 on rank 0"]`."""
-    found = []
-    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
-        first, *values = (of_rank.get(name, "not read") for of_rank in of_ranks)
-        others: dict[str, list[int]] = {}
-        for rank, value in enumerate(values, 1):
-            if value != first:
-                others.setdefault(str(value), []).append(rank)
-        found += [
-            f"{name} is {value} on {_ranks(ranks)}, but {first} on rank 0"
-            for value, ranks in others.items()
-        ]
-    return found
-
-
-def _ranks(ranks: list[int]) -> str:
-    """`[1, 2, 3, 6] -> "ranks 1-3, 6"`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [str(start) if start == end else f"{start}-{end}" for start, end in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
-
-
 def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
     options = {
         flag_of(name): value for group in config.to_dict().values() for name, value in group.items()
@@ -209,13 +165,6 @@ def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
     return options | {
         name: version(name) for name in ("torch", "megatron-core", "megatron-sft", "numpy")
     }
-
-
-def gathered(own: object) -> list[Any]:
-    """Returns `own` of each rank, pickled on the way; collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
 
 
 def _device() -> torch.device:

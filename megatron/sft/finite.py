@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.sft.distributed import AgreedError, gathered
+from megatron.sft.agreement import AgreedError, gathered
 from megatron.sft.step_account import Reduced
 
 _WAY_OUT = (

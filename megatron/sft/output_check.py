@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.packing.user_files import disk_fault, read_json
-from megatron.sft.distributed import gathered
+from megatron.sft.agreement import gathered
 from megatron.sft.model.checkpoint_files import (
     CheckpointError,
     check_folder,

@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.packing.step.decide import GlobalBatchError
-from megatron.sft.distributed import AgreedError
+from megatron.sft.agreement import AgreedError
 from megatron.sft.environment import fail, local_rank, tell_torchrun, world_from_environment
 
 ANSWER_SECONDS = 5.0

@@ -21,6 +21,7 @@ from megatron.sft.model.checkpoint_folder import (
     TRACKER,
     checkpoint_path,
     file_names,
+    huggingface_source,
     latest_iteration,
 )
 from megatron.sft.model.huggingface.companions import TOKENIZER_FILES
@@ -74,8 +75,9 @@ def _files(config: SFTConfig, pretrained: Pretrained | MegatronCheckpoint | None
         yield from (Path(data.tokenizer_model) / name for name in ("config.json", *TOKENIZER_FILES))
     if data.chat_template is not None:
         yield Path(data.chat_template)
-    if output.huggingface_source is not None:
-        yield from (Path(output.huggingface_source) / name for name in ("config.json", INDEX))
+    source = huggingface_source(output.pretrained_checkpoint)
+    if source is not None:
+        yield from (Path(source) / name for name in ("config.json", INDEX))
     if isinstance(pretrained, MegatronCheckpoint):
         yield from _files_of_checkpoint(pretrained.path)
     elif pretrained is not None:

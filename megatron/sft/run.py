@@ -11,6 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.packing.flag_help import Command
+from megatron.sft.arguments.megatron_flags import megatron_flag_notes
+from megatron.sft.arguments.other_trainers import answers_to
+from megatron.sft.arguments.parse import COMMON, parse_with_notes
 from megatron.sft.commands import table
 from megatron.sft.environment import (
     end_with_launcher,
@@ -21,9 +24,7 @@ from megatron.sft.environment import (
     world_from_environment,
 )
 from megatron.sft.launch import Launch, is_launched, launch, taken_apart
-from megatron.sft.options.config import COMMON, SFTConfig, parse_with_notes
-from megatron.sft.options.megatron_flags import megatron_flag_notes
-from megatron.sft.options.other_trainers import answers_to
+from megatron.sft.options.config import SFTConfig
 
 
 def main(arguments: Sequence[str], program: str) -> None:
@@ -63,10 +64,10 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.data.datasets import build_datasets
         from megatron.sft.data.trained_tokens import check_trained
         from megatron.sft.distributed import process_groups
+        from megatron.sft.dry_run import dry_run
         from megatron.sft.model.huggingface.pretrained import open_pretrained
         from megatron.sft.peers import Peers, abort
         from megatron.sft.read_files import fingerprints
-        from megatron.sft.report.dry_run import dry_run
         from megatron.sft.report.report import report
         from megatron.sft.report.run_folder import RUNS, prepare_output
         from megatron.sft.stop import StopSignals

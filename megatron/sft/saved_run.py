@@ -25,6 +25,7 @@ from megatron.sft.model.checkpoint_folder import (
     BEST,
     best_iteration,
     checkpoint_path,
+    huggingface_source,
     remove_old,
     track,
     unfinished_path,
@@ -230,9 +231,10 @@ class SavedRun:
                 return companions.write(target)
 
             source = self._companions.source()
-            if source is None and self._output.huggingface_source is not None and log is not None:
+            base = huggingface_source(self._output.pretrained_checkpoint)
+            if source is None and base is not None and log is not None:
                 log.say(
-                    f"{self._output.huggingface_source} has no weights any more: tensors beside "
+                    f"{base} has no weights any more: tensors beside "
                     f"the language model's, if there were any, are not in {folder}"
                 )
             write_folder(

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.sft.data.turns import TrainTurns
 from megatron.sft.model.checkpoint import read_common
 from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.data import TrainTurns
 
 
 def with_turns_of_checkpoint(config: SFTConfig) -> SFTConfig:

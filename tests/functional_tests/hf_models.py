@@ -33,6 +33,7 @@ from torch.nn.functional import cross_entropy
 from megatron.packing.model import head
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_data_rank
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.model import cpu_support
 from megatron.sft.model.build import (
     build_model,
@@ -48,7 +49,7 @@ from megatron.sft.model.huggingface.read import Pretrained
 from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
-from megatron.sft.options.config import SFTConfig, parse_config
+from megatron.sft.options.config import SFTConfig
 from tests.functional_tests.oracle import (
     CLIP_GRAD,
     CPU,

@@ -56,6 +56,7 @@ from megatron.packing.model import head
 from megatron.packing.model.experts import mend_expert_biases
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_data_rank
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.distributed import make_groups
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import (
@@ -68,7 +69,7 @@ from megatron.sft.model.build import (
     padded_vocab_size,
 )
 from megatron.sft.model.forward import forward_step
-from megatron.sft.options.config import SFTConfig, parse_config
+from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.lora import LoraConfig
 from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, places_of, whole_of
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.sft.__main__ import main
-from megatron.sft.distributed import AgreedError, check_agreement, gathered
+from megatron.sft.agreement import AgreedError, check_agreement, gathered
 from megatron.sft.model.checkpoint_files import (
     check_folder,
     check_sound,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import fit
 from megatron.sft.fit import estimate
 from megatron.sft.fit.estimate import Request, StageEstimate, estimates
-from megatron.sft.options.config import parse_config
 from tests.functional_tests.fit_check import (
     COMMON,
     EXPERTS,

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron.sft.agreement import AgreedError
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
-from megatron.sft.distributed import AgreedError, process_groups
+from megatron.sft.distributed import process_groups
 from megatron.sft.environment import world_from_environment
 from megatron.sft.model.checkpoint_folder import TRACKER
 from megatron.sft.model.huggingface.pretrained import open_pretrained
-from megatron.sft.options.config import parse_config
 from megatron.sft.report.run_folder import prepare_output
 from megatron.sft.stop import StopSignals
 from megatron.sft.train import Trainer

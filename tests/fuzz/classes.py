@@ -392,7 +392,7 @@ def _dataset_yaml(root: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _options_yaml(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.options.config import parse_config
+    from megatron.sft.arguments.parse import parse_config
 
     config = {
         "num-layers": 2,
@@ -417,7 +417,7 @@ def _options_yaml(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _command_line(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.options.config import parse_config
+    from megatron.sft.arguments.parse import parse_config
 
     (folder / "a.jsonl").write_bytes(LINES)
     schedule = '{"kind": "linear", "points": [[0, [5, 3]], [10, [1, 1]]]}'
@@ -780,8 +780,8 @@ def _planner(folder: Path) -> tuple[Sequence[bytes], Read]:
     from megatron.planner.plan_options import LayoutOptions, ModelOptions
     from megatron.planner.plan_run import OPTIONS_FILE, as_in_run
     from megatron.planner.step_record import StepLayout, StepRecord
-    from megatron.sft.data.length_sources import lengths_from
-    from megatron.sft.options.config import parse_config
+    from megatron.sft.arguments.parse import parse_config
+    from megatron.sft.commands.length_sources import lengths_from
 
     cost = PackCost(linear=1.0, quadratic=0.01, fixed=1.0)
     layout = StepLayout(

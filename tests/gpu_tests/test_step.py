@@ -19,9 +19,9 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.microbatches import FIELDS, layouts_of, pack
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.step.global_batch import PackedIterator
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.distributed import process_groups
-from megatron.sft.options.config import parse_config
 from megatron.sft.stop import StopSignals
 from megatron.sft.train import Trainer
 from tests.functional_tests.layouts import MODELS

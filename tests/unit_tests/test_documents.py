@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron.packing.flags import flag_of
+from megatron.sft.arguments.megatron_flags import ACCEPTED, READ_AS
 from megatron.sft.commands import COMMANDS
 from megatron.sft.launch import FLAGS as LAUNCHER
 from megatron.sft.options.config import GROUPS
-from megatron.sft.options.megatron_flags import ACCEPTED, READ_AS
 
 OF_OTHERS = set("--local-dir --max-restarts --import-mode".split())
 """Options of other programs that pages speak of."""

@@ -125,8 +125,9 @@ def test_pure_modules_import_neither_torch_nor_megatron_core(name, loaded_by_imp
     assert loaded_by_import[name] == []
 
 
-# Commands whose name users look for in `packing`, while what they run is above it.
+# Commands whose name users look for there, while what they run is above it.
 COMMANDS = ("megatron.packing.plan", "megatron.packing.calibrate")
+MOVED = ("megatron.sft.fit.__main__", "megatron.sft.report.__main__")
 # Each package knows those named after it, and no other; inside a package a folder knows those
 # before it.
 KNOWS = {
@@ -149,12 +150,45 @@ FOLDERS = {
     "packing": (
         "user_files",
         "former_names",
+        "flag_help",
         "flags",
         "layers",
         "batch",
         "scheduling",
         "step",
         "model",
+    ),
+    "planner": (
+        "step_record",
+        "devices",
+        "layouts",
+        "lengths",
+        "compare",
+        "layout_time",
+        "advice",
+        "plan_options",
+        "plan_run",
+        "step_blocks",
+        "step_picture",
+        "step_page",
+        "step_plot",
+        "plan",
+        "calibrate",
+    ),
+    "sft": (
+        "environment",
+        "options",
+        "agreement",
+        "data",
+        "model",
+        "arguments",
+        "distributed",
+        "fit",
+        "report",
+        "output_check",
+        "read_files",
+        "dry_run",
+        "commands",
     ),
 }
 
@@ -192,11 +226,14 @@ def test_commands_are_only_run(command):
 def test_folders_have_one_order(package):
     """Who reads a folder needs to have read those before it only."""
     order = FOLDERS[package]
+    folders = [ROOT / "megatron" / package / name for name in order]
+    assert all(folder.is_dir() or folder.with_suffix(".py").is_file() for folder in folders)
     found = [
         (module_name(path), name)
-        for place, folder in enumerate(order)
+        for place, folder in enumerate(folders)
         for path in FILES
-        if path.is_relative_to(ROOT / "megatron" / package / folder)
+        if (path.is_relative_to(folder) or path == folder.with_suffix(".py"))
+        and module_name(path) not in MOVED
         for name in imported(path)
         if is_within(name, f"megatron.{package}")
         and not any(is_within(name, f"megatron.{package}.{known}") for known in order[: place + 1])

@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron.packing.flags import FlagError
 from megatron.packing.model.options import Architecture
+from megatron.sft.arguments.defaults import chosen_options
+from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
-from megatron.sft.options.defaults import chosen_options
-from megatron.sft.options.pretrained import implied_options
 
 _MODEL = {field.name for field in fields(Architecture)} | {"vocab_size"}
 

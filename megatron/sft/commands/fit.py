@@ -17,6 +17,10 @@ from typing import Any, Literal
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.sft.arguments.defaults import chosen_options
+from megatron.sft.arguments.megatron_flags import without_megatron_flags
+from megatron.sft.arguments.parse import COMMON
+from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.environment import (
     exit_with_message,
     lazy_compile,
@@ -24,10 +28,7 @@ from megatron.sft.environment import (
     silence_warnings,
 )
 from megatron.sft.fit.report import ESTIMATED, Column, as_json, parse_memory, table, verdict
-from megatron.sft.options.config import COMMON, GROUPS, SFTConfig
-from megatron.sft.options.defaults import chosen_options
-from megatron.sft.options.megatron_flags import without_megatron_flags
-from megatron.sft.options.pretrained import implied_options
+from megatron.sft.options.config import GROUPS, SFTConfig
 
 _SHOWN = ("Start from", "Data", "Layout")
 _BYTES_PER_PACKED_TOKEN = 5 + 8 + 8 + 4 + 8 + 1

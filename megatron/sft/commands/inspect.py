@@ -26,6 +26,7 @@ from megatron.blending.metadatasets.metadataset import (
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.user_files import read_json
+from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.environment import exit_with_message, outlive_output
 from megatron.sft.model.checkpoint_folder import (
     CHECKSUMS,
@@ -39,7 +40,6 @@ from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.folder import open_folder
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
-from megatron.sft.options.defaults import positions_of
 
 _SPLITS = ("train", "val", "test")
 _COMPANIONS = "huggingface"

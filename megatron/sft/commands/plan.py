@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron.planner.plan import plan
 from megatron.planner.plan_options import ModelOptions
-from megatron.sft.data.length_sources import lengths_from
+from megatron.sft.arguments.pretrained import implied_options
+from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.environment import exit_with_message, outlive_output
-from megatron.sft.options.pretrained import implied_options
 
 _LAYOUT = {
     "tensor_model_parallel_size": "tp",

@@ -22,13 +22,14 @@ from megatron.planner.layout_time import TimeModel, reason
 from megatron.planner.layouts import Choice, Measures, Search, enumerated, search
 from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import drawn
-from megatron.sft.data.length_sources import lengths_from
+from megatron.sft.arguments.defaults import chosen_options
+from megatron.sft.arguments.megatron_flags import without_megatron_flags
+from megatron.sft.arguments.parse import COMMON
+from megatron.sft.arguments.pretrained import implied_options
+from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.environment import lazy_compile, silence_warnings
 from megatron.sft.fit.report import GIB, parse_memory
-from megatron.sft.options.config import COMMON, GROUPS, SFTConfig
-from megatron.sft.options.defaults import chosen_options
-from megatron.sft.options.megatron_flags import without_megatron_flags
-from megatron.sft.options.pretrained import implied_options
+from megatron.sft.options.config import GROUPS, SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)

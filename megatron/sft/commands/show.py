@@ -18,15 +18,15 @@ import numpy as np
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.sft.arguments.defaults import positions_of
+from megatron.sft.arguments.megatron_flags import without_megatron_flags
+from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.counts import Counts
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.environment import exit_with_message, outlive_output
 from megatron.sft.options.config import GROUPS, SFTConfig
-from megatron.sft.options.defaults import positions_of
-from megatron.sft.options.megatron_flags import without_megatron_flags
-from megatron.sft.options.pretrained import implied_options
 
 COMMON = {
     "What to show": ("config", "data_path", "samples", "count"),

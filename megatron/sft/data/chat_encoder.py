@@ -21,7 +21,8 @@ from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths
 from megatron.sft.data.layouts import Conversation, Passage, Reading, TokenIds, read_record
 from megatron.sft.data.messages import SampleError
-from megatron.sft.data.turns import Contexts, TrainTurns, merged_turns, only_last
+from megatron.sft.data.turns import Contexts, merged_turns, only_last
+from megatron.sft.options.data import TrainTurns
 
 DropReason = Literal[
     "over length", "no loss token", "no loss token left after truncation", "bad sample"

@@ -40,9 +40,8 @@ from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats
 from megatron.sft.data.mock_dataset import MockSFTDataset
 from megatron.sft.data.sample_set import SampleSet, blended, concatenated, source_of
 from megatron.sft.data.tokenizer import build_tokenizer
-from megatron.sft.data.turns import TrainTurns
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.options.data import DataConfig
+from megatron.sft.options.data import DataConfig, TrainTurns
 
 MOCK_VOCAB_SIZE = 1024
 _MOCK_SAMPLES = 2**40

@@ -40,7 +40,7 @@ _TURNS = ("messages", "conversations", "conversation")
 _QUESTION, _CONTEXT = ("instruction", "query", "question"), ("input", "context")
 _ANSWER, _SYSTEM = ("output", "response", "answer"), ("system", "system_prompt")
 _BESIDE_TURNS = (*_SYSTEM, "tools", "chat_template_kwargs")
-_READ = (
+READ = (
     *_TURNS,
     "prompt",
     "completion",
@@ -58,12 +58,8 @@ _PREFERENCES = ("label", "kto_tag", "chosen")
 others.
 """
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
-TEXT_COLUMNS = frozenset((*_READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
+TEXT_COLUMNS = frozenset((*READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
 """Keys of a record that hold what its author wants a model to learn from."""
-COLUMNS = (*_READ, "tokens", "weight", "role", "content", "none")
-"""Names on the left of --data-columns; `role` and `content` are those of turns, `none` is for what
-is left out.
-"""
 _LAYOUTS = (
     "messages | conversations | conversation, prompt + completion, instruction | query | question "
     "(and input | context) + output | response | answer, text or tokens"
@@ -99,22 +95,6 @@ class Reading(NamedTuple):
     weight: float
     unread: set[str]
     """Its keys, and those of its turns, that hold something and that were not read."""
-
-
-def parse_columns(text: str | None) -> dict[str, str]:
-    """Read --data-columns, as "messages=conversation,none=notes": column -> name of `COLUMNS`;
-    ValueError if wrong.
-    """
-    columns: dict[str, str] = {}
-    for pair in [] if text is None else text.split(","):
-        name, equals, column = (part.strip() for part in pair.partition("="))
-        if name not in COLUMNS or not equals or not column or column in columns:
-            raise ValueError(
-                "--data-columns must be pairs such as messages=conversation,content=utterance, "
-                f"each column once, with {', '.join(COLUMNS)} on the left, but has {pair!r}"
-            )
-        columns[column] = name
-    return columns
 
 
 def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:

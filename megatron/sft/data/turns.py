@@ -24,7 +24,6 @@ from megatron.packing.batch.tree import MergedPaths, Path, merge
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.messages import SampleError
 
-TrainTurns = Literal["served", "all", "last"]
 Contexts = Literal["kept", "differ", "unknown"]
 """Of a template: one rendering has each answer behind what it is generated from; the contexts are
 others than in one rendering; they are not to be had, as an answer is not written behind its prompt.

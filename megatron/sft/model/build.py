@@ -40,7 +40,7 @@ from megatron.packing.model.head import skip_masked_tokens
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
-from megatron.sft.distributed import gathered
+from megatron.sft.agreement import gathered
 from megatron.sft.model.checkpoint_weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import add_to_gpt, logit_rule, parts_of, prepare_config
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights

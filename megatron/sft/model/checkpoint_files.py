@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.sft.distributed import AgreedError, gathered
+from megatron.sft.agreement import AgreedError, gathered
 from megatron.sft.model.checkpoint_folder import (
     TRACKER,
     FolderLock,

@@ -120,6 +120,15 @@ def distributed_checkpoint(folder: str | Path) -> Path | None:
     return path
 
 
+def huggingface_source(pretrained_checkpoint: str | None) -> str | None:
+    """Returns the folder of --pretrained-checkpoint; None where it holds checkpoints of
+    megatron-core, or where there is none.
+    """
+    if pretrained_checkpoint is None or distributed_checkpoint(pretrained_checkpoint) is not None:
+        return None
+    return pretrained_checkpoint
+
+
 def track(folder: str | Path, name: str, iteration: int) -> None:
     """Let a tracker name a checkpoint that is whole; nobody sees a half of it."""
     temporary = Path(folder) / f"{name}.tmp"

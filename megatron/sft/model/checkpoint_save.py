@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron.sft.distributed import gathered
+from megatron.sft.agreement import gathered
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoint import METADATA, Progress, state_to_save
 from megatron.sft.model.checkpoint_files import written_or_refused

@@ -15,9 +15,10 @@ from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.planner.lengths import TokenizerType
-from megatron.sft.data.layouts import parse_columns
-from megatron.sft.data.turns import TrainTurns
+from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.options.data_paths import expanded, one_of
+
+TrainTurns = Literal["served", "all", "last"]
 
 
 def read_date(text: str | None) -> date | None:

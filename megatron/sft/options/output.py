@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.packing.flags import check_range, flag_of
-from megatron.sft.model.checkpoint_folder import distributed_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +111,3 @@ class OutputConfig:
                 "--dump-schedule must be steps, the first of which is 1, but is "
                 f"{min(self.dump_schedule)}"
             )
-
-    @property
-    def huggingface_source(self) -> str | None:
-        """The folder of --pretrained-checkpoint; None where it holds checkpoints of
-        megatron-core."""
-        source = self.pretrained_checkpoint
-        return None if source is None or distributed_checkpoint(source) is not None else source

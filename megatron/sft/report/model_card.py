@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+from megatron.sft.model.checkpoint_folder import huggingface_source
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics_file import read_metrics
 from megatron.sft.report.report import table
@@ -23,7 +24,7 @@ def write_card(folder: Path, config: SFTConfig, run_dir: Path | None) -> None:
 
 def _lines(config: SFTConfig, run_dir: Path | None) -> Iterator[str]:
     output, training = config.output, config.training
-    base = output.huggingface_source
+    base = huggingface_source(output.pretrained_checkpoint)
     is_adapter = config.lora.writes_adapter
     yield "---"
     if base is not None:

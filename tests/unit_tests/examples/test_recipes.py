@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from examples.recipes.try_recipe import model_config
-from megatron.sft.options.config import parse_config
+from megatron.sft.arguments.parse import parse_config
 
 RECIPES = sorted((Path(__file__).parents[3] / "examples" / "recipes").glob("*.yaml"))
 

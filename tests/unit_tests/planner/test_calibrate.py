@@ -66,9 +66,9 @@ def test_model_is_the_one_that_training_builds(arguments):
     """A default that differs between the two would make training refuse the file of its own
     options.
     """
+    from megatron.sft.arguments.parse import parse_config
     from megatron.sft.model.build import build_transformer_config
     from megatron.sft.model.build import padded_vocab_size as padded_in_training
-    from megatron.sft.options.config import parse_config
 
     known = [*MODEL, *arguments.split()]
     run = parse_config(

@@ -15,8 +15,8 @@ from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.planner.plan import drawn, plan
 from megatron.planner.plan_options import LayoutOptions, ModelOptions
+from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.commands.plan import main
-from megatron.sft.data.length_sources import lengths_from
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = """

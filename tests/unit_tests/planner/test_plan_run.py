@@ -10,7 +10,7 @@ from megatron.planner.lengths import RunSource
 from megatron.planner.plan import plan
 from megatron.planner.plan_options import LayoutOptions, ModelOptions
 from megatron.planner.plan_run import as_in_run
-from megatron.sft.data.length_sources import lengths_from
+from megatron.sft.commands.length_sources import lengths_from
 from tests.unit_tests.blending.folders import write_jsonl
 from tests.unit_tests.sft.command_line import parse
 

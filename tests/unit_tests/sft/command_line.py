@@ -3,7 +3,8 @@
 import pytest
 
 from megatron.packing.flags import FlagError
-from megatron.sft.options.config import SFTConfig, parse_config
+from megatron.sft.arguments.parse import parse_config
+from megatron.sft.options.config import SFTConfig
 
 MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128"
 STEPS = "--train-iters 10 --global-batch-size 16 --lr 1e-3"

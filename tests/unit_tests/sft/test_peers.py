@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.sft import peers
-from megatron.sft.distributed import AgreedError
+from megatron.sft.agreement import AgreedError
 
 
 @pytest.fixture

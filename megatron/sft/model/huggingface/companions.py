@@ -16,6 +16,7 @@ from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
+from megatron.sft.model.checkpoint_folder import huggingface_source
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
@@ -63,7 +64,7 @@ class Companions(NamedTuple):
         """What config.json says; ValueError where no HuggingFace family computes what the options
         say.
         """
-        source = self.config.output.huggingface_source
+        source = huggingface_source(self.config.output.pretrained_checkpoint)
         if source is None:
             found = config_of(self.config.model, self.vocab_size)
             if self.tokenizer is not None:
@@ -90,7 +91,7 @@ class Companions(NamedTuple):
 
     def source(self) -> Folder | None:
         """The HuggingFace folder that the model came from, with what an export takes from it."""
-        folder = self.config.output.huggingface_source
+        folder = huggingface_source(self.config.output.pretrained_checkpoint)
         return None if folder is None else open_source(folder)
 
     def weights(self) -> Weights:
@@ -110,7 +111,8 @@ class Companions(NamedTuple):
     def write(self, folder: Path) -> str:
         """Write all files but the weights; returns the type that config.json says the weights
         have."""
-        model_config, source = self.model_config(), self.config.output.huggingface_source
+        model_config = self.model_config()
+        source = huggingface_source(self.config.output.pretrained_checkpoint)
         _write(folder / "config.json", model_config)
         generation = {} if source is None else _read(Path(source) / _GENERATION)
         if self.tokenizer is not None:

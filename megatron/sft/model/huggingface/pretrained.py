@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.sft.model.checkpoint_folder import distributed_checkpoint, latest_iteration
+from megatron.sft.model.checkpoint_folder import (
+    distributed_checkpoint,
+    huggingface_source,
+    latest_iteration,
+)
 from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
@@ -33,7 +37,7 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
             "--lora needs --pretrained-checkpoint, the weights that adapters stand beside; of a "
             "checkpoint, megatron-sft export makes such a folder"
         )
-    if output.huggingface_source is None and output.save_hf is not None:
+    if huggingface_source(output.pretrained_checkpoint) is None and output.save_hf is not None:
         try:
             config_of(config.model, vocab_size)
         except ValueError as failure:

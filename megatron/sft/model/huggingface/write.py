@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron.sft.distributed import gathered
+from megatron.sft.agreement import gathered
 from megatron.sft.model.huggingface.folder import (
     DTYPES,
     INDEX,

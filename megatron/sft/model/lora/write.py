@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron.sft.distributed import gathered
+from megatron.sft.agreement import gathered
 from megatron.sft.model.huggingface.gather import Dtypes, tensors_of, written_parts
 from megatron.sft.model.huggingface.read import Placed
 from megatron.sft.model.huggingface.write import (

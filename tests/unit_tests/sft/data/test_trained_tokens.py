@@ -5,10 +5,10 @@ import json
 import pytest
 
 from megatron.blending.formats.jsonl import JsonlSource
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data import trained_tokens
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.trained_tokens import check_trained
-from megatron.sft.options.config import parse_config
 
 BASE = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 64 --train-iters 3 --lr "

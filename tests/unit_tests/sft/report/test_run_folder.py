@@ -13,7 +13,7 @@ from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import plan
 from megatron.planner.step_record import StepLayout, StepRecord
-from megatron.sft.data.length_sources import lengths_from
+from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.model.checkpoint import Progress
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.report.run_folder import dump_schedule, prepare_output

@@ -7,8 +7,9 @@ import pytest
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, flag_of
-from megatron.sft.options.config import GROUPS, parse_config
-from megatron.sft.options.other_trainers import _OURS, _WAYS, ANSWERS, answers_to
+from megatron.sft.arguments.other_trainers import _OURS, _WAYS, ANSWERS, answers_to
+from megatron.sft.arguments.parse import parse_config
+from megatron.sft.options.config import GROUPS
 
 FLAGS = [flag_of(field.name) for group in GROUPS for field in fields(group)]
 TRAIN = Command(answers=answers_to)

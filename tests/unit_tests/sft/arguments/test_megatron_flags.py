@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.packing.flags import FlagError, flag_of
-from megatron.sft.options.config import GROUPS, parse_config
-from megatron.sft.options.megatron_flags import (
+from megatron.sft.arguments.megatron_flags import (
     ACCEPTED,
     READ_AS,
     REFUSED,
@@ -20,6 +19,8 @@ from megatron.sft.options.megatron_flags import (
     megatron_flag_notes,
     without_megatron_flags,
 )
+from megatron.sft.arguments.parse import parse_config
+from megatron.sft.options.config import GROUPS
 from tests.unit_tests.sft.command_line import parse
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "coming-from" / "megatron-lm.md"

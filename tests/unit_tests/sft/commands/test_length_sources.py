@@ -10,7 +10,7 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.lengths import LengthOptions
 from megatron.planner.step_record import StepLayout, StepRecord
-from megatron.sft.data.length_sources import lengths_from
+from megatron.sft.commands.length_sources import lengths_from
 from tests.unit_tests.blending.folders import write_jsonl
 
 

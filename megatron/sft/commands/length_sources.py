@@ -23,11 +23,11 @@ from megatron.packing.user_files import parse_json, read_text, shortened, shown
 from megatron.planner.lengths import LengthOptions, Lengths, RunSource
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
-from megatron.sft.data.layouts import parse_columns
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data import read_date, tokenizer_type_of
+from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
 
 IntArray = npt.NDArray[np.int64]

@@ -1,0 +1,104 @@
+"""pure. Command line -> the options of a run: what the user gives, what the model's folder says,
+what is chosen, and whether they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import FlagError, parse_flags
+from megatron.sft.arguments.defaults import choice_notes, chosen_options
+from megatron.sft.arguments.megatron_flags import without_megatron_flags
+from megatron.sft.arguments.pretrained import implied_options
+from megatron.sft.options.config import GROUPS, SFTConfig
+
+COMMON = {
+    "Start from": ("config", "pretrained_checkpoint", "load", "lora", "lora_rank", "lora_alpha"),
+    "Data": (
+        "data_path",
+        "valid_data_path",
+        "split",
+        "seq_length",
+        "over_length_policy",
+        "sequence_packing",
+        "mock_data",
+    ),
+    "Training": (
+        "train_epochs",
+        "train_iters",
+        "global_batch_size",
+        "lr",
+        "min_lr",
+        "lr_decay_style",
+        "lr_warmup_fraction",
+        "bf16",
+        "recompute_granularity",
+        "seed",
+    ),
+    "Layout": (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "use_distributed_optimizer",
+    ),
+    "Output": (
+        "save",
+        "save_interval",
+        "save_hf",
+        "eval_interval",
+        "eval_iters",
+        "run_dir",
+        "tensorboard_dir",
+        "wandb_project",
+        "dry_run",
+    ),
+}
+"""Options that --help shows."""
+
+
+def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    implied = implied_options(given) | chosen_options(given)
+    if given.get("sequence_packing_scheduler") is not None:
+        implied["sequence_packing"] = True
+    samples = given.get("train_samples")
+    batch = given.get("global_batch_size", implied.get("global_batch_size", 0))
+    if samples is not None and batch > 0:
+        implied["train_iters"] = samples // batch
+    return implied
+
+
+def parse_config(
+    arguments: Sequence[str], world_size: int, command: Command | None = None
+) -> SFTConfig:
+    """Returns the run's options from the command line of `command`; FlagError for anything wrong in
+    them.
+    """
+    return parse_with_notes(arguments, world_size, command or Command())[0]
+
+
+def parse_with_notes(
+    arguments: Sequence[str], world_size: int, command: Command
+) -> tuple[SFTConfig, list[str]]:
+    """Returns the same, and lines for the user: options that were chosen, as nobody gave them."""
+    notes: list[str] = []
+
+    def imply(given: Mapping[str, Any]) -> dict[str, Any]:
+        notes.extend(choice_notes(given))
+        return _implied(given)
+
+    try:
+        parts = parse_flags(GROUPS, without_megatron_flags(arguments), command, imply=imply)
+    except FlagError as failure:
+        if "arguments are required" not in str(failure):
+            raise
+        hint = "or pass --pretrained-checkpoint FOLDER, a released model, which tells most of them"
+        raise FlagError(f"{failure}; {hint}") from None
+    config = SFTConfig.of(parts)
+    # A dry run needs no launcher: one process checks the layout of many.
+    alone = config.output.dry_run and world_size == 1
+    config.check(config.parallel.least_world_size if alone else world_size)
+    return config, notes

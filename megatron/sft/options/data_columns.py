@@ -1,0 +1,49 @@
+"""pure. Names that columns of data may have by --data-columns."""
+
+from __future__ import annotations
+
+COLUMNS = (
+    "messages",
+    "conversations",
+    "conversation",
+    "prompt",
+    "completion",
+    "instruction",
+    "query",
+    "question",
+    "input",
+    "context",
+    "output",
+    "response",
+    "answer",
+    "system",
+    "system_prompt",
+    "tools",
+    "chat_template_kwargs",
+    "history",
+    "text",
+    "tokens",
+    "weight",
+    "role",
+    "content",
+    "none",
+)
+"""What may stand on the left of --data-columns: keys of records that `megatron.sft.data.layouts`
+reads, `role` and `content` of turns, and `none` for a column that is left out.
+"""
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """Returns --data-columns, such as "messages=conversation,none=notes", as a dict of the name in
+    `COLUMNS` by column; ValueError for anything else.
+    """
+    columns: dict[str, str] = {}
+    for pair in [] if text is None else text.split(","):
+        name, equals, column = (part.strip() for part in pair.partition("="))
+        if name not in COLUMNS or not equals or not column or column in columns:
+            raise ValueError(
+                "--data-columns must be pairs such as messages=conversation,content=utterance, "
+                f"each column once, with {', '.join(COLUMNS)} on the left, but has {pair!r}"
+            )
+        columns[column] = name
+    return columns
