@@ -57,7 +57,8 @@ def test_trees_train_like_their_paths(layout: Layout) -> None:
     """A key too many, a position off by padding, a count too few: losses would fall all the
     same.
     """
-    room = "" if layout.pipeline == 2 else WHOLE
+    # `empty` leaves a microbatch as it was loaded: the parts of a tree that is cut have no room.
+    room = "" if layout.pipeline == 2 and layout.scheduler != "empty" else WHOLE
     steps = assemble(run_ranks(train_packed, layout.world_size, f"{layout.flags} {room}", BATCHES))
     assert_same(steps, reference(MODELS[layout.model]), relative=1e-12)
 

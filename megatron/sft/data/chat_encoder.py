@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths
-from megatron.sft.data.layouts import Conversation, Passage, Reading, TokenIds, read_record
+from megatron.sft.data.content import Answers, Conversation, Passage, TokenIds
+from megatron.sft.data.layouts import Reading, read_record
 from megatron.sft.data.messages import SampleError
 from megatron.sft.data.turns import Contexts, merged_turns, only_last
 from megatron.sft.options.data import TrainTurns
@@ -136,6 +137,8 @@ class ChatEncoder:
     """Of --data-columns: column -> the name that `layouts` knows."""
     train_turns: TrainTurns = "all"
     """Which of a conversation's turns are trained, and behind what (see `turns`)."""
+    takes_trees: bool = True
+    """Whether a sample may be a tree; otherwise records of several answers are refused."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
     """Keys that were told not to be read."""
 
@@ -156,8 +159,10 @@ class ChatEncoder:
         """
         content, own_weight, unread = self.read(record)
         self._list(unread)
+        if isinstance(content, Answers):
+            return self._encode_paths(content, own_weight * weight)
         if self.train_turns != "all" and isinstance(content, Conversation):
-            return self._encode_turns(content, own_weight * weight)
+            return self._encode_paths(Answers([content], [1.0]), own_weight * weight)
         ids, weights = self._tokens(content)
         loss_mask = weights[1:] * np.float32(own_weight * weight)
         if not loss_mask.any():
@@ -176,14 +181,14 @@ class ChatEncoder:
             return Dropped("no loss token left after truncation")
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)
 
-    def _encode_turns(self, conversation: Conversation, weight: float) -> EncodedSample | Dropped:
-        if self.train_turns == "last":
-            conversation = only_last(conversation)
+    def _encode_paths(self, answers: Answers, weight: float) -> EncodedSample | Dropped:
+        turns = [
+            turn._replace(weights=turn.weights * np.float32(factor))
+            for path, factor in zip(answers.paths, answers.weights)
+            for turn in self._turns(path)
+        ]
         merged, num_over, is_cut = merged_turns(
-            self.tokenizer.encode_turns(conversation),
-            weight,
-            self.seq_length,
-            self.over_length_policy,
+            turns, weight, self.seq_length, self.over_length_policy
         )
         if merged is None and num_over:
             is_dropped = self.over_length_policy == "drop"
@@ -191,8 +196,19 @@ class ChatEncoder:
         if merged is None:
             return Dropped("no loss token")
         is_sequence = len(merged.parents) == 1 and merged.num_paths.max() == 1
+        if not is_sequence and not self.takes_trees:
+            raise SampleError(
+                "record has several answers, which are trained as a tree of sequences: that takes "
+                "--sequence-packing, and no --mtp-num-layers; give each answer as a record"
+            )
         tree = None if is_sequence else merged
         return EncodedSample(merged.tokens, merged.labels, merged.loss_mask, is_cut, tree)
+
+    def _turns(self, path: Conversation | Passage) -> list[ChatTokens]:
+        """Return the sequences that a path is trained as."""
+        if isinstance(path, Passage) or self.train_turns == "all":
+            return [self._tokens(path)]
+        return self.tokenizer.encode_turns(only_last(path) if self.train_turns == "last" else path)
 
     def read(self, record: Mapping[str, Any]) -> Reading:
         """Return what `record` says."""

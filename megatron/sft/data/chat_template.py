@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.content import Conversation
 from megatron.sft.data.marked_template import MarkedTemplate, Written
 from megatron.sft.data.messages import (
     REASONING_NAMES,

@@ -92,6 +92,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
         config.packing.over_length_policy,
         data.columns,
         _train_turns(config, tokenizer),
+        _takes_trees(config),
     )
     task = ChatTask(encoder)
     builder = _Builder(
@@ -114,8 +115,8 @@ def build_datasets(config: SFTConfig) -> Datasets:
 
 def _train_turns(config: SFTConfig, tokenizer: Tokenizer) -> TrainTurns:
     """Returns --train-turns, or its default; ValueError where it cannot be done."""
-    turns, further = config.data.train_turns, config.model.mtp_num_layers is not None
-    has_trees = config.packing.sequence_packing and not further
+    turns, has_trees = config.data.train_turns, _takes_trees(config)
+    further = config.model.mtp_num_layers is not None
     if turns is None:
         return "served" if has_trees and tokenizer.contexts == "differ" else "all"
     if turns == "served" and tokenizer.contexts == "differ" and not has_trees:
@@ -125,6 +126,11 @@ def _train_turns(config: SFTConfig, tokenizer: Tokenizer) -> TrainTurns:
             + ", or pass --train-turns all or last"
         )
     return turns
+
+
+def _takes_trees(config: SFTConfig) -> bool:
+    """Returns whether samples may be trees of sequences."""
+    return config.packing.sequence_packing and config.model.mtp_num_layers is None
 
 
 def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:

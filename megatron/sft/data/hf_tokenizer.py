@@ -20,7 +20,7 @@ import numpy as np
 from megatron.packing.user_files import read_text
 from megatron.sft.data.chat_encoder import ChatTokens
 from megatron.sft.data.chat_template import ChatTemplate, Span, Turn
-from megatron.sft.data.layouts import Conversation, Passage
+from megatron.sft.data.content import Conversation, Passage
 from megatron.sft.data.messages import SampleError
 from megatron.sft.data.turns import Contexts
 

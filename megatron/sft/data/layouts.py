@@ -7,6 +7,8 @@ its keys tell.
                                                          completion are trained
     prompt + completion, both strings                    TRL: text, of which the completion is
                                                          trained
+    prompt + responses                                   several answers, see `answers`: to turns,
+                                                         or to text (then all are text)
     instruction | query | question                       Alpaca, Dolly, LLaMA-Factory, ms-swift,
       + output | response | answer                       OpenOrca: a question, with input | context,
                                                          system, history and tools
@@ -25,6 +27,22 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+from megatron.sft.data.answers import (
+    Keys,
+    Paths,
+    read_branches,
+    read_responses,
+    read_texts,
+    weights_of,
+)
+from megatron.sft.data.content import (
+    Answers,
+    Content,
+    Conversation,
+    Passage,
+    TokenIds,
+    said_in,
+)
 from megatron.sft.data.messages import (
     Message,
     SampleError,
@@ -32,7 +50,6 @@ from megatron.sft.data.messages import (
     read_tools,
     read_turns,
     text_of,
-    texts_of,
     weight_of,
 )
 
@@ -44,6 +61,7 @@ READ = (
     *_TURNS,
     "prompt",
     "completion",
+    "responses",
     *_QUESTION,
     *_CONTEXT,
     *_ANSWER,
@@ -61,37 +79,16 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
 TEXT_COLUMNS = frozenset((*READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
 """Keys of a record that hold what its author wants a model to learn from."""
 _LAYOUTS = (
-    "messages | conversations | conversation, prompt + completion, instruction | query | question "
+    "messages | conversations | conversation (and responses), prompt + completion | responses, "
+    "instruction | query | question "
     "(and input | context) + output | response | answer, text or tokens"
 )
-
-
-class Conversation(NamedTuple):
-    """Turns, of which the assistant's are trained."""
-
-    messages: list[Message]
-    tools: list[Any] | None = None
-    template_options: Mapping[str, Any] = {}
-    """Further variables of the chat template, such as enable_thinking."""
-
-
-class Passage(NamedTuple):
-    """Text, of which what follows the prompt is trained."""
-
-    prompt: str
-    completion: str
-
-
-class TokenIds(NamedTuple):
-    """Ids, all of them trained."""
-
-    ids: Any
 
 
 class Reading(NamedTuple):
     """What a record says."""
 
-    content: Conversation | Passage | TokenIds
+    content: Content
     weight: float
     unread: set[str]
     """Its keys, and those of its turns, that hold something and that were not read."""
@@ -114,7 +111,7 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
 class _Found(NamedTuple):
     """What a record says, the keys that say it, and the keys of its turns that were not read."""
 
-    content: Conversation | Passage | TokenIds
+    content: Content
     read: set[str]
     unread_of_turns: Set[str] = frozenset()
 
@@ -138,11 +135,12 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str,
 
 
 def _find(told: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
-    turn_keys = columns.get("role"), columns.get("content")
+    turn_keys = Keys(columns.get("role"), columns.get("content"))
     for key in _TURNS:
         if key in told:
-            messages, unread = read_turns(told[key], key, *turn_keys)
-            return _Found(_conversation(told, messages), {key, *_BESIDE_TURNS}, unread)
+            return _turns(told, key, turn_keys)
+    if {"prompt", "responses"} <= told.keys():
+        return _prompt_and_responses(told, turn_keys)
     if {"prompt", "completion"} <= told.keys():
         return _prompt_and_completion(told, turn_keys)
     if told.keys() & set(_QUESTION) and told.keys() & set(_ANSWER):
@@ -158,9 +156,41 @@ def _find(told: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
     )
 
 
-def _prompt_and_completion(
-    told: Mapping[str, Any], turn_keys: tuple[str | None, str | None]
+def _turns(told: Mapping[str, Any], key: str, turn_keys: Keys) -> _Found:
+    read = {key, *_BESIDE_TURNS}
+    if "responses" not in told:
+        found = read_branches(told[key], key, turn_keys)
+        return _Found(_conversations(told, found), read, found.unread)
+    trunk, unread = read_turns(told[key], key, *turn_keys)
+    return _answered(told, trunk, unread, read, turn_keys)
+
+
+def _prompt_and_responses(told: Mapping[str, Any], turn_keys: Keys) -> _Found:
+    prompt, read = told["prompt"], {"prompt", "responses", "weights"}
+    if not isinstance(prompt, str):
+        asked, unread = read_turns(prompt, "prompt", *turn_keys)
+        trunk = [message._replace(weight=0.0) for message in asked]
+        return _answered(told, trunk, unread, read | set(_BESIDE_TURNS), turn_keys)
+    texts = read_texts(told["responses"])
+    passages = [Passage(text_of(prompt, "prompt"), text) for text in texts]
+    return _Found(Answers(passages, weights_of(told.get("weights"), len(texts))), read)
+
+
+def _answered(
+    told: Mapping[str, Any], trunk: list[Message], unread: set[str], read: set[str], keys: Keys
 ) -> _Found:
+    """Returns the responses behind turns that were read of the keys `read`."""
+    found = read_responses(trunk, told["responses"], told.get("weights"), keys)
+    read = read | {"responses", "weights"}
+    return _Found(_conversations(told, found), read, unread | found.unread)
+
+
+def _conversations(told: Mapping[str, Any], found: Paths) -> Conversation | Answers:
+    paths = [_conversation(told, messages) for messages in found.paths]
+    return paths[0] if len(paths) == 1 else Answers(paths, [1.0] * len(paths))
+
+
+def _prompt_and_completion(told: Mapping[str, Any], turn_keys: Keys) -> _Found:
     prompt, completion = told["prompt"], told["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return _Found(
@@ -232,13 +262,8 @@ def _check_preference(told: Mapping[str, Any]) -> None:
             )
 
 
-def _check_unread(
-    told: Mapping[str, Any], unread: set[str], content: Conversation | Passage | TokenIds
-) -> None:
-    said = texts_of(content.messages) if isinstance(content, Conversation) else []
-    said += (
-        [part.strip() for part in content if part.strip()] if isinstance(content, Passage) else []
-    )
+def _check_unread(told: Mapping[str, Any], unread: set[str], content: Content) -> None:
+    said = said_in(content)
     for key in sorted(unread & TEXT_COLUMNS):
         text = told[key]
         if isinstance(text, (int, float)):

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
-from megatron.sft.data.layouts import Conversation, Passage
+from megatron.sft.data.content import Conversation, Passage
 from megatron.sft.data.messages import SampleError
 
 BYTE_LEVEL_SPECIAL_TOKENS = (

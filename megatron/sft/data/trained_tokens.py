@@ -14,8 +14,8 @@ from typing import Any
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chats import ChatLoad
+from megatron.sft.data.content import messages_of
 from megatron.sft.data.datasets import Datasets
-from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.sample_set import SampleSet
 
 MAX_PROBED = 1_000
@@ -134,10 +134,9 @@ def _encode(source: SourceDataset, index: int, found: _Untrained) -> Any:
         return load(source.source[index], key)
     except SkipSample:
         reading = load.read(source.source[index], key)
-        if isinstance(reading.content, Conversation):
-            for message in reading.content.messages:
-                found.roles[message.role] += 1
-                found.num_weighted += (
-                    message.role == "assistant" and message.weight * reading.weight > 0
-                )
+        for message in messages_of(reading.content):
+            found.roles[message.role] += 1
+            found.num_weighted += (
+                message.role == "assistant" and message.weight * reading.weight > 0
+            )
         raise

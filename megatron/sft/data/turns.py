@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths, Path, merge
-from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import SampleError
 
 Contexts = Literal["kept", "differ", "unknown"]

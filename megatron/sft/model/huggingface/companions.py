@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.packing.user_files import read_json, shown
 from megatron.sft.data.chat_encoder import Tokenizer
-from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.checkpoint_folder import huggingface_source

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.sft.data.chat_template import ChatTemplate, Span
-from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import Message, SampleError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -9,7 +9,7 @@ import pytest
 from jinja2 import Environment, TemplateError
 
 from megatron.sft.data.chat_template import ChatTemplate
-from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.content import Conversation
 from megatron.sft.data.marked_template import MarkedTemplate
 from megatron.sft.data.messages import Message
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.sft.data.layouts import Conversation, Passage
+from megatron.sft.data.content import Conversation, Passage
 from megatron.sft.data.messages import Message, SampleError
 from megatron.sft.data.tokenizer import build_tokenizer
 

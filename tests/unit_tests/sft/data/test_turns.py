@@ -14,7 +14,7 @@ from megatron.packing.batch.reading import read_samples
 from megatron.sft.commands.show import marked, path_tokens
 from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
 from megatron.sft.data.chat_template import ChatTemplate, ContextError
-from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import Message, SampleError, with_call_ids
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.data.turns import merged_turns, only_last
@@ -180,6 +180,26 @@ def test_served_turns_are_a_tree(auto_tokenizer: Any) -> None:
     assert "t2" in second
     trained = show(sample.labels[middle:end][sample.loss_mask[middle:end] > 0])
     assert trained == "<think>\nt2\n</think>\n\na2<|im_end|>"
+
+
+def test_answers_stand_behind_what_they_are_generated_from(auto_tokenizer: Any) -> None:
+    """Each of several answers is served behind the first one without its thoughts, which is trained
+    once, with them.
+    """
+    made = encoder("QWEN3", auto_tokenizer, train_turns="served")
+    answers = [{**RECORD["messages"][3], "content": f"a{number}"} for number in (2, 3)]
+    sample = encoded({"messages": RECORD["messages"][:3], "responses": answers}, made)
+    assert sample.tree is not None
+    shown = {"tokens": sample.tokens, "labels": sample.labels, **sample.tree._asdict()}
+    text = marked(shown, made.tokenizer.show, "[", "]")
+    assert text.count("[<think>\n| t1\n| </think>") == 1
+    assert text.count("a1<|im_end|>\n| <|im_start|>user\n| q2") == 1
+    assert all(f"| | [{end}<|im_end|>]" in text for end in ("2", "3"))
+    trained = sample.labels[sample.loss_mask > 0].tolist()
+    assert made.tokenizer.show(trained).count("t1") == 1
+    one = encoder("QWEN3", auto_tokenizer, train_turns="last")
+    last = encoded({"messages": RECORD["messages"][:3], "responses": answers}, one)
+    assert made.tokenizer.show(last.labels[last.loss_mask > 0].tolist()).count("a1") == 0
 
 
 def test_a_tree_is_shown_as_one(auto_tokenizer: Any) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.content import Conversation
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.model.huggingface.companions import Companions, end_of_turn
 from tests.unit_tests.sft.command_line import parse

@@ -1,0 +1,102 @@
+"""pure. Several answers to one prompt, and turns that branch: the paths of a tree.
+
+    prompt or messages, + responses     each response continues them: text, a turn, or turns
+    messages [turn, turn, [a, b]]       a list at the end holds alternatives, each a turn or turns,
+                                        whose own end may branch again
+
+A path is what one of the answers ends. Turns that paths share are trained in the first of them
+only, so that each turn is trained once. `weights` scales the loss of each response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.sft.data.messages import Message, SampleError, read_turns, text_of, weight_of
+
+
+class Keys(NamedTuple):
+    """Names of a turn's keys where they are not the known ones."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class Paths(NamedTuple):
+    """Conversations that begin alike, and the keys of their turns that were not read."""
+
+    paths: list[list[Message]]
+    unread: set[str]
+
+
+def read_branches(turns: object, where: str, keys: Keys) -> Paths:
+    """Reads turns, whose last entry may be a list of alternatives; SampleError for what is none."""
+    has_branches = isinstance(turns, list) and len(turns) > 1 and isinstance(turns[-1], list)
+    if not isinstance(turns, list) or not has_branches:
+        messages, unread = read_turns(turns, where, *keys)
+        return Paths([messages], unread)
+    trunk, unread = read_turns(turns[:-1], where, *keys)
+    return _behind(trunk, unread, turns[-1], f"{where}[{len(turns) - 1}]", keys)
+
+
+def read_responses(
+    trunk: Sequence[Message], responses: object, weights: object, keys: Keys
+) -> Paths:
+    """Reads `responses`, each behind the turns before them, its loss scaled by its weight."""
+    found = _behind(trunk, set(), _listed(responses), "responses", keys)
+    factors = weights_of(weights, len(found.paths))
+    size = len(trunk)
+    scaled = [
+        [*path[:size], *(one._replace(weight=one.weight * factor) for one in path[size:])]
+        for path, factor in zip(found.paths, factors)
+    ]
+    return Paths(scaled, found.unread)
+
+
+def read_texts(responses: object) -> list[str]:
+    """Reads responses to a prompt that is text, which are text, too."""
+    return [text_of(text, f"responses[{number}]") for number, text in enumerate(_listed(responses))]
+
+
+def weights_of(weights: object, count: int) -> list[float]:
+    """Returns the weight of each response; 1 where none are given."""
+    if weights is None:
+        return [1.0] * count
+    if not isinstance(weights, list) or len(weights) != count:
+        raise SampleError(
+            f"weights must be a list of one number per response ({count}), but is {weights!r:.60}"
+        )
+    return [weight_of(weight, f"weights[{number}]") for number, weight in enumerate(weights)]
+
+
+def _listed(responses: object) -> list[Any]:
+    if not isinstance(responses, list):
+        raise SampleError(
+            f"responses must be a list of texts, turns or lists of turns, but is {responses!r:.60}"
+        )
+    return responses
+
+
+def _behind(
+    trunk: Sequence[Message], unread: set[str], branches: Sequence[Any], where: str, keys: Keys
+) -> Paths:
+    """Reads alternatives, each behind `trunk`, which is trained in the first path only."""
+    if not branches:
+        raise SampleError(f"{where} must hold at least one answer, but is empty")
+    paths: list[list[Message]] = []
+    before = list(trunk)
+    for number, branch in enumerate(branches):
+        place = f"{where}[{number}]"
+        if isinstance(branch, str):
+            read = Paths([[Message("assistant", text_of(branch, place))]], set())
+        elif isinstance(branch, list | Mapping):
+            turns = branch if isinstance(branch, list) else [branch]
+            read = read_branches(turns, place, keys)
+        else:
+            raise SampleError(f"{place} must be text, a turn or turns, but is {branch!r:.60}")
+        for path in read.paths:
+            paths.append([*before, *path])
+            before = [message._replace(weight=0.0) for message in trunk]
+        unread = unread | read.unread
+    return Paths(paths, unread)
