@@ -78,8 +78,11 @@ class Layout(NamedTuple):
     @property
     def experts(self) -> int:
         """Expert-parallel size: 2 wherever the ranks of a stage divide by it."""
-        has_experts = "--num-experts" in (MODELS | MECHANISMS)[self.model]
-        return 2 if has_experts and (self.world_size // self.pipeline) % 2 == 0 else 1
+        return 2 if self._has_experts and (self.world_size // self.pipeline) % 2 == 0 else 1
+
+    @property
+    def _has_experts(self) -> bool:
+        return "--num-experts" in (MODELS | MECHANISMS)[self.model]
 
     @property
     def flags(self) -> str:
@@ -95,6 +98,8 @@ class Layout(NamedTuple):
         parts += ["--sequence-parallel"] * self.sequence
         parts += ["--num-layers-per-virtual-pipeline-stage 1"] * self.interleaved
         parts += ["--use-tp-pp-dp-mapping"] * self.pipeline_before_data
+        together = self._has_experts and self.optimizer != "plain"  # in others one after another
+        parts += ["--moe-grouped-gemm"] * together
         return " ".join(parts)
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ installed and without.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +42,11 @@ def packed_block_spec(
     `need_local_layers`).
     """
     use_transformer_engine = transformer_engine_installed() and not need_local_layers(config, parts)
+    asked = copy.copy(config)
+    if not use_transformer_engine:  # see `grouped_experts`: its own wants a library for it
+        asked.moe_grouped_gemm = False
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine, normalization=config.normalization, vp_stage=vp_stage
+        asked, use_transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
     layers = spec.layer_specs
     if not use_transformer_engine:

@@ -128,7 +128,7 @@ _WITHOUT_EFFECT = """
 --log-*-to-tensorboard --log-device-memory-used --log-energy --log-max-attention-logit
 --log-memory-* --log-num-zeros-in-grad --log-params-norm --log-progress --log-straggler
 --logging-level --manual-gc* --memory-efficient-layer-norm --memory-snapshot-path --metadata-path
---mid-level-dataset-surplus --mmap-bin-files --moe-deepep-* --moe-grouped-gemm --moe-hybridep-*
+--mid-level-dataset-surplus --mmap-bin-files --moe-deepep-* --moe-hybridep-*
 --moe-per-layer-logging --moe-router-fusion --moe-shared-expert-overlap --moe-token-drop-policy
 --no-data-sharding --no-position-embedding --no-use-layer-wise-param-layout --null-tokenizer-*
 --num-dataset-builder-threads --nvtx-ranges --object-storage-cache-path --one-logger* --onnx-safe

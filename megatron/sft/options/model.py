@@ -50,6 +50,9 @@ class ModelConfig(Architecture):
     """Which attention Transformer Engine takes; without it there is one."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Precision of the router's logits (default: the model's)."""
+    moe_grouped_gemm: bool = False
+    """Multiply with all experts of a layer at once, in bfloat16 (float32 on CPU); never run on CUDA
+    so far."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the router's load-balancing loss."""
     mtp_loss_scaling_factor: float = 0.1
@@ -98,6 +101,8 @@ class ModelConfig(Architecture):
             )
         if self.num_experts is not None:
             self._check_experts()
+        elif self.moe_grouped_gemm:
+            raise ValueError("--moe-grouped-gemm needs --num-experts; leave it out")
 
     def _check_experts(self) -> None:
         if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
@@ -131,6 +136,7 @@ class ModelConfig(Architecture):
             "recompute_num_layers",
             "attention_backend",
             "moe_router_dtype",
+            "moe_grouped_gemm",
             "moe_aux_loss_coeff",
             "mtp_loss_scaling_factor",
         }

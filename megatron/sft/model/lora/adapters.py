@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -39,6 +40,9 @@ from megatron.packing.model.names import linear_of
 from megatron.sft.model.huggingface.read import global_name
 from megatron.sft.model.huggingface.tensors import Part, Weight, copies
 from megatron.sft.options.lora import LINEARS, LoraConfig
+
+Product = Callable[[Tensor, Callable[["Adapter"], Tensor]], Tensor]
+"""Multiplies rows [..., in] with the transpose of what a function gives of an adapter [out, in]."""
 
 
 def add_adapters(gpt: GPTModel, lora: LoraConfig, seed: int = 1234) -> None:
@@ -178,9 +182,14 @@ class Adapter(torch.nn.Module):
         # does a norm's.
         whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """What the layer's output [tokens, batch, out on this rank] gains from its input."""
-        reduced = linear(self._dropped(x), self.lora_A.to(x.dtype))
+    def forward(self, x: Tensor, product: Product | None = None) -> Tensor:
+        """What the layer's output [tokens, batch, out on this rank] gains from its input.
+
+        product: multiplies rows with a weight of their own expert's adapter, where `x` has those of
+        several experts; this adapter then stands for all of them.
+        """
+        product = product or self._product
+        reduced = product(self._dropped(x), lambda adapter: adapter.lora_A.to(x.dtype))
         is_shared = self.group.size() > 1
         if self.is_row_parallel:
             if self.sequence_parallel:
@@ -199,7 +208,10 @@ class Adapter(torch.nn.Module):
             reduced = tensor_parallel.copy_to_tensor_model_parallel_region(
                 reduced, group=self.group
             )
-        return self._expanded(reduced) * self.scale
+        return self._expanded(reduced, product) * self.scale
+
+    def _product(self, x: Tensor, weight_of: Callable[[Adapter], Tensor]) -> Tensor:
+        return linear(x, weight_of(self))
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Under tensor parallel, ranks that see different numbers must drop different ones, and
@@ -212,22 +224,19 @@ class Adapter(torch.nn.Module):
                 return dropout(x, self._dropout)
         return dropout(x, self._dropout)
 
-    def _expanded(self, reduced: Tensor) -> Tensor:
+    def _expanded(self, reduced: Tensor, product: Product) -> Tensor:
         """[..., rank * modules] -> [..., out on this rank]: B of each module times its part of
         A x."""
-        rows = self.lora_B.to(reduced.dtype)
         if self.num_modules == 1 and len(self.blocks) == 1:
-            return linear(reduced, rows)
-        own = [module for module, _ in self.blocks if module is not None]
-        of_module: list[list[Tensor]] = [[] for _ in range(self.num_modules)]
-        for module, block in zip(own, rows.split(self._sizes())):
-            of_module[module].append(block)
-        outputs = [
-            iter(linear(x, torch.cat(blocks)).split([len(block) for block in blocks], -1))
-            if blocks
-            else iter(())
-            for x, blocks in zip(reduced.chunk(self.num_modules, -1), of_module)
-        ]
+            return product(reduced, lambda adapter: adapter.lora_B.to(reduced.dtype))
+        outputs = []
+        for number, x in enumerate(reduced.chunk(self.num_modules, -1)):
+            sizes = [size for module, size in self.blocks if module == number]
+            if sizes:  # or all rows of this module are another rank's
+                rows = product(x, partial(Adapter._rows_of, module=number, dtype=x.dtype))
+                outputs.append(iter(rows.split(sizes, -1)))
+            else:
+                outputs.append(iter(()))
         pieces = [
             reduced.new_zeros(*reduced.shape[:-1], size)
             if module is None
@@ -236,12 +245,19 @@ class Adapter(torch.nn.Module):
         ]
         return torch.cat(pieces, -1)
 
+    def _rows_of(self, module: int, dtype: torch.dtype) -> Tensor:
+        """[out of this module on this rank, rank]: its rows of B."""
+        blocks = zip((m for m, _ in self.blocks if m is not None), self.lora_B.split(self._sizes()))
+        return torch.cat([rows for number, rows in blocks if number == module]).to(dtype)
+
     @torch.no_grad()
     def update(self) -> Tensor:
         """What the layer's weight on this rank gains by merging, in the adapter's type."""
         if self.is_row_parallel:
             return self.lora_B @ self.lora_A * self.scale
-        return self._expanded(self.lora_A.T).T * self.scale  # each unit vector as a token
+        return (
+            self._expanded(self.lora_A.T, self._product).T * self.scale
+        )  # each unit vector as a token
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:

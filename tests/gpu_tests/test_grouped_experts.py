@@ -1,0 +1,34 @@
+"""Products with the weights of several experts on this device, beside each expert's own."""
+
+import pytest
+import torch
+
+from megatron.packing.model import grouped_experts
+from megatron.packing.model.grouped_experts import Groups, grouped_linear
+
+
+@pytest.mark.parametrize(
+    "sizes", [(7, 0, 130, 1), (0, 0, 0, 64), (33, 65, 3, 27)], ids=["mixed", "one", "odd"]
+)
+def test_they_are_each_experts_own(sizes, device, monkeypatch):
+    """Numbers of tokens are odd, and some experts have none: kernels read in blocks of 8 and more,
+    and must neither read a neighbour's tokens nor leave the gradient of an idle expert unwritten.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+
+    def random(*shape):
+        options = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+        return torch.randn(*shape, **options).requires_grad_()
+
+    x, weights = random(sum(sizes), 64), [random(128, 64) for _ in sizes]
+    gradient = torch.randn(
+        sum(sizes), 128, device=device, dtype=torch.bfloat16, generator=generator
+    )
+    groups = Groups(sizes, device)
+    found = grouped_linear(x, weights, groups)
+    gradients = torch.autograd.grad(found, [x, *weights], gradient)
+    monkeypatch.setattr(grouped_experts, "_is_for_grouped_mm", lambda *_: False)
+    wanted = grouped_linear(x, weights, groups)
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(gradients, torch.autograd.grad(wanted, [x, *weights], gradient)):
+        torch.testing.assert_close(one, other)

@@ -1,0 +1,86 @@
+"""Products with the weights of several experts, beside each expert's own."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.packing.model import grouped_experts
+from megatron.packing.model.grouped_experts import Groups, group_experts, grouped_linear
+
+CPU = torch.device("cpu")
+
+
+def one_by_one(x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    return torch.cat(
+        [torch.nn.functional.linear(rows, weight) for rows, weight in zip(x.split(sizes), weights)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "is_grouped"),
+    [
+        (torch.float32, 8, True),
+        (torch.float32, 6, False),  # rows of 24 bytes
+        (torch.bfloat16, 8, True),
+        (torch.bfloat16, 12, False),  # of 24 bytes, too
+        (torch.float64, 8, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sizes", [(5, 0, 3), (0, 0, 8), (1, 1, 1), (0, 0, 0)], ids=str)
+def test_it_is_each_groups_own_product(monkeypatch, dtype, width, is_grouped, sizes):
+    """Values and gradients; a group without rows has a gradient of zeros."""
+    calls = []
+    product = grouped_experts.grouped_mm
+
+    def counted(*args: Tensor, offs: Tensor) -> Tensor:
+        calls.append(offs)
+        return product(*args, offs=offs)
+
+    monkeypatch.setattr(grouped_experts, "grouped_mm", counted)
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+    x, weights = random(sum(sizes), width), [random(16, width) for _ in sizes]
+    found = grouped_linear(x, weights, Groups(sizes, CPU))
+    wanted = one_by_one(x, weights, sizes)
+    torch.testing.assert_close(found, wanted)
+    # A sum's gradient is an expanded one, which grouped_mm refuses.
+    ours = torch.autograd.grad(found.sum(), [x, *weights])
+    torch.testing.assert_close(ours, torch.autograd.grad(wanted.sum(), [x, *weights]))
+    assert bool(calls) == (is_grouped and sum(sizes) > 0)
+
+
+def test_frozen_weights_keep_no_inputs():
+    """With adapters alone trained, the inputs of all experts would be kept for nothing."""
+    x = torch.randn(8, 16, requires_grad=True)
+    weights = [torch.randn(16, 16) for _ in range(2)]
+    kept: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = grouped_linear(x, weights, Groups((3, 5), CPU))
+    assert kept == [(16, 16)] * 2
+    (gradient,) = torch.autograd.grad(found.sum(), [x])
+    wanted = [weight.sum(0).expand(size, -1) for weight, size in zip(weights, (3, 5))]
+    torch.testing.assert_close(gradient, torch.cat(wanted))
+
+
+def test_what_needs_one_after_another_is_refused():
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    experts = SequentialMLP.__new__(SequentialMLP)
+    torch.nn.Module.__init__(experts)
+    experts.num_local_experts = 2
+    experts.config = SimpleNamespace(moe_apply_probs_on_input=True)
+    with pytest.raises(ValueError, match="moe_grouped_gemm does not go with moe_apply_probs"):
+        group_experts(torch.nn.Sequential(experts))
