@@ -261,6 +261,13 @@ class PackingSchedule:
             check_modules(chunk)
             self._checked.add(chunk)
             _leave_out_masked_tokens(chunk)
+            _give_whole_packs(chunk)
+
+
+def _give_whole_packs(chunk: torch.nn.Module) -> None:
+    from megatron.packing.model.rotary import give_whole_packs
+
+    give_whole_packs(chunk)
 
 
 def _leave_out_masked_tokens(chunk: torch.nn.Module) -> None:

@@ -81,6 +81,11 @@ def _demands_on_attention(config: Any, has_transformer_engine: bool) -> list[tup
             "attention scores",
         ),
         (
+            not config.apply_rope_fusion or config.mrope_section is None,
+            "apply_rope_fusion=False with mrope_section: the fused kernel for packs gives each "
+            "sequence the positions of the pack's first one",
+        ),
+        (
             config.fp8 is None or (has_transformer_engine and not config.fp8_dot_product_attention),
             "fp8=None without Transformer Engine, which alone computes in it, and "
             "fp8_dot_product_attention=False: it takes no packs",

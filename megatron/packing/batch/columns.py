@@ -4,19 +4,20 @@ A column says all that is needed to derive, split, gather, send, pack and store 
 field is one more row of the table below; a field of the user's (`advantages`, `sample_id`) becomes
 an `extra` column when a sample has it.
 
-    name          row per    bits   travels                                   else it is
-    sources       sequence   32     always
-    tokens        token      32     always
-    last_labels   sequence   32     always
-    weights       sequence   32     unless loss_mask does                     one
-    flags         token       8     unless loss_mask does                     loss_mask != 0
-    labels        token      32     where they are not the next tokens        the next tokens
-    loss_mask     token      32     where a sequence has several weights      flags * weights
-    position_ids  token      32     where they do not count along the path    counted
-    parents       node       32     where a sequence is a tree                -1
-    node_lengths  node       32     where a sequence is a tree                the sequence's length
-    num_paths     token      32     where paths of a tree share tokens        flags
-    extra ones    any        any    where the samples have them
+    name            row per   bits  travels                                 else it is
+    sources         sequence    32  always
+    tokens          token       32  always
+    last_labels     sequence    32  always
+    weights         sequence    32  unless loss_mask does                   one
+    flags           token        8  unless loss_mask does                   loss_mask != 0
+    labels          token       32  where they are not the next tokens      the next tokens
+    loss_mask       token       32  where a sequence has several weights    flags * weights
+    position_ids    token       32  where they do not count along the path  counted
+    axis_positions  token   3 x 32  where a sample has them along axes      position_ids thrice
+    parents         node        32  where a sequence is a tree              -1
+    node_lengths    node        32  where a sequence is a tree              the sequence's length
+    num_paths       token       32  where paths of a tree share tokens      flags
+    extra ones      any        any  where the samples have them
 
 A sequence is a tree of one node. A tree's nodes are runs of tokens, one after the other, each
 behind its parent: `parents` 0, 0 and `node_lengths` 3, 2, 4 are a trunk of 3 tokens and two
@@ -40,6 +41,8 @@ TOKEN, SEQUENCE, NODE = "token", "sequence", "node"
 """Scopes: what a column has one row for. Any other word is the scope of a user's columns with a
 number of rows per sequence of their own, as many as `Sizes.ragged` says (references to images).
 """
+NUM_AXES = 3
+"""Axes of multimodal rotary positions: time, height, width."""
 _WORD = 4
 """Bytes of an int32, the unit of the wire format."""
 
@@ -212,6 +215,13 @@ def _position_ids(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
     return count_from_zero(lengths) + np.repeat(depths, lengths).astype(np.int32)
 
 
+def _axis_positions(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    """Text stands at the same position along all axes."""
+    positions = columns.get(POSITION_IDS)
+    positions = _position_ids(sizes, columns) if positions is None else positions
+    return np.repeat(positions[:, None], NUM_AXES, axis=1)
+
+
 def _parents(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
     return np.full(sizes.lengths.size, -1, np.int32)
 
@@ -232,13 +242,17 @@ FLAGS = Column("flags", "uint8", TOKEN, unless="loss_mask", derive=_flags)
 LABELS = Column("labels", "int32", TOKEN, derive=_labels)
 LOSS_MASK = Column("loss_mask", "float32", TOKEN, derive=_loss_mask)
 POSITION_IDS = Column("position_ids", "int32", TOKEN, derive=_position_ids)
+AXIS_POSITIONS = Column("axis_positions", "int32", TOKEN, (NUM_AXES,), derive=_axis_positions)
 PARENTS = Column("parents", "int32", NODE, derive=_parents)
 NODE_LENGTHS = Column("node_lengths", "int32", NODE, derive=_node_lengths)
 NUM_PATHS = Column("num_paths", "int32", TOKEN, derive=_num_paths)
 
 ALWAYS = (SOURCES, TOKENS, LAST_LABELS, WEIGHTS, FLAGS)
 """Columns that every batch has."""
-DERIVABLE = (LABELS, LOSS_MASK, POSITION_IDS, PARENTS, NODE_LENGTHS, NUM_PATHS)
+DERIVABLE = (
+    *(LABELS, LOSS_MASK, POSITION_IDS, AXIS_POSITIONS),
+    *(PARENTS, NODE_LENGTHS, NUM_PATHS),
+)
 """Columns that a batch has where they do not follow from those that it always has."""
 
 Form = tuple[Column, ...]

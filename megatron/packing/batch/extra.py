@@ -23,7 +23,7 @@ from megatron.packing.batch.columns import SEQUENCE, TOKEN, Column
 RESERVED = frozenset(
     (
         *("tokens", "input_ids", "labels", "loss_mask", "position_ids", "attention_mask", "source"),
-        *("parents", "num_paths"),
+        *("parents", "num_paths", "axis_positions"),
         *(
             "original_seq_len",
             "padded_seq_len",

@@ -8,7 +8,8 @@ A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlen
 Padding is token 0, masked, and zero in extra columns.
 
 Where a pack holds trees, each node is a segment, and `parents` and `depths` (int64 [segments]) say
-what it continues. `num_paths` (int32 [T]) is there where tokens count other than once.
+what it continues. `num_paths` (int32 [T]) is there where tokens count other than once, and
+`axis_positions` (int64 [T, 3]) on all stages where samples have positions along axes.
 
     fields of all microbatches are written once, by whole arrays; a microbatch is a view of them
 """
@@ -24,7 +25,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.packing.batch.columns import NUM_PATHS, PARENTS, SEQUENCE, TOKEN, IntArray
+from megatron.packing.batch.columns import (
+    AXIS_POSITIONS,
+    NUM_PATHS,
+    PARENTS,
+    SEQUENCE,
+    TOKEN,
+    IntArray,
+)
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.nodes import Nodes
 from megatron.packing.batch.samples import Samples
@@ -32,7 +40,7 @@ from megatron.packing.batch.samples import Samples
 Microbatch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
 """Fields with one entry per token."""
-_COPIED = (*FIELDS, "num_paths")
+_COPIED = (*FIELDS, "num_paths", "axis_positions")
 
 
 def layouts_of(
@@ -67,9 +75,28 @@ def layouts_of_samples(
     return layouts
 
 
-def layout_microbatches(layouts: Sequence[PackLayout]) -> list[Microbatch]:
-    """Returns the microbatches of a stage without tokens."""
-    return _microbatches(layouts, _padding_mask(layouts))
+def layout_microbatches(
+    layouts: Sequence[PackLayout], samples: Samples | None = None
+) -> list[Microbatch]:
+    """Returns the microbatches of a stage without tokens.
+
+    Args:
+        samples: in the order of the packs, for columns that every stage needs.
+    """
+    padding_mask = _padding_mask(layouts)
+    of_layout = _microbatches(layouts, padding_mask)
+    fields = {} if samples is None else _of_all_stages(samples, ~padding_mask, layouts)
+    return [{**one, **_part(fields, number)} for number, one in enumerate(of_layout)]
+
+
+def _of_all_stages(
+    samples: Samples, is_real: npt.NDArray[np.bool_], layouts: Sequence[PackLayout]
+) -> dict[str, Sequence[Tensor]]:
+    """Returns positions along axes, of which each stage's layers make their rotary embedding."""
+    if AXIS_POSITIONS not in samples.columns:
+        return {}
+    values = _padded(samples.columns[AXIS_POSITIONS], is_real, np.int64)
+    return {"axis_positions": _split(values, layouts)}
 
 
 def pack(
@@ -88,7 +115,7 @@ def pack(
             _padded(values, is_real, np.float32 if name == "loss_mask" else np.int64), layouts
         )
         for name, values in samples.fields()._asdict().items()
-    }
+    } | _of_all_stages(samples, is_real, layouts)
     of_segment = np.arange(samples.lengths.size)  # the sample of each segment
     num_segments = num_sequences
     if PARENTS in samples.columns:

@@ -13,8 +13,8 @@ counts in the number of tokens that a loss is divided by (default: once where it
 `tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and
 labels of -100 are masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a
 missing `source` is 0. A field is a numpy array, a tensor or a list, [L] or [1, L]; arrays and
-tensors [B, L] are B samples. A dict with `input_ids` and no `tokens` comes from HuggingFace's
-collators (see `huggingface`).
+tensors [B, L] are B samples. `position_ids` may also be [3, L] (see `axes`). A dict with
+`input_ids` and no `tokens` comes from HuggingFace's collators (see `huggingface`).
 
 Any other field of numbers is an extra column (see `extra`), and travels with its sample.
 """
@@ -27,11 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.batch.axes import has_axes, without_axes
 from megatron.packing.batch.columns import (
+    AXIS_POSITIONS,
     NODE,
     NODE_LENGTHS,
+    NUM_AXES,
     NUM_PATHS,
     PARENTS,
+    POSITION_IDS,
     Column,
     IntArray,
     count_from_zero,
@@ -95,8 +99,8 @@ class SampleReader:
 
     def _add_item(self, item: Mapping[str, Any], fetch: int) -> None:
         if item.get("tokens") is None and item.get("input_ids") is not None:
-            item = _from_huggingface(item)
-        given = _given_fields(item)
+            item = _from_huggingface(without_axes(item))
+        given = _given_fields(without_axes(item))
         size = given["tokens"].size
         source = _number(item.get("source", 0))
         if not 0 <= source < _LIMIT:
@@ -169,6 +173,8 @@ class SampleReader:
             )
         sources = np.array(self._sources, np.int32)
         samples = Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids)
+        if any("axis_positions" in item for item in self._items):
+            samples = samples.with_columns({AXIS_POSITIONS: self._axis_positions(samples, ends)})
         return self._with_nodes(samples, loss_mask, ends).with_columns(self._extra_columns())
 
     def _with_nodes(
@@ -206,6 +212,16 @@ class SampleReader:
                 parts.append((trees.rows, trees.parents, trees.node_lengths))
         rows, parents, node_lengths = (np.concatenate(values) for values in zip(*parts))
         return rows, parents.astype(np.int32), node_lengths.astype(np.int32)
+
+    def _axis_positions(self, samples: Samples, ends: IntArray) -> npt.NDArray[np.int32]:
+        def default() -> npt.NDArray[Any]:
+            positions = samples.columns.get(POSITION_IDS)
+            positions = self._positions(samples.lengths) if positions is None else positions
+            return np.repeat(positions[:, None], NUM_AXES, axis=1)
+
+        positions = self._column("axis_positions", default)
+        self._check_ids("position_ids", positions, ends)
+        return positions.astype(np.int32)
 
     def _positions(self, lengths: IntArray) -> npt.NDArray[np.int32]:
         """Returns positions along the path, of all tokens."""
@@ -249,9 +265,10 @@ class SampleReader:
             raise SampleError(self._fetches[0], f"'{name}' must be integers, but are {ids.dtype}")
         least = int(ids.min())
         if ids.max() >= _LIMIT or least <= -_LIMIT:
-            place = int((np.abs(ids) >= _LIMIT).argmax())
+            place = int((np.abs(ids.ravel()) >= _LIMIT).argmax())
             raise SampleError(
-                self._fetch_of(place, ends), f"'{name}' must be below 2**31, but has {ids[place]}"
+                self._fetch_of(place // ids[0].size, ends),
+                f"'{name}' must be below 2**31, but has {ids.ravel()[place]}",
             )
         return least
 
@@ -276,10 +293,12 @@ def _given_fields(item: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
         raise ValueError(
             f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}"
         )
+    if item.get("axis_positions") is not None:
+        given["axis_positions"] = np.asarray(item["axis_positions"])
     size = given["tokens"].size
     for name, values in given.items():
-        if values.size != size:
-            raise ValueError(f"'{name}' must be as long as 'tokens' ({size}), but is {values.size}")
+        if len(values) != size:
+            raise ValueError(f"'{name}' must be as long as 'tokens' ({size}), but is {len(values)}")
     return given
 
 
@@ -287,6 +306,8 @@ def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a sample of HuggingFace's collators in Megatron-LM's form, with its other fields."""
     given = {name: _flat(item[name]) for name in _HUGGINGFACE if item.get(name) is not None}
     size = given["input_ids"].size
+    if item.get("axis_positions") is not None:
+        given["axis_positions"] = item["axis_positions"]
     extra = extra_fields(item, size)
     per_token = {name: values for name, values in extra.items() if values.shape[:1] == (size,)}
     return {**extra, "source": item.get("source", 0), **as_megatron_sample({**given, **per_token})}
@@ -341,10 +362,14 @@ def _trees(item: Mapping[str, Any], lengths: IntArray) -> Trees:
 
 def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:
     """Returns one sample of a batch; a value without an entry for each row is the same for all."""
-    return {
+    sample = {
         name: value[row] if tuple(np.shape(value))[:1] == (num_rows,) else value
         for name, value in item.items()
     }
+    positions: Any = item.get("position_ids")
+    if np.ndim(positions) == 3 and has_axes(positions):  # [3, B, L], also where B is 3
+        sample["position_ids"] = positions[:, row]
+    return sample
 
 
 def _number(value: Any) -> int:

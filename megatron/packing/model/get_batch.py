@@ -24,9 +24,10 @@ class BatchFields(NamedTuple):
     context-parallel size].
 
     `tokens` and `position_ids` on the first stage (and where multi-token prediction is), `labels`
-    and `loss_mask` on the last, None elsewhere. `attention_mask` is None: the packs' layout says
-    who attends to whom. `padding_mask` is bool, True where there is no real token (for the router
-    of experts).
+    and `loss_mask` on the last, None elsewhere. Positions along axes are [3, 1, T] on each stage,
+    of the whole pack: its layers make their rotary embedding of them, and cut that themselves.
+    `attention_mask` is None: the packs' layout says who attends to whom. `padding_mask` is bool,
+    True where there is no real token (for the router of experts).
     """
 
     tokens: Tensor | None
@@ -114,6 +115,8 @@ def get_batch_on_this_rank_for_sequence_packing(
         fields |= {name: shard(microbatch[name]) for name in ("tokens", "position_ids")}
     if is_last or mtp_on_this_rank:
         fields |= {name: shard(microbatch[name]) for name in ("labels", "loss_mask")}
+    if "axis_positions" in microbatch:
+        fields["position_ids"] = sent(microbatch["axis_positions"], device).T.unsqueeze(1)
     mask = microbatch.get("host_loss_mask", microbatch.get("loss_mask"))
     if (
         fields["loss_mask"] is not None
@@ -188,6 +191,7 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
     params.padded_lengths = tuple(
         on_host.diff().tolist()
     )  # for `zigzag.padded_lengths`, which then reads no device
+    params.has_axes = "axis_positions" in microbatch
     if microbatch.get("parents") is not None:
         params.tree = PackTree(
             params.padded_lengths,

@@ -5,6 +5,9 @@ and takes their cosines and sines again each time. Here that is done once per mi
 turns queries and keys by the result, in three operations each. Where Transformer Engine's fused
 kernel is on (`apply_rope_fusion`), that is left to it.
 
+Multimodal rotary embeddings are of positions along axes, which are given for the whole pack and
+restart in each sequence. A layer takes those of its tokens (see `give_whole_packs`).
+
 Layers with a rotary embedding of their own (Gemma 3's windowed ones have another base) are given a
 `LayerRotary`, which layers of a kind share. Layers without one are megatron-core's `no_rope_freq`.
 """
@@ -14,6 +17,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    MultimodalRotaryEmbedding,
+)
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config,
 )
@@ -122,7 +128,17 @@ class PackedSelfAttention(SelfAttention):
         kept = getattr(packed_seq_params, "turns", None)
         if kept is None or kept[0] is not frequencies or kept[1].cos.dtype != query.dtype:
             places = self._places(packed_seq_params, query)
-            of_tokens = frequencies_of_tokens(frequencies, *places)
+            is_of_pack = self.config.mrope_section is not None and getattr(
+                packed_seq_params, "has_axes", False
+            )
+            if is_of_pack and len(frequencies) != sum(places.lengths):
+                raise ValueError(
+                    f"a pack of {sum(places.lengths)} tokens must have as many positions along "
+                    f"axes, but the model's rotary embedding has {len(frequencies)}; call "
+                    "plugin.install(config, arguments), so that context parallel cuts sequences "
+                    "and not the pack"
+                )
+            of_tokens = frequencies_of_tokens(frequencies, *places, is_of_pack=is_of_pack)
             scale = _yarn_get_concentration_factor_from_config(self.config)
             is_interleaved = self.config.rotary_interleaved
             kept = (
@@ -145,6 +161,16 @@ class Places(NamedTuple):
     def positions(self, device: torch.device) -> Tensor:
         """float32 [t]: positions, which are exact up to 2^24."""
         return sent(positions_of_tokens(*self).to(torch.float32), device)
+
+
+def give_whole_packs(model: torch.nn.Module) -> None:
+    """Has the multimodal rotary embeddings of a model give the frequencies of all tokens.
+
+    megatron-core's would cut them over context-parallel ranks as if the pack were one sequence.
+    """
+    for module in model.modules():
+        if isinstance(module, MultimodalRotaryEmbedding):
+            module.cp_group = None
 
 
 class LayerRotary:
@@ -216,14 +242,20 @@ class Turns(NamedTuple):
 
 
 def frequencies_of_tokens(
-    frequencies: Tensor, lengths: Lengths, size: int, rank: int, depths: Lengths = ()
+    frequencies: Tensor,
+    lengths: Lengths,
+    size: int,
+    rank: int,
+    depths: Lengths = (),
+    *,
+    is_of_pack: bool = False,
 ) -> Tensor:
     """Returns the rows of the tokens that context-parallel `rank` of `size` holds.
 
     frequencies: [positions, 1, 1, d] by position in the sequence; or by position in the pack, if
-    there are as many, and all segments are sequences.
+    there are as many, and all segments are sequences. is_of_pack: they are by position in the pack.
     """
-    if len(frequencies) != sum(lengths) or depths:
+    if not is_of_pack and (len(frequencies) != sum(lengths) or depths):
         index = positions_of_tokens(lengths, size, rank, depths)
     else:
         shard = shard_index(lengths, size, rank)

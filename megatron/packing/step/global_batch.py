@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.columns import Form, IntArray, Sizes, num_words
+from megatron.packing.batch.columns import AXIS_POSITIONS, Form, IntArray, Sizes, num_words
 from megatron.packing.batch.microbatches import (
     Microbatch,
     copied_ahead,
@@ -45,7 +45,7 @@ from megatron.packing.step.groups import DataGroups, data_groups
 from megatron.packing.step.load import Loaded, load_samples
 from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
-from megatron.packing.step.trees import reason_against_trees
+from megatron.packing.step.trees import reason_against
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
 
@@ -149,15 +149,17 @@ def schedule_global_batch(
         raise StopIteration
     if isinstance(plan, str):
         raise GlobalBatchError(plan)
-    reason = reason_against_trees(config, plan.form, PackingOptions.of(config).megatron_lm_calls)
+    reason = reason_against(config, plan.form, PackingOptions.of(config).megatron_lm_calls)
     if reason is not None:
         raise GlobalBatchError(reason)
+    if getattr(config, "mrope_section", None) is not None:  # also where all samples are text
+        samples = samples.in_form((AXIS_POSITIONS,))
     layouts = layouts_of_samples(samples, plan.num_sequences, settings.alignment)
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     return GlobalBatch(
         microbatches=pack(samples, plan.num_sequences, layouts)
         if has_tokens
-        else layout_microbatches(layouts),
+        else layout_microbatches(layouts, samples),
         stats=plan.stats,
         settings=settings,
         decision=part.decision,

@@ -1,10 +1,12 @@
-"""mcore. Where trees are trained as trees, where as separate sequences, and where not at all."""
+"""mcore. Where trees are trained as trees, where as separate sequences, and what samples a model
+cannot be trained on.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron.packing.batch.columns import NUM_PATHS, PARENTS, Form
+from megatron.packing.batch.columns import AXIS_POSITIONS, NUM_PATHS, PARENTS, Form
 from megatron.packing.step.transformer_engine import transformer_engine_installed
 
 
@@ -19,8 +21,13 @@ def shares_prefixes(config: Any) -> bool:
     return not (is_recurrent or transformer_engine_installed())
 
 
-def reason_against_trees(config: Any, form: Form, megatron_lm_calls: bool) -> str | None:
+def reason_against(config: Any, form: Form, megatron_lm_calls: bool) -> str | None:
     """Returns why samples of this form cannot be trained under `config`; None where they can."""
+    if AXIS_POSITIONS in form and getattr(config, "mtp_num_layers", None):
+        return (
+            "positions along axes cannot be trained with multi-token prediction, which moves "
+            "positions within a pack; give one position per token, or leave out --mtp-num-layers"
+        )
     if not {PARENTS, NUM_PATHS} & set(form):
         return None
     if getattr(config, "mtp_num_layers", None):

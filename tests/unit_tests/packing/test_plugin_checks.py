@@ -56,6 +56,10 @@ REFUSED = [
         {"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 4.0},
         "apply_rope_fusion=False with YaRN",
     ),
+    (
+        {"apply_rope_fusion": True, "mrope_section": [1, 2, 1]},
+        "apply_rope_fusion=False with mrope_section",
+    ),
     ({"fp8": "hybrid"}, "fp8=None without Transformer Engine"),
     ({"fp4": "e2m1"}, "fp4=None"),
     ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches, pack
+from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.samples import Samples
 from megatron.packing.model import get_batch as get_batch_module
 from megatron.packing.model.get_batch import (
@@ -272,3 +273,17 @@ def test_a_context_parallel_size_for_each_pack_is_refused():
         match="dynamic_cp=True is not supported: all packs have one context-parallel size",
     ):
         get_batch(microbatch(), dynamic_cp=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_positions_along_axes_are_on_each_stage_and_whole(stage):
+    """Each stage's layers make their rotary embedding of them, and cut it over context ranks."""
+    positions = np.arange(24).reshape(3, 8)
+    samples = read_samples({"tokens": [*range(8)], "position_ids": positions})
+    source = packed(samples, Alignment(sequence=4, pack=4))
+    batch = get_batch(source, cp=Ranks(2, 1), pp=Ranks(3, stage))
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == positions[:, None].tolist()
+    assert batch.packed_seq_params.has_axes
+    assert (batch.tokens is not None) == (stage == 0)
+    assert not get_batch(microbatch()).packed_seq_params.has_axes

@@ -3,6 +3,7 @@
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -11,7 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.microbatches import layout_microbatches
+from megatron.packing.batch.microbatches import layout_microbatches, layouts_of_samples, pack
+from megatron.packing.batch.reading import read_samples
 from megatron.packing.model import attention
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.layer_spec import packed_block_spec
@@ -21,6 +23,7 @@ from megatron.packing.model.rotary import (
     QueryScale,
     _Turn,
     frequencies_of_tokens,
+    give_whole_packs,
     turns_of,
 )
 from megatron.packing.model.zigzag import shard_index
@@ -222,3 +225,76 @@ def test_layers_with_the_models_rotary_embedding_are_the_models_layers(options, 
             losses.append(model(tokens, tokens, None, labels=tokens))
     torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
     assert losses[0].isfinite().all()
+
+
+def multimodal() -> GPTModel:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        init_method_std=0.3,
+        mrope_section=[1, 2, 1],
+    )
+    model = GPTModel(config, packed_block_spec(config), 32, 64, position_embedding_type="mrope")
+    give_whole_packs(model)
+    return model.double()
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("lengths", [(7, 3, 11), (8, 8), (6,)])
+def test_positions_along_axes_restart_in_each_sequence(lengths):
+    """A sequence that takes positions of the pack's first one, or of its own number, trains on
+    pixels that stand elsewhere.
+    """
+    torch.manual_seed(1)
+    model = multimodal()
+    rng = np.random.default_rng(len(lengths))
+    samples = [
+        {
+            "tokens": rng.integers(0, 32, length),
+            "position_ids": rng.integers(0, 40, (3, length)),
+        }
+        for length in lengths
+    ]
+
+    def logits_of(given):
+        read = read_samples(given)
+        number = np.array([read.lengths.size])
+        (one,) = pack(read, number, layouts_of_samples(read, number, Alignment()))
+        params = packed_seq_params(one, CPU)
+        positions = one["axis_positions"].T[:, None]
+        return model(one["tokens"][None], positions, None, packed_seq_params=params)[0]
+
+    alone = torch.cat([logits_of([sample]) for sample in samples])
+    together = logits_of(samples)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+    swapped = [{**one, "position_ids": one["position_ids"][[1, 0, 2]]} for one in samples]
+    assert (logits_of(swapped) - together).abs().max() > 1e-3, "axes make no difference"
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+def test_frequencies_by_place_in_the_pack(size, rank):
+    """Also where the longest path of a tree has as many tokens as the pack, and under any cut."""
+    lengths = tuple(2 * size * pieces for pieces in (1, 3))
+    own = frequencies(sum(lengths), WIDTH, False)
+    index = shard_index(lengths, size, rank)
+    expected = own if index is None else own[index]
+    depths = (0, lengths[0])
+    given = frequencies_of_tokens(own, lengths, size, rank, depths, is_of_pack=True)
+    torch.testing.assert_close(given, expected, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_rotary_embedding_that_cut_the_pack_is_refused():
+    """Without the plug-in megatron-core's own would cut the pack in two, not its sequences."""
+    model = multimodal()
+    layout = PackLayout.of((4, 4), Alignment())
+    params = packed_seq_params(layout_microbatches([layout])[0], CPU)
+    params.has_axes = True
+    tokens = torch.arange(8)[None]
+    positions = torch.arange(4).expand(3, 1, 4)
+    with pytest.raises(ValueError, match=r"pack of 8 tokens .* has 4; call plugin.install"):
+        model(tokens, positions, None, labels=tokens, packed_seq_params=params)
