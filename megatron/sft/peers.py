@@ -73,6 +73,17 @@ class Peers:
                 else f"rank {self._rank}: nobody can be asked whether to stop"
             )
 
+    def leads(self, topic: str, seconds: float) -> bool:
+        """Returns whether this rank is the first that asks; the others wait up to `seconds` for the
+        words with which it ends.
+        """
+        with suppress(RuntimeError):
+            me = str(self._rank)
+            if self._store.compare_set(topic, "", me).decode() != me:
+                self._store.wait(["cause"], timedelta(seconds=seconds))
+                return False
+        return True
+
     def abort(self, failure: BaseException) -> NoReturn:
         """End this process with status 1, after a `failure` that other ranks do not have.
 

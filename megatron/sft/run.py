@@ -60,6 +60,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     """Train as this rank's part in it."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     with lazy_compile():
+        import torch
+
         from megatron.packing.step.decide import GlobalBatchError
         from megatron.sft.data.datasets import build_datasets
         from megatron.sft.data.trained_tokens import check_trained
@@ -103,7 +105,16 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
 
                 trainer.train(end.enter_context(StopSignals(on_sigterm)))
                 peers.close()
-        except Exception as failure:
+        except Exception as raised:
+            failure = raised
+            if peers is not None and isinstance(raised, torch.OutOfMemoryError):
+                from megatron.sft.fit.estimate import Request
+                from megatron.sft.out_of_memory import explained
+
+                request = Request(
+                    config=config, vocab_size=datasets.vocab_size, world_size=world_size
+                )
+                failure = explained(raised, request, peers)
             if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
                 raise
             abort(failure, peers)

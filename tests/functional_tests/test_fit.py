@@ -6,10 +6,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from megatron.core.transformer.mlp import MLP
 
+from megatron.sft.__main__ import main as train
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import fit
 from megatron.sft.fit import estimate
@@ -24,6 +30,7 @@ from tests.functional_tests.fit_check import (
     SP2,
     VOCAB_SIZE,
 )
+from tests.functional_tests.forked_runs import train_forked
 
 
 def request_of(flags: str, world_size: int, num_layers: int, *, like_cuda: bool = True) -> Request:
@@ -120,6 +127,61 @@ def test_a_folder_with_a_config_alone_is_enough(
         fit.main([*arguments, "2GiB"], "fit")
     assert ended.value.code == 1
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_has_ways_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads that 20 GiB are too much asks next what to change."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    flags = (
+        "--max-seqlen-per-dp-cp-rank 512 --use-distributed-optimizer --world-size 2 --memory 1GiB"
+    )
+    with pytest.raises(SystemExit):
+        fit.main(f"--num-layers 1 {COMMON} {PACKED} {GROUPED} {flags}".split(), "fit")
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("ways out, cheapest first:") + 1
+    assert [line.split("  ")[1] for line in lines[first:]] == [
+        "--max-seqlen-per-dp-cp-rank 256",
+        "--recompute-granularity full",
+        "--context-parallel-size 2 --max-seqlen-per-dp-cp-rank 256",
+    ]
+
+
+def _run_out_of_memory() -> None:
+    """The main function of a training whose second step needs more than there is."""
+    plain = MLP.forward
+    calls = count(1)
+
+    def forward(self: MLP, *arguments: object, **options: object) -> object:
+        if next(calls) > 8:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
+            )
+        return plain(self, *arguments, **options)
+
+    with mock.patch.object(MLP, "forward", forward):
+        train()
+
+
+def test_a_gpu_out_of_memory_ends_in_one_line(tmp_path: Path) -> None:
+    """torch's message says how much was asked for, not what to change; its traceback hides even
+    that.
+    """
+    flags = f"--num-layers 1 {COMMON} {PACKED} {GROUPED} --max-seqlen-per-dp-cp-rank 128"
+    flags = f"{flags} --use-distributed-optimizer --train-iters 3 --run-dir {tmp_path}"
+    status, output = train_forked(2, flags.split(), _run_out_of_memory)
+    assert status == 1
+    assert "Traceback" not in output
+    (line,) = (line for line in output.splitlines() if "out of memory" in line)
+    assert "out of memory in the passes of step 2, in MLP: 2.00 GiB asked for; what grew" in line
+    ways = line.split("cheapest ways out: ")[1]
+    assert re.findall(r"--\S+ \w+", ways) == [
+        "--max-seqlen-per-dp-cp-rank 64",
+        "--recompute-granularity full",
+        "--context-parallel-size 2",
+        "--max-seqlen-per-dp-cp-rank 64",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,15 @@ from megatron.sft.environment import (
     outlive_output,
     silence_warnings,
 )
-from megatron.sft.fit.report import ESTIMATED, Column, as_json, parse_memory, table, verdict
+from megatron.sft.fit.report import (
+    ESTIMATED,
+    Column,
+    as_json,
+    gib,
+    parse_memory,
+    table,
+    verdict,
+)
 from megatron.sft.options.config import GROUPS, SFTConfig
 
 _SHOWN = ("Start from", "Data", "Layout")
@@ -110,6 +118,7 @@ def run(config: SFTConfig, options: FitOptions) -> bool:
     with lazy_compile():
         from megatron.sft.fit.estimate import Request, estimates
         from megatron.sft.fit.vocabulary import vocab_size_of
+        from megatron.sft.fit.ways_out import ways_out
     request = Request(
         config=config,
         vocab_size=vocab_size_of(config),
@@ -136,7 +145,11 @@ def run(config: SFTConfig, options: FitOptions) -> bool:
     if memory is None:
         return True
     fits, line = verdict(columns, memory)
-    print(line)
+    print(line, flush=True)
+    if not fits:
+        print("\nways out, cheapest first:", flush=True)
+        for way in ways_out(request, max(column.peak for column in columns)):
+            print(f"  {way.flags}  {gib(way.saved_bytes)} GiB less", flush=True)
     return fits
 
 

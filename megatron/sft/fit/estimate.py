@@ -15,7 +15,14 @@ from megatron.sft.fit import cuda_branches
 from megatron.sft.fit.affine import NotAffineError, fitted
 from megatron.sft.fit.counter import ByteCounter, Phase
 from megatron.sft.fit.host_reads import HostReads, Routing
-from megatron.sft.fit.stages import Stage, at_depth, depths_of, layers_per_chunk, stages_of
+from megatron.sft.fit.stages import (
+    Stage,
+    at_depth,
+    depths_of,
+    layers_per_chunk,
+    one_step,
+    stages_of,
+)
 from megatron.sft.fit.step import StepData, run_step
 from megatron.sft.fit.world import fake_world
 from megatron.sft.options.config import SFTConfig
@@ -91,10 +98,11 @@ def trace(
         workspaces=cuda_branches.workspaces() if request.like_cuda else {},
     )
     reads = HostReads(routing=request.routing)
-    world = fake_world(request.config, rank, request.world_size, reads, like_cuda=request.like_cuda)
+    config = one_step(request.config)
+    world = fake_world(config, rank, request.world_size, reads, like_cuda=request.like_cuda)
     with world as mode:
         run_step(
-            request.config,
+            config,
             request.vocab_size,
             request.data(num_microbatches),
             counter,

@@ -56,16 +56,16 @@ def rows_of(columns: Sequence[Column]) -> list[Row]:
 def table(columns: Sequence[Column], memory: int | None) -> list[str]:
     """Returns lines for a terminal, in GiB."""
     head = ["GiB on each GPU", "", *(column.name for column in columns)]
-    body = [[row.name, row.how, *map(_gib, row.sizes)] for row in rows_of(columns)]
+    body = [[row.name, row.how, *map(gib, row.sizes)] for row in rows_of(columns)]
     sums = [
-        ["peak of tensors", "", *(_gib(column.peak) for column in columns)],
-        ["margin", "described", *(_gib(column.margin) for column in columns)],
-        ["together", "", *(_gib(column.peak + column.margin) for column in columns)],
+        ["peak of tensors", "", *(gib(column.peak) for column in columns)],
+        ["margin", "described", *(gib(column.margin) for column in columns)],
+        ["together", "", *(gib(column.peak + column.margin) for column in columns)],
     ]
     rows = [head, *body, *sums]
     if memory is not None:
         left = [memory - column.peak - column.margin for column in columns]
-        rows.append([f"left of {_gib(memory)}", "", *map(_gib, left)])
+        rows.append([f"left of {gib(memory)}", "", *map(gib, left)])
     widths = [max(len(row[index]) for row in rows) for index in range(len(head))]
     return [
         "  ".join(
@@ -81,8 +81,8 @@ def verdict(columns: Sequence[Column], memory: int) -> tuple[bool, str]:
     fullest = max(columns, key=lambda column: column.peak + column.margin)
     left = memory - fullest.peak - fullest.margin
     if left >= 0:
-        return True, f"fits: {_gib(left)} GiB left on {fullest.name}"
-    return False, f"does not fit: {_gib(-left)} GiB too much on {fullest.name}"
+        return True, f"fits: {gib(left)} GiB left on {fullest.name}"
+    return False, f"does not fit: {gib(-left)} GiB too much on {fullest.name}"
 
 
 def as_json(columns: Sequence[Column], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,5 +105,6 @@ def as_json(columns: Sequence[Column], about: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Returns bytes as a number of GiB: `1610612736 -> 1.50`."""
     return f"{size / GIB:,.2f}"

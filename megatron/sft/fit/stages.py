@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.training import TrainingConfig
 
 
 class Stage(NamedTuple):
@@ -92,6 +93,22 @@ def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
             else depth,
         ),
     )
+
+
+def one_step(config: SFTConfig) -> SFTConfig:
+    """Returns the same run for one step, with a plain schedule: no memory depends on either, and
+    how many steps --train-epochs makes is known only with the data.
+    """
+    training = config.training
+    once = TrainingConfig(
+        **{
+            field.name: getattr(training, field.name)
+            for field in fields(training)
+            if not field.name.startswith(("train_", "lr_"))
+        },
+        train_iters=1,
+    )
+    return replace(config, training=once)
 
 
 def _of_layers(config: SFTConfig) -> list[Any]:

@@ -234,6 +234,11 @@ _PARTS: tuple[tuple[type, str], ...] = (
 """Kind of module -> the part that its storages count for, but those of modules within it."""
 
 
+def part_of_module(module: object) -> str | None:
+    """Returns the part that a module's storages count for; None for what is none of these kinds."""
+    return next((part for kind, part in _PARTS if isinstance(module, kind)), None)
+
+
 def watch_parts(training: Training, counter: ByteCounter) -> None:
     """Lets storages that modules make in the forward pass count for the modules' parts."""
     parts = [counter.part]
@@ -250,7 +255,7 @@ def watch_parts(training: Training, counter: ByteCounter) -> None:
         counter.part = parts[-1]
 
     for module in (module for chunk in training.model for module in chunk.modules()):
-        part = next((part for kind, part in _PARTS if isinstance(module, kind)), None)
+        part = part_of_module(module)
         if part is not None:
             module.register_forward_pre_hook(enter(part))
             module.register_forward_hook(leave)

@@ -1,0 +1,142 @@
+"""mcore. Changes of options that take less memory, cheapest in time first, by traces.
+
+    capacity     packs of half as many tokens, as far as the longest sequence lets them
+    sharding     the optimizer's state over data-parallel ranks
+    recompute    activations of layers computed again in the backward pass: a third more arithmetic
+    CP, TP, PP   ranks share sequences, weights or layers: communication, and fewer replicas
+
+`python -m megatron.sft.fit.ways_out` reads a pickled `Request` from its standard input and prints a
+JSON object per line: the stages of the run as it is, then each way out. A run on a GPU that is out
+of memory starts it (see `megatron.sft.out_of_memory`): a process with CUDA cannot be a fake world.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.packing.flags import flag_of
+from megatron.sft.environment import lazy_compile, silence_warnings
+from megatron.sft.options.config import SFTConfig
+
+if TYPE_CHECKING:
+    from megatron.sft.fit.estimate import Request, StageEstimate
+
+MAX_WAYS = 3
+"""Ways out that are said."""
+
+
+class WayOut(NamedTuple):
+    """A change, and what the fullest GPU would have less."""
+
+    flags: str
+    saved_bytes: int
+
+
+def ways_out(request: Request, peak: int) -> Iterator[WayOut]:
+    """Yields up to `MAX_WAYS` changes with which the fullest GPU holds less than `peak` bytes.
+
+    Price: an estimate for each.
+    """
+    from megatron.sft.fit.estimate import estimates
+
+    found = 0
+    for config, world_size in changes(request.config, request.world_size):
+        other = replace(request, config=config, world_size=world_size)
+        saved = peak - max(stage.peak for stage in estimates(other))
+        if saved > 0:
+            found += 1
+            more = f" on {world_size} GPUs" * (world_size != request.world_size)
+            yield WayOut(flags_between(request.config, config) + more, saved)
+        if found == MAX_WAYS:
+            return
+
+
+def changes(config: SFTConfig, world_size: int) -> Iterator[tuple[SFTConfig, int]]:
+    """Yields options and numbers of GPUs that the trainer would accept, cheapest in time first.
+
+    Where replicas are too few to be halved, twice as many GPUs take part.
+    """
+    for changed in _tried(config):
+        for size in (world_size, 2 * world_size):
+            with suppress(ValueError):
+                changed.check(size)
+                yield changed, size
+                break
+
+
+def flags_between(before: SFTConfig, after: SFTConfig) -> str:
+    """Returns the flags that turn the options `before` into those of `after`."""
+    found = []
+    for group in fields(before):
+        old, new = getattr(before, group.name), getattr(after, group.name)
+        for field in fields(new):
+            value = getattr(new, field.name)
+            if value != getattr(old, field.name):
+                flag = flag_of(field.name)
+                found.append(flag if value is True else f"{flag} {value}")
+    return " ".join(found)
+
+
+def _tried(config: SFTConfig) -> Iterator[SFTConfig]:
+    model, parallel, training = config.model, config.parallel, config.training
+    smaller = _with_smaller_packs(config)
+    if smaller != config:
+        yield smaller
+    if not config.packing.sequence_packing and training.micro_batch_size > 1:
+        rows = training.micro_batch_size // 2
+        yield replace(config, training=replace(training, micro_batch_size=rows))
+    if not config.shards_optimizer:
+        yield replace(config, parallel=replace(parallel, use_distributed_optimizer=True))
+    if model.recompute_granularity != "full":
+        yield replace(config, model=replace(model, recompute_granularity="full"))
+    context = replace(parallel, context_parallel_size=2 * parallel.context_parallel_size)
+    yield _with_smaller_packs(replace(config, parallel=context))
+    tensor = 2 * parallel.tensor_model_parallel_size
+    wider = replace(parallel, tensor_model_parallel_size=tensor, sequence_parallel=True)
+    yield replace(config, parallel=wider)
+    stages = 2 * parallel.pipeline_model_parallel_size
+    yield replace(config, parallel=replace(parallel, pipeline_model_parallel_size=stages))
+
+
+def _with_smaller_packs(config: SFTConfig) -> SFTConfig:
+    """Returns the options with half as many tokens on each rank, or as few as hold a sequence;
+    without --max-seqlen-per-dp-cp-rank it is the latter already.
+    """
+    given = config.packing.max_seqlen_per_dp_cp_rank
+    if given is None:
+        return config
+    capacity = max(given // 2, config.smallest_capacity_per_rank)
+    return replace(config, packing=replace(config.packing, max_seqlen_per_dp_cp_rank=capacity))
+
+
+def main() -> None:
+    """See the module."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch
+    silence_warnings(0)
+    request = pickle.load(sys.stdin.buffer)
+    with lazy_compile():
+        from megatron.sft.fit.estimate import estimates
+    stages = estimates(request)
+    print(json.dumps([_described(stage) for stage in stages]), flush=True)
+    for way in ways_out(request, max(stage.peak for stage in stages)):
+        print(json.dumps(way), flush=True)
+
+
+def _described(stage: StageEstimate) -> dict[str, Any]:
+    states = (*stage.states, stage.build)
+    return {
+        "peak": stage.peak,
+        "states": {part.name: part.num_bytes for part in states},
+        "passes": {part.name: part.num_bytes for part in stage.passes},
+    }
+
+
+if __name__ == "__main__":
+    main()
