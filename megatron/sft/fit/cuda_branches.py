@@ -62,6 +62,11 @@ BRANCHES = (
         "kernels of flash-linear-attention; counted as plain torch, which keeps more",
         "none",
     ),
+    Branch(
+        "packing.model.grouped_experts._is_for_grouped_mm",
+        "in bfloat16 as on CPU; in float32 one product per expert, counted as grouped",
+        "none",
+    ),
     Branch("sft.commands.chat.open_speaker", "no training step", "none"),
     Branch("packing.model.zigzag.sent", "indices are copied to the device", "run"),
     Branch("packing.model.pipeline.check_config", "a check", "none"),
