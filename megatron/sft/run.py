@@ -72,9 +72,9 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.read_files import fingerprints
         from megatron.sft.report.report import report
         from megatron.sft.report.run_folder import RUNS, prepare_output
+        from megatron.sft.samples_of_run import told_of_samples, with_samples_of_checkpoint
         from megatron.sft.stop import StopSignals
         from megatron.sft.train import Trainer
-        from megatron.sft.turns_of_run import told_of_turns, with_turns_of_checkpoint
 
     chosen = config.output.run_dir or config.output.save
     run_dir = Path(chosen or f"{RUNS}/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
@@ -82,10 +82,10 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     with ExitStack() as end:  # a stop signal does not cut off the end of a run that is saved
         try:
             prepare_output(config.output)
-            config = with_turns_of_checkpoint(config)
+            given, config = config, with_samples_of_checkpoint(config)
             datasets = build_datasets(config)
-            if rank == 0 and datasets.train_turns != "all":
-                print(told_of_turns(config, datasets.train_turns), flush=True)
+            for line in told_of_samples(given, config, datasets.train_turns) if rank == 0 else ():
+                print(line, flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))
             pretrained = open_pretrained(config, datasets.vocab_size)

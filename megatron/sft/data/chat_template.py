@@ -35,9 +35,11 @@ from megatron.sft.data.messages import (
     REASONING_NAMES,
     Message,
     SampleError,
+    is_thinking,
     texts_of,
     with_call_ids,
 )
+from megatron.sft.data.turn_ends import AroundAnswers, Place, end_behind, find_ends
 from megatron.sft.data.turns import Contexts
 
 _CHECKED_AT_EACH_END = 4
@@ -122,15 +124,6 @@ class Turn(NamedTuple):
     weight: float
 
 
-class _Prompt(NamedTuple):
-    """What a template writes around an answer."""
-
-    before: str
-    """The generation prompt."""
-    end: str
-    """The end of the turn, without white space around it unless it is nothing else."""
-
-
 @dataclass(eq=False)
 class ChatTemplate:
     """A compiled chat template. `render` remembers the kinds of conversations that it has
@@ -141,7 +134,7 @@ class ChatTemplate:
     """Variables such as bos_token."""
     today: date | None = None
     """The date that the template is given; None for none."""
-    _prompts: dict[str, _Prompt] = field(default_factory=dict, init=False, repr=False)
+    _prompts: dict[str, AroundAnswers] = field(default_factory=dict, init=False, repr=False)
     """By the options of the template, as JSON."""
     _checked: set[Any] = field(default_factory=set, init=False, repr=False)
 
@@ -163,15 +156,18 @@ class ChatTemplate:
         if options not in self._prompts:
             self._prompts[options] = self._prompt(conversation.template_options)
         prompt = self._prompts[options]
-        written = self._write(conversation)
-        _check_nothing_lost(conversation, written)
+        written = prompt.with_end(self._write(conversation), conversation.messages)
+        try:
+            _check_nothing_lost(conversation, written)
+        except SampleError as error:
+            raise SampleError(f"{error}{self._or_served()}") from None
         if self._has_marks:
             return Rendering(written.text, _marked_spans(conversation.messages, written))
         spans = []
         for number, message in enumerate(conversation.messages):
             if message.role == "assistant":
-                start, end = self._answer(written, number, prompt)
-                spans.append(Span(start, end, message.weight))
+                place = self._answer(written, number, prompt)
+                spans.append(Span(place.start, place.end, message.weight))
         kind = (options, *_kind_of(conversation))
         if kind not in self._checked:
             self._check_turns(conversation, written, prompt)
@@ -190,38 +186,47 @@ class ChatTemplate:
         options = json.dumps(conversation.template_options, sort_keys=True, default=str)
         if options not in self._prompts:
             self._prompts[options] = self._prompt(conversation.template_options)
-        end = self._prompts[options].end
         return [
-            self._turn(conversation, number, end)
+            self._turn(conversation, number, self._prompts[options])
             for number, message in enumerate(conversation.messages)
             if message.role == "assistant" and message.weight and number
         ]
 
-    def _turn(self, conversation: Conversation, number: int, end_of_turn: str) -> Turn:
+    def _turn(self, conversation: Conversation, number: int, around: AroundAnswers) -> Turn:
         """Returns the answer that is message `number`, behind what it would be generated from."""
         before, until = (
             conversation._replace(messages=conversation.messages[:size])
             for size in (number, number + 1)
         )
         prompt = self._write(before, add_generation_prompt=True, as_released=True).text
-        written = self._write(until, as_released=True)
-        if not written.text.startswith(prompt):
+        written = around.with_end(self._write(until, as_released=True), until.messages)
+        # Some templates write the end of the text behind the last turn, where no turn is.
+        places = written.turns.get(number) or [(0, len(written.text))]
+        end = len(written.text) if around.is_of_next else places[-1][1]
+        if written.text.startswith(prompt):
+            start = len(prompt)
+        elif around.is_prompt_of(prompt, written.text[places[0][0] : end]):
+            # gpt-oss leaves out the thoughts before a call once the answer to it is there.
+            start = places[0][0] + len(around.prompt)
+        elif is_thinking(conversation.messages[number]):
+            raise SampleError(
+                f"the chat template prompts for answer {number} with ...{prompt[-40:]!r}, behind "
+                "which its thoughts cannot be written; remove them, or pass what makes the "
+                'template think, such as "chat_template_kwargs": {"enable_thinking": true} in the '
+                "record"
+            )
+        else:
             raise ContextError(
                 f"the chat template prompts for answer {number} with ...{prompt[-40:]!r}, but "
                 "writes the answer behind something else, so that it cannot be trained as it is "
                 f"generated; {_WAY_OUT}, or --train-turns all"
             )
         _check_nothing_lost(_without_earlier_thoughts(until), written)
-        # Some templates write the end of the text behind the last turn, where no turn is.
-        places = written.turns.get(number) or [(0, len(written.text))]
-        answer = written.text[len(prompt) : places[-1][1]]
-        answer = answer.rstrip() if end_of_turn.strip() else answer
-        if not answer.endswith(end_of_turn):
-            raise SampleError(
-                f"the chat template ends turn {number} with {answer[-20:]!r}, not with "
-                f"{end_of_turn!r}"
-            )
-        return Turn(prompt, answer, conversation.messages[number].weight)
+        answer = written.text[start:end]
+        ended = around.last_answer(answer)
+        if ended is None:
+            raise SampleError(_other_end(number, answer, around))
+        return Turn(prompt, ended, conversation.messages[number].weight)
 
     @cached_property
     def contexts(self) -> Contexts:
@@ -241,13 +246,15 @@ class ChatTemplate:
         if _NEEDS_CALL_IDS.search(self.source):
             conversation = conversation._replace(messages=with_call_ids(conversation.messages))
         try:
-            whole = self._write(conversation, as_released=True).text
             turns = self.render_turns(conversation)
+            whole = self._prompts["{}"].with_end(
+                self._write(conversation, as_released=True), conversation.messages
+            )
         except ContextError:
             return "unknown"
         except SampleError:
             return "kept"
-        is_kept = all(whole.startswith(turn.prompt + turn.answer) for turn in turns)
+        is_kept = all(whole.text.startswith(turn.prompt + turn.answer) for turn in turns)
         return "kept" if is_kept else "differ"
 
     @cached_property
@@ -269,42 +276,40 @@ class ChatTemplate:
                 f"the chat template cannot be read: {error!s:.300}; {_WAY_OUT}"
             ) from None
 
-    def _prompt(self, options: Mapping[str, Any]) -> _Prompt:
+    def _prompt(self, options: Mapping[str, Any]) -> AroundAnswers:
         """What stands around an answer; ValueError for a template that trains no end of a turn."""
-        question, before = Message("user", "?"), ""
+
+        def write(*messages: Message, prompts: bool = False) -> Written:
+            return self._write(Conversation(list(messages), None, options), prompts)
+
+        question, texts = Message("user", "?"), ("yes", "no")
+        answers = [Message("assistant", text) for text in texts]
         try:
-            asked = self._write(Conversation([question], None, options))
-            prompted = self._write(
-                Conversation([question], None, options), add_generation_prompt=True
-            )
-            chats = [[question, Message("assistant", text)] for text in ("yes", "no")]
-            answers = [self._write(Conversation(messages, None, options)) for messages in chats]
+            asked, prompted = write(question), write(question, prompts=True)
+            lasts = [_pieces(write(question, answer), 1) for answer in answers]
         except SampleError as error:
             raise ValueError(
                 f"{error}, although it is a question and an answer; {_WAY_OUT}"
             ) from None
-        if not self._has_marks:
+        if self._has_marks:
+            around = find_ends(self.source, "", end_behind(texts, lasts), "")
+        else:
+            try:
+                chat = write(question, answers[0], question, answers[1], question)
+                earlier = end_behind(texts, [_pieces(chat, 1), _pieces(chat, 3)])
+            except SampleError:  # of several turns: said where one comes
+                earlier = ""
             before = _generation_prompt(asked, prompted)
-        ends = []
-        for answered, text in zip(answers, ("yes", "no")):
-            spans = [(start, end) for start, end, _ in answered.generated] or answered.turns.get(
-                1, ()
-            )
-            trained = [answered.text[start:end] for start, end in spans]
-            # The last span that holds the answer: TRL's Phi 3 marks the end of the text behind it,
-            # apart.
-            ends.append(
-                next((part.rpartition(text)[2] for part in reversed(trained) if text in part), "")
-            )
-        if ends[0] != ends[1] or not ends[0]:
+            around = find_ends(self.source, before, end_behind(texts, lasts), earlier)
+        if around is None:
             raise ValueError(
                 "under the chat template no end of a turn would be trained, so no answer ends; "
                 f"{_WAY_OUT}"
             )
-        return _Prompt(before, ends[0].strip() or ends[0])
+        return around
 
-    def _answer(self, written: Written, number: int, prompt: _Prompt) -> tuple[int, int]:
-        """Where the assistant's message is trained, [start, end)."""
+    def _answer(self, written: Written, number: int, around: AroundAnswers) -> Place:
+        """Where the assistant's message is trained."""
         places = written.turns.get(number, ())
         if len(places) != 1:
             raise ValueError(
@@ -313,20 +318,19 @@ class ChatTemplate:
             )
         start, end = places[0]
         turn = written.text[start:end]
-        if not turn.startswith(prompt.before):
+        if not turn.startswith(around.prompt):
             raise SampleError(
                 f"the chat template begins turn {number} with {turn[:40]!r}, not as it prompts for "
-                "it"
+                f"it, {around.prompt!r:.60}"
             )
-        if prompt.end.strip():
-            turn = turn.rstrip()
-        if not turn.endswith(prompt.end):
-            raise SampleError(
-                f"the chat template ends turn {number} with {turn[-20:]!r}, not with {prompt.end!r}"
-            )
-        return start + len(prompt.before), start + len(turn)
+        place = around.place(written.text, start, end)
+        if place is None:
+            raise SampleError(_other_end(number, turn, around))
+        return place
 
-    def _check_turns(self, conversation: Conversation, written: Written, prompt: _Prompt) -> None:
+    def _check_turns(
+        self, conversation: Conversation, written: Written, around: AroundAnswers
+    ) -> None:
         """Raise ValueError unless each answer stands behind what generation would start from.
 
         Of many answers only the first and the last few are looked at, as each takes two renderings.
@@ -341,13 +345,17 @@ class ChatTemplate:
             before, until = (
                 conversation._replace(messages=messages[:end]) for end in (number, number + 1)
             )
-            start, end = self._answer(written, number, prompt)
+            start, end, _ = self._answer(written, number, around)
             prompted, answered = self._write(before, add_generation_prompt=True), self._write(until)
             if prompted.text != written.text[:start] or answered.text[:end] != written.text[:end]:
                 raise ValueError(
                     f"the chat template renders turns up to number {number} again as more follow, "
                     f"so that it would not be trained as it is generated; {_WAY_OUT}"
+                    f"{self._or_served()}"
                 )
+
+    def _or_served(self) -> str:
+        return ", or --train-turns served" if self.contexts == "differ" else ""
 
     @cached_property
     def _released(self) -> MarkedTemplate:
@@ -365,7 +373,7 @@ class ChatTemplate:
             variables.setdefault("strftime_now", self._strftime_now)
         try:
             return template.write(
-                [_with_thoughts(message.as_dict()) for message in conversation.messages],
+                [self._as_dict(message) for message in conversation.messages],
                 **variables,
                 tools=conversation.tools,
                 documents=None,
@@ -383,6 +391,26 @@ class ChatTemplate:
             said = f"{type(error).__name__}: {error}"
             raise SampleError(f"the chat template fails on the conversation: {said:.300}") from None
 
+    def _as_dict(self, message: Message) -> dict[str, Any]:
+        """Returns a message as the template reads it: its thoughts stand under each of the names
+        that templates know, also those that the data have in <think> tags and the template expects
+        apart (gpt-oss).
+        """
+        thoughts = message.fields.get("reasoning_content")
+        if thoughts is None and self._reads_thoughts_apart and message.role == "assistant":
+            before, is_thinking, answer = message.content.partition("</think>")
+            if is_thinking:
+                thoughts = before.strip().removeprefix("<think>").strip()
+                message = message._replace(content=answer.strip())
+        if thoughts is None:
+            return message.as_dict()
+        return {**dict.fromkeys(REASONING_NAMES, thoughts), **message.as_dict()}
+
+    @cached_property
+    def _reads_thoughts_apart(self) -> bool:
+        is_reading = any(name in self.source for name in REASONING_NAMES)
+        return is_reading and "</think>" not in self.source
+
     def _strftime_now(self, form: object) -> str:
         assert self.today is not None
         if not isinstance(form, str) or len(form) > 100 or _UNSAFE_FORM.search(form):
@@ -390,11 +418,15 @@ class ChatTemplate:
         return self.today.strftime(form)
 
 
-def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose thoughts stand under each of the names that templates read."""
-    if "reasoning_content" not in message:
-        return message
-    return {**dict.fromkeys(REASONING_NAMES, message["reasoning_content"]), **message}
+def _pieces(written: Written, number: int) -> list[str]:
+    """Returns what is trained of a rendering, or else what is written of a message."""
+    spans = [(start, end) for start, end, _ in written.generated] or written.turns.get(number, ())
+    return [written.text[start:end] for start, end in spans]
+
+
+def _other_end(number: int, turn: str, around: AroundAnswers) -> str:
+    ends = " or ".join(map(repr, around.ends))
+    return f"the chat template ends turn {number} with {turn[-20:]!r}, not with {ends}"
 
 
 def _generation_prompt(asked: Written, prompted: Written) -> str:
@@ -461,8 +493,8 @@ def _kind_of(conversation: Conversation) -> tuple[Any, ...]:
     """What a template may make a difference by: equal for conversations of one kind."""
     before, steps = "", set()
     for message in conversation.messages:
-        thinks = "</think>" in message.content or "reasoning_content" in message.fields
         calls, is_trained = "tool_calls" in message.fields, message.weight > 0
+        thinks = is_thinking(message)
         steps.add((before, message.role, thinks, calls, bool(message.content), is_trained))
         before = message.role
     return frozenset(steps), bool(conversation.tools)

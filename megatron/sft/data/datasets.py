@@ -105,9 +105,14 @@ def build_datasets(config: SFTConfig) -> Datasets:
             "raise the second share of --split, or pass --valid-data-path"
         )
     turns = encoder.train_turns
-    if turns != "all":  # older checkpoints say nothing
+    made_by: dict[str, str] = (
+        {} if turns == "all" else {"train_turns": turns}
+    )  # older checkpoints say nothing
+    if data.template_date is not None:
+        made_by["template_date"] = str(data.today)
+    if made_by:
         train, valid, test = (
-            replace(samples, identity={**samples.identity, "train_turns": turns})
+            replace(samples, identity={**samples.identity, **made_by})
             for samples in (train, valid, test)
         )
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns)

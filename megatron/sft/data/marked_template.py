@@ -138,12 +138,30 @@ class _MarkTurns(NodeTransformer):
             return node
         self._num_loops += 1
         number = nodes.Const(self._num_loops)
-        node.body.insert(0, _mark("turn", number, nodes.Name(node.target.name, "load")))
+        node.body.insert(0, _mark("turn", number, _item_of(node)))
         return [node, _mark("turn", number, nodes.Const(None))]
 
     def visit_Concat(self, node: nodes.Concat) -> Any:
         self.generic_visit(node)
         return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+
+
+def _item_of(loop: nodes.For) -> nodes.Expr:
+    """Returns what a loop is at: `m` of {% for m in messages %}, and `messages[i]` of {% for i in
+    range(messages | length) %}, as EXAONE 4 goes through them.
+    """
+    target = loop.target.name  # type: ignore[attr-defined]
+    counted = {name.name for name in loop.iter.find_all(nodes.Name)} - {"range"}
+    for item in (found for part in loop.body for found in part.find_all(nodes.Getitem)):
+        of, at = item.node, item.arg
+        if (
+            isinstance(of, nodes.Name)
+            and of.name in counted
+            and isinstance(at, nodes.Name)
+            and at.name == target
+        ):
+            return nodes.Getitem(nodes.Name(of.name, "load"), nodes.Name(target, "load"), "load")
+    return nodes.Name(target, "load")
 
 
 class _Generation(Extension):

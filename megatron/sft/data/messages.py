@@ -348,6 +348,11 @@ def _json(text: str, where: str) -> Any:
         raise SampleError(f"{where} must be JSON, but is {text!r:.60}: {error}") from None
 
 
+def is_thinking(message: Message) -> bool:
+    """Returns whether a message has thoughts, apart from its content or in it."""
+    return "</think>" in message.content or "reasoning_content" in message.fields
+
+
 def texts_of(messages: Iterable[Message]) -> list[str]:
     """What the messages say, thoughts included, without white space around."""
     said = [

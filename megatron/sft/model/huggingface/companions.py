@@ -172,24 +172,36 @@ def _with_end_of_turn(
     """The generation config, in which what the model was trained to end a turn with ends generation
     too.
     """
-    end = end_of_turn(tokenizer)
     known = generation.get("eos_token_id", model_config.get("eos_token_id"))
     ends = [known] if isinstance(known, int) else list(known or [])
-    return (
-        generation if end is None or end in ends else {**generation, "eos_token_id": [*ends, end]}
-    )
+    new = [end for end in ends_of_turns(tokenizer) if end not in ends]
+    return {**generation, "eos_token_id": [*ends, *new]} if new else generation
 
 
-def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The token that the assistant is trained to end a turn with; None without a template, or if it
-    trains none.
+def ends_of_turns(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the assistant is trained to end a turn with: an answer, and a call, whose end
+    is another one for gpt-oss and GLM. None of them without a template, or if it trains none.
     """
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": {}}, "id": f"{name}23456789"}
+        for name in "fg"
+    ]
+    answers = [Message("assistant", text) for text in ("yes", "no")]
+    of_answers = _common_end(tokenizer, answers)
+    if of_answers is None:
+        return []
+    of_calls = _common_end(
+        tokenizer, [Message("assistant", "", fields={"tool_calls": [call]}) for call in calls]
+    )
+    return [of_answers] if of_calls in (None, of_answers) else [of_answers, of_calls]  # type: ignore[list-item]
+
+
+def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
+    """The last trained token of each of these answers to a question; None if they differ."""
     lasts = set()
-    for answer in ("yes", "no"):
+    for answer in answers:
         try:
-            tokens = tokenizer.encode_chat(
-                Conversation([Message("user", "?"), Message("assistant", answer)])
-            )
+            tokens = tokenizer.encode_chat(Conversation([Message("user", "?"), answer]))
         except ValueError:
             return None
         trained = tokens.ids[tokens.weights > 0]

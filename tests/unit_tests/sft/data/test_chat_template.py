@@ -119,6 +119,63 @@ NEMO = """{{- bos_token }}{% for message in messages %}{% if message.role == 'us
 {{- raise_exception('result ids have length 9') }}{% endif %}
 {{- '[RESULT]' + message.tool_call_id + ' ' + message.content + '[/RESULT]' }}
 {%- else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"""
+# Three ends: of the last answer, of a call, and of earlier answers. Thoughts of earlier turns are
+# left out, and those before a call once its answer is there.
+GPT_OSS = """{{- '<|start|>system<|message|>You think.<|end|>' }}
+{%- if messages[0].role == 'system' %}{% set rest = messages[1:] %}
+{{- '<|start|>developer<|message|>' + messages[0].content + '<|end|>' }}{% else %}{% set rest = messages %}{% endif %}
+{%- if tools %}{% for tool in tools %}{{ '<|start|>developer<|message|>type ' + tool.function.name + '<|end|>' }}
+{%- endfor %}{% endif %}
+{%- for message in rest -%}{% if message.role == 'assistant' %}{% if 'tool_calls' in message %}
+{%- set later = namespace(final=false) %}{% for other in rest[loop.index:] %}
+{%- if other.role == 'assistant' and 'tool_calls' not in other %}{% set later.final = true %}{% endif %}{% endfor %}
+{%- set call = message.tool_calls[0].function %}{% if message.content and message.thinking %}
+{{- raise_exception('content or thinking, not both') }}{% elif message.thinking and not later.final %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+{%- elif message.content and not later.final %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}{% endif %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson }}{{ "<|call|>" }}
+{%- elif loop.last and not add_generation_prompt %}{% if 'thinking' in message %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}
+{%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- elif message.role == 'tool' %}
+{{- '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' + message.content | tojson + '<|end|>' }}
+{%- else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
+# No end: what ends an answer is the token that the next message begins with.
+GLM = """[gMASK]<sop>
+{%- set ns = namespace(last_user_index=-1) %}{% for m in messages %}{% if m.role == 'user' %}
+{%- set ns.last_user_index = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}{{ '<|user|>\n' + m.content }}
+{%- elif m.role == 'assistant' %}{{ '<|assistant|>' }}{% set reasoning_content = '' %}{% set content = m.content %}
+{%- if m.reasoning_content is string %}{% set reasoning_content = m.reasoning_content %}
+{%- elif '</think>' in content %}{% set reasoning_content = content.split('</think>')[0].split('<think>')[-1] %}
+{%- set content = content.split('</think>')[-1] %}{% endif %}
+{%- if loop.index0 > ns.last_user_index and reasoning_content %}{{ '\n<think>' + reasoning_content.strip() + '</think>' }}
+{%- else %}{{ '\n<think></think>' }}{% endif %}{% if content.strip() %}{{ '\n' + content.strip() }}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name + '\n' }}
+{%- for k, v in call.function.arguments.items() %}{{ '<arg_key>' ~ k ~ '</arg_key>\n<arg_value>' ~ v ~ '</arg_value>\n' }}
+{%- endfor %}{{ '</tool_call>' }}{% endfor %}
+{%- elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
+{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- elif m.role == 'system' %}{{ '<|system|>\n' + m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+# Goes through numbers of messages, not through messages.
+EXAONE = """{%- set skip_think = true if skip_think is not defined else skip_think %}
+{%- for i in range(messages | length) %}{% set msg = messages[i] %}
+{%- if i == 0 and msg.role == 'system' %}{{ '[|system|]\n' + msg.content + '[|endofturn|]\n' }}{% continue %}{% endif %}
+{%- if msg.role == 'assistant' %}{{ '[|assistant|]\n' }}
+{%- if not skip_think and loop.last and msg.reasoning_content %}
+{{- '<think>\n' + msg.reasoning_content + '\n</think>\n\n' }}{% else %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{{- msg.content }}{% for call in msg.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + call.function.arguments | tojson + '</tool_call>' }}{% endfor %}
+{{- '[|endofturn|]\n' }}
+{%- else %}{{ '[|' + msg.role + '|]\n' + msg.content + '[|endofturn|]\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '[|assistant|]\n' }}
+{%- if enable_thinking is defined and enable_thinking %}{{ '<think>\n' }}{% else %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}"""
 
 SHORT = [Message("user", "q1"), Message("assistant", " a1 ")]
 LONG = [*SHORT, Message("user", "q2"), Message("assistant", "a2")]
@@ -163,9 +220,11 @@ def render(source, messages, tools=None):
         (ZEPHYR, [" a1 </s>", "a2</s>"]),
         (MARKED, [" a1 <|im_end|>", "a2<|im_end|>"]),
         (PHI_MARKED, [" a1 <|end|>\n", "a2<|end|>\n", "</s>"]),
+        (GLM, ["\n<think></think>\na1<|user|>", "\n<think></think>\na2<|user|>"]),
+        (EXAONE, [" a1 [|endofturn|]", "a2[|endofturn|]"]),
     ],
     ids="ChatML Llama2 Llama3 Llama3.1 Mistral Mistral3 Qwen2.5 Qwen3 Gemma Phi Zephyr marked "
-    "PhiMarked".split(),
+    "PhiMarked GLM EXAONE".split(),
 )
 def test_every_turn_is_trained_to_its_end(source, trained):
     """A span off by some characters trains on headers, or never on the end of the turn: answers

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.sft.data.content import Conversation
 from megatron.sft.data.tokenizer import build_tokenizer
-from megatron.sft.model.huggingface.companions import Companions, end_of_turn
+from megatron.sft.model.huggingface.companions import Companions, ends_of_turns
 from tests.unit_tests.sft.command_line import parse
 from tests.unit_tests.sft.data.test_tokenizer import CONVERSATION, MARKED, PLAIN, save_tokenizer
 from tests.unit_tests.sft.model.huggingface.test_config import LLAMA, STEPS
@@ -46,15 +46,29 @@ def test_byte_level_tokenizer_is_the_same_in_transformers(tmp_path):
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (config.model_type, config.vocab_size) == ("llama", ours.vocab_size)
     generation = transformers.GenerationConfig.from_pretrained(tmp_path)
-    assert generation.eos_token_id == [ours.eod, end_of_turn(ours)]
+    assert generation.eos_token_id == [ours.eod, *ends_of_turns(ours)]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, None])
 def test_end_of_turn(save_tokenizer, template):
     """The token behind which a trained assistant falls silent."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(template))
-    expected = None if template is None else tokenizer.eod
-    assert end_of_turn(tokenizer) == expected
+    expected = [] if template is None else [tokenizer.eod]
+    assert ends_of_turns(tokenizer) == expected
+
+
+def test_the_end_of_a_call_is_an_end_of_a_turn(save_tokenizer):
+    """Served, a model would go on behind its calls for ever."""
+    written = (
+        "{{ m.tool_calls[0].function.name ~ '<|im_start|>' if m.tool_calls else "
+        "m.content ~ '<|im_end|>' }}"
+    )
+    calling = MARKED.replace("{{ m.content }}<|im_end|>{% endgen", written + "{% endgen")
+    assert calling != MARKED
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(calling))
+    assert ends_of_turns(tokenizer) == [
+        tokenizer.encode(token)[0] for token in ("<|im_end|>", "<|im_start|>")
+    ]
 
 
 def test_a_template_that_trains_no_end_has_none(save_tokenizer):
@@ -62,7 +76,7 @@ def test_a_template_that_trains_no_end_has_none(save_tokenizer):
     silent = MARKED.replace(
         "{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}"
     )
-    assert end_of_turn(build_tokenizer("HuggingFaceTokenizer", save_tokenizer(silent))) is None
+    assert ends_of_turns(build_tokenizer("HuggingFaceTokenizer", save_tokenizer(silent))) == []
 
 
 def pretrained(folder, save_tokenizer, generation):
@@ -78,7 +92,7 @@ def pretrained(folder, save_tokenizer, generation):
     target.mkdir()
     tokenizer = build_tokenizer("HuggingFaceTokenizer", source)
     dtype = Companions(config, tokenizer, 300, "float32").write(target)
-    return source, target, dtype, end_of_turn(tokenizer)
+    return source, target, dtype, *ends_of_turns(tokenizer)
 
 
 def read(path):
@@ -106,7 +120,7 @@ def test_what_was_trained_to_end_a_turn_ends_generation(
 
 def test_files_of_the_source_are_kept(tmp_path, save_tokenizer):
     """Also keys of config.json that nobody here knows."""
-    end = end_of_turn(build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN)))
+    (end,) = ends_of_turns(build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN)))
     source, target, *_ = pretrained(
         tmp_path, save_tokenizer, {"eos_token_id": [end], "pad_token_id": 4}
     )

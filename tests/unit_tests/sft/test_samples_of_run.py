@@ -1,4 +1,4 @@
-"""The turns that a run trains: its own choice, its checkpoint's, or what the template needs."""
+"""How a run makes samples: by its own choice, as its checkpoint did, or as the template needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.sft import turns_of_run
+from megatron.sft import samples_of_run
 from megatron.sft.data.datasets import _train_turns
 
 
@@ -16,6 +16,7 @@ class Part:
     """Options that are read here."""
 
     train_turns: str | None = None
+    template_date: str | None = None
     mock_data: bool = False
     sequence_packing: bool = True
     mtp_num_layers: int | None = None
@@ -23,6 +24,10 @@ class Part:
     ckpt_step: int | None = None
     finetune: bool = False
     contexts: str = "differ"
+
+    @property
+    def today(self) -> str | None:
+        return self.template_date
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,29 @@ def test_a_checkpoint_keeps_its_mode(
 ) -> None:
     """A run that is continued would see other contexts than before, from one step to the next."""
     monkeypatch.setattr(
-        turns_of_run, "latest_iteration", lambda folder: None if saved is None else 3
+        samples_of_run, "latest_iteration", lambda folder: None if saved is None else 3
     )
-    monkeypatch.setattr(turns_of_run, "read_common", lambda path: {"data": saved})
+    monkeypatch.setattr(samples_of_run, "read_common", lambda path: {"data": saved})
     config: Any = Options(data=Part(train_turns=given), output=output)
-    assert turns_of_run.with_turns_of_checkpoint(config).data.train_turns == expected
+    assert samples_of_run.with_samples_of_checkpoint(config).data.train_turns == expected
+
+
+def test_a_checkpoint_keeps_its_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Continued without the flag, a run of gpt-oss would be refused, or see other prompts."""
+    saved = {"template_date": "2025-06-30", "train_turns": "served"}
+    monkeypatch.setattr(samples_of_run, "latest_iteration", lambda folder: 3)
+    monkeypatch.setattr(samples_of_run, "read_common", lambda path: {"data": saved})
+    given: Any = Options()
+    resolved = samples_of_run.with_samples_of_checkpoint(given)
+    assert (resolved.data.template_date, resolved.data.train_turns) == ("2025-06-30", "served")
+    assert list(samples_of_run.told_of_samples(given, resolved, "served")) == [
+        "training each of the assistant's turns behind what it is generated from (--train-turns "
+        "served)",
+        "the chat template's date is 2025-06-30 (--template-date, as the checkpoint has it)",
+    ]
+    given = Options(data=Part(template_date="2026-01-01"))
+    resolved = samples_of_run.with_samples_of_checkpoint(given)
+    assert resolved.data.template_date == "2026-01-01"
+    assert list(samples_of_run.told_of_samples(given, resolved, "all")) == [
+        "the chat template's date is 2026-01-01 (--template-date)"
+    ]

@@ -1,0 +1,116 @@
+"""pure. What a chat template writes around an answer: what generation starts from, and where the
+answer ends.
+
+    most        one end, behind every answer
+    gpt-oss     <|return|> behind the last answer and <|call|> behind a call, which are generated;
+                <|end|> behind earlier answers, which never is
+    GLM         none: generation ends where the next message begins, with <|user|>, or with
+                <|observation|> after a call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.sft.data.marked_template import Written
+from megatron.sft.data.messages import Message
+
+_CALL_END = "<|call|>"
+_NEXT_MESSAGE, _AFTER_ANSWER, _AFTER_CALL = "[gMASK]<sop>", "<|user|>", "<|observation|>"
+"""What GLM's templates are recognised by, and their ends."""
+
+
+class Place(NamedTuple):
+    """Characters of a rendering: an answer is [start, end_of_text), its trained end [end_of_text,
+    end).
+    """
+
+    start: int
+    end_of_text: int
+    end: int
+
+
+class AroundAnswers(NamedTuple):
+    """What a template writes around an answer; ends are without white space around them, unless
+    they are nothing else.
+    """
+
+    prompt: str
+    """What generation starts from."""
+    ends: tuple[str, ...]
+    """Those that are generated."""
+    end_of_earlier: str | None = None
+    """What stands in their place once the conversation goes on, where that is another one."""
+    is_of_next: bool = False
+    """Whether an end is the beginning of the next message."""
+
+    def place(self, text: str, start: int, end: int) -> Place | None:
+        """Returns the place of the answer in the turn [start, end) of a rendering; None where it
+        has no end.
+        """
+        begin = start + len(self.prompt)
+        if self.is_of_next:
+            found = next((one for one in self.ends if text.startswith(one, end)), None)
+            return None if found is None else Place(begin, end, end + len(found))
+        if self.ends[0].strip():
+            end = start + len(text[start:end].rstrip())
+        found = next((one for one in self.ends if text[start:end].endswith(one)), None)
+        if found is not None:
+            return Place(begin, end - len(found), end)
+        if self.end_of_earlier is None or not text[start:end].endswith(self.end_of_earlier):
+            return None
+        # Trained, it would be generated, and generation would go on behind it.
+        body = end - len(self.end_of_earlier)
+        return Place(begin, body, body)
+
+    def is_prompt_of(self, context: str, turn: str) -> bool:
+        """Returns whether a turn begins with what a context, written apart, ends with."""
+        return bool(self.prompt) and turn.startswith(self.prompt) and context.endswith(self.prompt)
+
+    def with_end(self, written: Written, messages: Sequence[Message]) -> Written:
+        """Returns a rendering with the end of its last answer, also where a template leaves it for
+        the next message to write.
+        """
+        if not self.is_of_next or messages[-1].role != "assistant":
+            return written
+        end = _AFTER_CALL if messages[-1].fields.get("tool_calls") else _AFTER_ANSWER
+        return written._replace(text=written.text + end)
+
+    def last_answer(self, text: str) -> str | None:
+        """Returns an answer that nothing follows, without white space behind it; None where it has
+        no end.
+        """
+        text = text.rstrip() if self.ends[0].strip() and not self.is_of_next else text
+        return text if text.endswith(self.ends) else None
+
+
+def find_ends(source: str, prompt: str, last: str, earlier: str) -> AroundAnswers | None:
+    """Returns what is written around answers; None for a template that ends none.
+
+    Args:
+        prompt: what generation starts from.
+        last, earlier: what stands behind the text of an answer in its turn, where it is the last,
+            and where the conversation goes on; empty for nothing.
+    """
+    if _NEXT_MESSAGE in source and not last:
+        return AroundAnswers(prompt, (_AFTER_ANSWER, _AFTER_CALL), is_of_next=True)
+    if not last:
+        return None
+    ends = (last.strip() or last, *([_CALL_END] if _CALL_END in source else []))
+    other = earlier.strip()
+    return AroundAnswers(prompt, ends, None if not other or other.endswith(ends) else other)
+
+
+def end_behind(texts: Sequence[str], written: Sequence[Sequence[str]]) -> str:
+    """Returns what stands behind each of two texts where it was written; empty where that differs.
+
+    Args:
+        written: the pieces of each rendering in which its text may be: the last that holds it
+            counts, since TRL's Phi 3 marks the end of the text behind it, apart.
+    """
+    ends = [
+        next((piece.rpartition(text)[2] for piece in reversed(pieces) if text in piece), "")
+        for text, pieces in zip(texts, written)
+    ]
+    return ends[0] if ends[0] == ends[1] else ""

@@ -1,0 +1,71 @@
+"""mcore. How a run makes samples of conversations: as its checkpoint did, unless --train-turns and
+--template-date say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron.sft.model.checkpoint import read_common
+from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.data import TrainTurns
+
+
+def with_samples_of_checkpoint(config: SFTConfig) -> SFTConfig:
+    """Returns the options with the --train-turns and --template-date of the checkpoint of --load,
+    where they name none.
+
+    A checkpoint that says nothing was trained with all turns in one rendering, and no date.
+    """
+    data = config.data
+    if data.mock_data or (data.train_turns is not None and data.template_date is not None):
+        return config
+    saved = _saved(config)
+    if saved is None:
+        return config
+    return replace(
+        config,
+        data=replace(
+            data,
+            train_turns=data.train_turns or saved.get("train_turns", "all"),
+            template_date=data.template_date or saved.get("template_date"),
+        ),
+    )
+
+
+def _saved(config: SFTConfig) -> dict[str, Any] | None:
+    """Returns what the checkpoint that is continued says of its data; None where there is none."""
+    folder = config.output.load
+    if folder is None or config.output.finetune:
+        return None
+    iteration = config.output.ckpt_step or latest_iteration(folder)
+    if iteration is None:
+        return None
+    try:
+        found: dict[str, Any] = read_common(checkpoint_path(folder, iteration)).get("data", {})
+    except Exception:  # a damaged file, of any kind: loading says what is wrong with it
+        return None
+    return found
+
+
+def told_of_samples(given: SFTConfig, resolved: SFTConfig, turns: TrainTurns) -> Iterator[str]:
+    """Yields the lines that say how samples are made of conversations.
+
+    Args:
+        given: the options that the user gave.
+        resolved: those that the run has.
+        turns: that are trained.
+    """
+    if turns != "all":
+        what = {
+            "served": "each of the assistant's turns behind what it is generated from",
+            "last": "the assistant's last turn of each conversation",
+        }[turns]
+        why = "" if resolved.data.train_turns else ", as the chat template renders turns again"
+        yield f"training {what} (--train-turns {turns}{why})"
+    if resolved.data.today is not None:
+        whose = "" if given.data.template_date else ", as the checkpoint has it"
+        yield f"the chat template's date is {resolved.data.today} (--template-date{whose})"
