@@ -45,7 +45,7 @@ from megatron.packing.step.groups import DataGroups, data_groups
 from megatron.packing.step.load import Loaded, load_samples
 from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
-from megatron.packing.step.trees import reason_against
+from megatron.packing.step.trees import reason_against, warn_of_paths_apart
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
 
@@ -191,6 +191,8 @@ def _load_and_place(
             loaded = Loaded.failed(f"{name}: {failure}")
     # The queue holds trees as they were loaded; their shape is that of this layout.
     own = shaped(local, settings.trees)
+    if exchange.rank() == 0:
+        warn_of_paths_apart(local, settings.paths_apart)
     report = RankReport.of(loaded, delayed, own, settings.alignment)
     decision = _decide(report, num_fetches, settings, exchange, queue)
     if not isinstance(decision, Decision):

@@ -19,7 +19,7 @@ from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost, layers_pac
 from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.delay import DelayQueue
-from megatron.packing.step.trees import shares_prefixes
+from megatron.packing.step.trees import why_paths_stay_apart
 
 UNKNOWN_MODEL = PackCost(linear=1.0, quadratic=1 / 60_000)
 """For a config that describes no model: attention costs what all else does at 60,000 tokens, as
@@ -81,8 +81,8 @@ class PackingSettings:
     seed: int = 0
     step: int = 0
     """See `PackingOptions`."""
-    keeps_trees: bool = True
-    """Whether trees compute shared prefixes once; otherwise each path becomes a sequence."""
+    paths_apart: str = ""
+    """Why each path of a tree becomes a sequence; "" where shared prefixes are computed once."""
 
     @property
     def trees(self) -> TreeRules:
@@ -92,7 +92,7 @@ class PackingSettings:
             capacity=self.capacity,
             linear=self.cost.linear,
             quadratic=self.cost.quadratic,
-            keeps_trees=self.keeps_trees,
+            keeps_trees=not self.paths_apart,
         )
 
     @classmethod
@@ -131,7 +131,7 @@ class PackingSettings:
             cost=cost,
             seed=options.seed,
             step=options.step if step is None else step,
-            keeps_trees=shares_prefixes(config),
+            paths_apart=why_paths_stay_apart(config),
             model=StepModel(
                 num_stages=groups.pp.size(),
                 num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,

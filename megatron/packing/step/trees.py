@@ -4,21 +4,33 @@ cannot be trained on.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from megatron.packing.batch.columns import AXIS_POSITIONS, NUM_PATHS, PARENTS, Form
+from megatron.packing.batch.samples import Samples
 from megatron.packing.step.transformer_engine import transformer_engine_installed
 
 
-def shares_prefixes(config: Any) -> bool:
-    """Returns whether prefixes are computed once: where each layer is attention of ours.
-
-    Transformer Engine's attention takes no list of keys, and a recurrent layer would have to begin
-    a node with its parent's state. There each path becomes a sequence, exact and without savings.
+def why_paths_stay_apart(config: Any) -> str:
+    """Returns why each path of a tree becomes a sequence, which is exact and saves nothing; ""
+    where prefixes are computed once: where each layer is attention of ours.
     """
     kinds = getattr(config, "layer_kinds", None) or ()
-    is_recurrent = any(kind.mixer != "attention" for kind in kinds)
-    return not (is_recurrent or transformer_engine_installed())
+    if any(kind.mixer != "attention" for kind in kinds):
+        return "a recurrent layer would have to begin a node with its parent's state"
+    if transformer_engine_installed():
+        return "attention is transformer-engine's, which takes no list of keys"
+    return ""
+
+
+def warn_of_paths_apart(samples: Samples, reason: str) -> None:
+    """Warns of trees among samples that are not trained as such; Python shows it once."""
+    if reason and PARENTS in samples.columns:
+        warnings.warn(
+            f"trees of sequences are trained path by path, shared prefixes each time: {reason}",
+            stacklevel=2,
+        )
 
 
 def reason_against(config: Any, form: Form, megatron_lm_calls: bool) -> str | None:

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from torch import Tensor
 
-from megatron.packing.batch.columns import expand_ranges
+from megatron.packing.batch.columns import NUM_PATHS, PARENTS, expand_ranges
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.model.get_batch import (
     Batch,
@@ -166,6 +166,11 @@ def padded_batches(
 
     for draw in draws:
         samples = read_samples(draw)
+        if {PARENTS, NUM_PATHS} & set(samples.form):
+            raise ValueError(
+                "trees of sequences need --sequence-packing: rows know no nodes; give each path as "
+                "a sequence, or pass --sequence-packing"
+            )
         seq_length = -(-max((1, *samples.lengths.tolist())) // multiple) * multiple
         tokens, labels, position_ids, sources = torch.zeros(
             4, num_rows, seq_length, dtype=torch.int64

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.packing.batch.reading import SampleError, SampleReader, read_samples
+from megatron.packing.batch.tree import Path, merge
 from tests.unit_tests.packing.batch.test_samples import Sequence, parts_of
 
 
@@ -384,6 +385,17 @@ def test_a_tree_is_one_sample() -> None:
     assert samples.fields().position_ids.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     given = read_samples([TREE, {"tokens": [7, 8], "position_ids": [5, 6]}])
     assert given.fields().position_ids.tolist() == [0, 1, 2, 3, 2, 3, 5, 6]
+
+
+def test_merged_paths_are_given_as_they_are() -> None:
+    """What `merge` returns is a tuple of arrays, each of which would be taken for a sample."""
+    paths = [Path(np.array([7, 8]), np.array([8, last]), np.ones(2, np.float32)) for last in (9, 5)]
+    merged = merge(paths)
+    expected = read_samples([merged._asdict(), {"tokens": [7, 8]}])
+    given = read_samples([merged, {"tokens": [7, 8]}])
+    assert given.form == expected.form
+    assert given.to_words().tolist() == expected.to_words().tolist()
+    assert read_samples(merged).lengths.tolist() == [3]
 
 
 def test_nodes_without_branches_are_a_sequence() -> None:

@@ -166,3 +166,13 @@ def test_zigzag_shards_reassemble(padded, size):
             rebuilt[:, rank * piece : (rank + 1) * piece] = part[:, :piece]
             rebuilt[:, last * piece : (last + 1) * piece] = part[:, piece:]
         assert torch.equal(rebuilt, getattr(whole, name))
+
+
+def test_padded_rows_take_no_trees(padded):
+    """A branch would attend to its sibling, and the loss be divided by too few tokens."""
+    tokens = np.array([5, 6, 7, 8])
+    tree = {**sample(tokens, [0, 0, 1, 1]), "cu_seqlens": [0, 2, 3, 4], "parents": [-1, 0, 0]}
+    counts = {**sample(tokens, [0, 0, 1, 1]), "num_paths": [0, 0, 2, 1]}
+    for given in (tree, counts):
+        with pytest.raises(ValueError, match=r"trees of sequences need --sequence-packing"):
+            padded([[given]], num_rows=1)
