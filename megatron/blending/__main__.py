@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron.blending.formats.jsonl import Progress
-from megatron.blending.formats.prepared.nv_meta import FOLDER
-from megatron.blending.formats.prepared.prepare import (
+from megatron.blending.energon._prepare import (
     Preparation,
     prepare_jsonl,
     prepare_webdataset,
 )
+from megatron.blending.formats.jsonl import Progress
+from megatron.blending.formats.prepared.nv_meta import FOLDER
 
 _LISTED_PARTS = 10
 

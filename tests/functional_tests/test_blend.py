@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.blending.formats.prepared.prepare import Preparation, prepare_webdataset
+from megatron.blending.energon._prepare import Preparation, prepare_webdataset
 from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.test_run import EXACT, MODEL, steps_of, train
 

@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore
+from megatron.blending.energon._encoding.file_store import SystemFileStore, WebdatasetFileStore
 from megatron.blending.energon._loading.load import get_train_dataset
 from megatron.blending.energon._loading.loader import WorkerConfig, get_loader
-from megatron.blending.energon._streams.group_batch import GroupBatchDataset
-from megatron.blending.energon._streams.packing_buffer import PackingDataset
-from megatron.blending.formats.decode import SampleDecoder, decode_part
-from megatron.blending.formats.prepared.prepare import (
+from megatron.blending.energon._prepare import (
     Preparation,
     prepare_jsonl,
     prepare_webdataset,
 )
+from megatron.blending.energon._streams.group_batch import GroupBatchDataset
+from megatron.blending.energon._streams.packing_buffer import PackingDataset
+from megatron.blending.formats.decode import SampleDecoder, decode_part
 from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import SkipSample

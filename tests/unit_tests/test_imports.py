@@ -273,7 +273,7 @@ def test_text_imports_no_media():
     code = (
         "import sys; from megatron.blending.formats.decode import decode_part; import "
         "megatron.blending as b;b.get_train_dataset; b.get_loader; assert decode_part('txt', b'a') "
-        "== 'a';print([name for name in sys.modules if 'formats.media' in name])"
+        "== 'a';print([name for name in sys.modules if 'energon._media' in name])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -289,7 +289,7 @@ def test_text_imports_no_media():
         name
         for path in FILES
         for name in imported(path)
-        if is_within(name, "megatron.blending.formats.media")
+        if is_within(name, "megatron.blending.energon._media")
     ]
     assert media.is_dir()
     assert known == []

@@ -15,16 +15,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.blending.encoding import cooking, file_store
+from megatron.blending.energon._encoding import cooking, file_store
 from megatron.blending.energon._encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.energon._loading.rank_loader import Loader
-from megatron.blending.formats.decode import keep_bytes
-from megatron.blending.formats.files import read_text
-from megatron.blending.formats.prepared.prepare import (
+from megatron.blending.energon._prepare import (
     Preparation,
     prepare_jsonl,
     prepare_webdataset,
 )
+from megatron.blending.formats.decode import keep_bytes
+from megatron.blending.formats.files import read_text
 from megatron.blending.formats.yaml_reader import read_yaml
 from megatron.blending.metadatasets.metadataset import Join, load_metadataset, source_entries
 from megatron.blending.metadatasets.metadataset_file import parse_metadataset
@@ -372,7 +372,7 @@ def __getattr__(name: str) -> Any:
     if name in _ABSENT:
         raise ImportError(f"energon's {name} is not here: {_ABSENT[name]}")
     if name == "AVDecoder":
-        return importlib.import_module("megatron.blending.formats.media.av").AVDecoder
+        return importlib.import_module("megatron.blending.energon._media.av").AVDecoder
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "EPath":

@@ -112,7 +112,7 @@ class SampleDecoder:
 
 def _media(name: str) -> ModuleType:
     """Import a module that only media need: whoever reads text never does."""
-    return import_module(f"megatron.blending.formats.media.{name}")
+    return import_module(f"megatron.blending.energon._media.{name}")
 
 
 def _load_torch(content: bytes) -> object:

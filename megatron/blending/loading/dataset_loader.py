@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from megatron.blending.arguments import nearest
-from megatron.blending.encoding.cooking import PlainReader
-from megatron.blending.encoding.source_entries import Reading, file_of, open_entry
+from megatron.blending.energon._encoding.cooking import PlainReader
+from megatron.blending.energon._encoding.source_entries import Reading, file_of, open_entry
 from megatron.blending.formats.files import read_text
 from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.formats.prepared.nv_meta import read_split_names

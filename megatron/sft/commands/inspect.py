@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.blending.encoding.cooking import PlainReader
-from megatron.blending.encoding.source_entries import Reading, open_entry
+from megatron.blending.energon._encoding.cooking import PlainReader
+from megatron.blending.energon._encoding.source_entries import Reading, open_entry
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import (
     Blend,

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from megatron.blending.encoding.loads import TypedLoad
-from megatron.blending.encoding.samples import TextSample
-from megatron.blending.encoding.source_entries import Reading, open_entry
+from megatron.blending.energon._encoding.loads import TypedLoad
+from megatron.blending.energon._encoding.samples import TextSample
+from megatron.blending.energon._encoding.source_entries import Reading, open_entry
 from megatron.blending.formats.decode import decode_part
 from megatron.blending.formats.record import Record
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron.blending.encoding.source_part import SourcePart
+from megatron.blending.formats.source_part import SourcePart
 from megatron.blending.formats.sources import SOURCES, Record
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,

@@ -4,7 +4,7 @@ import io
 import json
 import tarfile
 
-from megatron.blending.formats.prepared.prepare import Preparation, prepare_webdataset
+from megatron.blending.energon._prepare import Preparation, prepare_webdataset
 
 
 def write_tar(path, members, archive_format=tarfile.USTAR_FORMAT):

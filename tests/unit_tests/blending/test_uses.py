@@ -55,7 +55,7 @@ from megatron.blending import (
     stateless,
 )
 from megatron.blending.streams.choice import BLEND_MODES
-from tests.unit_tests.blending.encoding.test_source_entries import to_pth
+from tests.unit_tests.blending.energon.test_source_entries import to_pth
 from tests.unit_tests.blending.folders import CAPTION, write_folder, write_jsonl, write_texts
 
 V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.blending.encoding.fields import FieldError, converted, is_made_of
+from megatron.blending.energon._encoding.fields import FieldError, converted, is_made_of
 from megatron.blending.energon._encoding.task_encoder import (
     T_batch,
     T_encoded_sample,

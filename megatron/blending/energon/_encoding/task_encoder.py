@@ -13,9 +13,9 @@ from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.arguments import check_one_of
-from megatron.blending.encoding.collate import generic_batch
-from megatron.blending.encoding.cooking import DECODE, Cooker
-from megatron.blending.encoding.fields import batch_samples, has_fields
+from megatron.blending.energon._encoding.collate import generic_batch
+from megatron.blending.energon._encoding.cooking import DECODE, Cooker
+from megatron.blending.energon._encoding.fields import batch_samples, has_fields
 from megatron.blending.energon._streams.batching import BatchDataset
 from megatron.blending.energon._streams.group_batch import MAX_OPEN_GROUPS, GroupBatchDataset
 from megatron.blending.energon._streams.packing_buffer import PackingDataset

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
-from megatron.blending.encoding.cooking import DECODE
-from megatron.blending.encoding.source_entries import UNSAID, Reading
+from megatron.blending.energon._encoding.cooking import DECODE
 from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.energon._encoding.source_entries import UNSAID, Reading
 from megatron.blending.energon._encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.formats.decode import SampleDecoder
 from megatron.blending.loading.dataset_loader import (

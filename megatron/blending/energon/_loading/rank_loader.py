@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
-from megatron.blending.encoding.collate import pinned
+from megatron.blending.energon._encoding.collate import pinned
 from megatron.blending.energon._loading.cells import CellState
 from megatron.blending.energon._loading.global_state import gather_states, send_states
 from megatron.blending.energon._loading.lanes import lanes_of

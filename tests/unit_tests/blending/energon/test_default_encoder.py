@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.blending.encoding.samples import Batch, TextSample, edataclass
 from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.energon._encoding.samples import Batch, TextSample, edataclass
 from megatron.blending.energon._encoding.task_encoder import TaskEncoder
 from megatron.blending.streams.failures import FatalSampleError
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.blending.encoding.cooking import Cooker, choose_cook, cooker
-from megatron.blending.encoding.samples import TextSample
+from megatron.blending.energon._encoding.cooking import Cooker, choose_cook, cooker
 from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.energon._encoding.samples import TextSample
 from megatron.blending.energon._encoding.task_encoder import check_encoder
 from megatron.blending.energon._loading.load import call_hook
 from megatron.blending.streams.failures import failure_tolerance_of

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.blending.energon._prepare import prepare_jsonl
 from megatron.blending.formats import jsonl
 from megatron.blending.formats.files import open_file
 from megatron.blending.formats.jsonl import JsonlSource, index_lines
-from megatron.blending.formats.prepared.prepare import prepare_jsonl
 from megatron.blending.formats.record import RecordError
 
 

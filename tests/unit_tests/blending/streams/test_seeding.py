@@ -13,8 +13,8 @@ from megatron.blending import (
     MapDataset,
     PackingDataset,
 )
-from megatron.blending.encoding.cooking import Cooker, choose_cook, cooker
 from megatron.blending.energon import AugmentTaskEncoder
+from megatron.blending.energon._encoding.cooking import Cooker, choose_cook, cooker
 from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.streams.seeding import mark_of, stateless
 from tests.unit_tests.blending.number_streams import drawn, endless, loaders, source_of

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from megatron.blending.encoding.samples import CrudeSample, TextSample
+from megatron.blending.energon._encoding.samples import CrudeSample, TextSample
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset

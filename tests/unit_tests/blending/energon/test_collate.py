@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.blending.encoding.collate import (
+from megatron.blending.energon._encoding.collate import (
     batch_pad_stack,
     concat_pad,
     generic_batch,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from megatron.blending.encoding.fields import required_names
-from megatron.blending.encoding.samples import SAMPLE_TYPES, CrudeSample
-from megatron.blending.encoding.source_info import SourceInfo
+from megatron.blending.energon._encoding.fields import required_names
+from megatron.blending.energon._encoding.samples import SAMPLE_TYPES, CrudeSample
+from megatron.blending.energon._encoding.source_info import SourceInfo
 from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron.blending.encoding.collate import map_tensors
-from megatron.blending.encoding.fields import batch_samples, field_names
-from megatron.blending.encoding.source_info import SourceInfo
+from megatron.blending.energon._encoding.collate import map_tensors
+from megatron.blending.energon._encoding.fields import batch_samples, field_names
+from megatron.blending.energon._encoding.source_info import SourceInfo
 
 if TYPE_CHECKING:
     import torch

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.blending.arguments import nearest
-from megatron.blending.encoding.cooking import DECODE, Reader, choose_cook
-from megatron.blending.encoding.fields import required_names
-from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore, open_store
-from megatron.blending.encoding.join import JoinedLoad, JoinSource
-from megatron.blending.encoding.loads import CrudeLoad, FileLoad, TypedLoad
-from megatron.blending.encoding.samples import SAMPLE_TYPES
-from megatron.blending.encoding.source_part import part_of
+from megatron.blending.energon._encoding.cooking import DECODE, Reader, choose_cook
+from megatron.blending.energon._encoding.fields import required_names
+from megatron.blending.energon._encoding.file_store import (
+    SystemFileStore,
+    WebdatasetFileStore,
+    open_store,
+)
+from megatron.blending.energon._encoding.join import JoinedLoad, JoinSource
+from megatron.blending.energon._encoding.loads import CrudeLoad, FileLoad, TypedLoad
+from megatron.blending.energon._encoding.samples import SAMPLE_TYPES
 from megatron.blending.formats import files
 from megatron.blending.formats.decode import Decode, SampleDecoder, decode_part, keep_bytes
 from megatron.blending.formats.files import is_file, local_path
@@ -28,6 +31,7 @@ from megatron.blending.formats.prepared.field_map import FieldMap, Missing
 from megatron.blending.formats.prepared.nv_meta import SampleType
 from megatron.blending.formats.prepared.webdataset import WebDataset, open_webdataset
 from megatron.blending.formats.record import Record, RecordSource
+from megatron.blending.formats.source_part import part_of
 from megatron.blending.formats.sources import SOURCES, open_source
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.source import SourceDataset

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.blending.encoding.samples import Sample
+from megatron.blending.energon._encoding.samples import Sample
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordError, RecordSource
 from megatron.blending.streams.failures import FatalSampleError, SkipSample

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.blending.encoding.cooking import Cooker, cooker
-from megatron.blending.encoding.file_store import open_store
-from megatron.blending.encoding.samples import (
+from megatron.blending.energon._encoding.cooking import Cooker, cooker
+from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.energon._encoding.file_store import open_store
+from megatron.blending.energon._encoding.samples import (
     CaptioningSample,
     CrudeSample,
     TextSample,
     VQASample,
     basic_sample_keys,
 )
-from megatron.blending.encoding.source_entries import Reading, file_of, open_records
-from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.energon._encoding.source_entries import Reading, file_of, open_records
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron.blending.encoding.samples import (
+from megatron.blending.energon._encoding.samples import (
     Batch,
     CaptioningSample,
     CrudeSample,
@@ -17,7 +17,7 @@ from megatron.blending.encoding.samples import (
     basic_sample_keys,
     edataclass,
 )
-from megatron.blending.encoding.source_info import Sources
+from megatron.blending.energon._encoding.source_info import Sources
 
 
 def caption(key, width, text):

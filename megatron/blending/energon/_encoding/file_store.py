@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from megatron.blending.encoding.source_info import SourceInfo
+from megatron.blending.energon._encoding.source_info import SourceInfo
 from megatron.blending.formats.files import join_location, open_file
 from megatron.blending.formats.prepared.nv_meta import CRUDE, SampleType, SplitPart, read_info
 from megatron.blending.formats.prepared.webdataset import WebDataset

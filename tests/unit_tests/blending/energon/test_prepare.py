@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron.blending.__main__ import main
-from megatron.blending.formats.prepared.prepare import (
+from megatron.blending.energon._prepare import (
     Preparation,
     prepare_jsonl,
     prepare_webdataset,

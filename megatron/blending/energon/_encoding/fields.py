@@ -8,8 +8,8 @@ from operator import attrgetter
 from typing import Any
 
 from megatron.blending.arguments import nearest
-from megatron.blending.encoding.collate import generic_batch
-from megatron.blending.encoding.source_info import Sources
+from megatron.blending.energon._encoding.collate import generic_batch
+from megatron.blending.energon._encoding.source_info import Sources
 
 
 class FieldError(ValueError):

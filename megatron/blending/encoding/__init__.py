@@ -1,1 +1,0 @@
-"""A record -> a sample -> a batch: field maps, cookers, task encoders, collation."""
