@@ -1,13 +1,14 @@
 """From records in files to one resumable stream. Knows no tokens, no torch.distributed.
 
-    formats        bytes on disk <-> records: files, prepared folders, media apart
-    metadatasets   YAML -> a tree of frozen values
+    formats        bytes on disk <-> records: files, prepared folders
+    metadatasets   YAML -> a tree of frozen values; its source entries -> records
     order          pure: (seed, node, epoch, position) -> which source, which record; proportions of
                    blends
     streams        BlendDataset, MapDataset, WindowDataset ...: what stands at each position
-    encoding       record -> sample: sample types, cookers, collation
-    loading        open by path; worker processes; the loader of windows, whose state is one number
-    energon        for energon's users: task encoders, batches, packs and groups, their loader
+    loading        sources with weights; worker processes; the loader of windows, whose state is
+                   one number
+    energon        for energon's users: sample types, cookers, task encoders, batches, packs and
+                   groups, their loader, media, prepare
     python -m megatron.blending prepare   writes the index files beside data
 
 Each folder knows those above it only; README.md beside this file is the map. Names are imported
@@ -19,9 +20,9 @@ from typing import Any
 
 _MODULES = {
     "energon._loading.load": "get_train_dataset get_val_dataset get_val_datasets",
-    "loading.dataset_loader": """DatasetBlendMode DatasetLoader DatasetLoaderInterface LoadedDataset
-    LoadedDatasetList
-        Metadataset MetadatasetV2 load_dataset""",
+    "energon._loading.dataset_loader": """DatasetLoader DatasetLoaderInterface Metadataset
+        MetadatasetV2 load_dataset""",
+    "loading.sources": "DatasetBlendMode LoadedDataset LoadedDatasetList",
     "energon._streams.batching": "BatchDataset MixBatchDataset",
     "streams.choice": "BlendDataset ConcatDataset",
     "energon._streams.group_batch": "GroupBatchDataset",
@@ -36,15 +37,16 @@ _MODULES = {
     "order.weights": "WeightSchedule",
     "energon._encoding.default_encoder": "DefaultTaskEncoder",
     "energon._encoding.task_encoder": "TaskEncoder",
-    "encoding.cooking": "Cooker cooker",
+    "energon._encoding.cooking": "Cooker cooker",
     "streams.seeding": "stateless",
-    "formats.decode": "SampleDecoder",
-    "encoding.samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample
+    "energon._encoding.decode": "SampleDecoder",
+    "energon._encoding.samples": """Batch CaptioningSample CrudeSample
+        ImageClassificationSample ImageSample
         InterleavedSample MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample
         TextSample VQASample VidQASample
         basic_sample_keys edataclass""",
-    "encoding.source_info": "SourceInfo",
-    "encoding.collate": """batch_list batch_pad_stack batch_stack concat_pad generic_batch
+    "energon._encoding.source_info": "SourceInfo",
+    "energon._encoding.collate": """batch_list batch_pad_stack batch_stack concat_pad generic_batch
     generic_concat
         homogeneous_concat_mix""",
     "formats.sources": "RecordError RecordSource open_source",

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.blending.energon._encoding.decode import SampleDecoder, decode_part
 from megatron.blending.energon._encoding.file_store import SystemFileStore, WebdatasetFileStore
 from megatron.blending.energon._loading.load import get_train_dataset
 from megatron.blending.energon._loading.loader import WorkerConfig, get_loader
@@ -33,14 +34,13 @@ from megatron.blending.energon._prepare import (
 )
 from megatron.blending.energon._streams.group_batch import GroupBatchDataset
 from megatron.blending.energon._streams.packing_buffer import PackingDataset
-from megatron.blending.formats.decode import SampleDecoder, decode_part
 from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.mapping import FilterDataset
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.sft.data.chat_encoder import ChatEncoder
-from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats
+from megatron.sft.data.chats import open_chats
 from megatron.sft.data.tokenizer import build_tokenizer
 from tests.fuzz.mutate import mutated_bytes, mutated_value
 
@@ -102,12 +102,10 @@ def train_on(path: Path, split: str = "train") -> None:
     """Read eight records of each source and make samples of them, as training does; what fails must
     tell its file.
     """
-    task = ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 64, "truncate"))
+    encoder = ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 64, "truncate")
     faults = []
     for entry in source_entries(load_metadataset(path, split)):
-        node: Any = open_chats(entry, task)  # type: ignore[arg-type]
-        task.list_unread(node)
-        load = ChatLoad(node.load, task, 0)
+        node: Any = open_chats(entry, encoder)
         for number, record in enumerate(read_records(node.source, range(min(8, len(node.source))))):
             place = node.source.describe(number)
             if str(path.parent) not in place:
@@ -115,7 +113,7 @@ def train_on(path: Path, split: str = "train") -> None:
             try:
                 if isinstance(record, RecordError):
                     raise record
-                load(record, ("", number, number))
+                node.load(record, ("", number, number))
             except SkipSample:
                 continue
             except ValueError as error:
@@ -834,9 +832,9 @@ def _loader_state(folder: Path) -> tuple[Sequence[bytes], Read]:
         return get_loader(groups, WorkerConfig(num_workers=0), pin_memory=False)
 
     def loader() -> Any:
-        task = ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 64, "truncate"))
+        encoder = ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 64, "truncate")
         (entry,) = source_entries(load_metadataset(folder / "a.jsonl", "train"))
-        return get_loader(open_chats(entry, task), WorkerConfig(num_workers=0), pin_memory=False)  # type: ignore[arg-type]
+        return get_loader(open_chats(entry, encoder), WorkerConfig(num_workers=0), pin_memory=False)
 
     def read(content: bytes) -> None:
         try:

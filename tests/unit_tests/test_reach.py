@@ -6,7 +6,7 @@ import ast
 
 from tests.unit_tests.test_imports import FILES, imported, module_name, syntax
 
-BASELINE = 23_200
+BASELINE = 22_400
 """Statements that the trainer reaches. A change of more than SLACK changes this number in the same
 commit.
 """
@@ -56,6 +56,8 @@ def test_the_trainer_reaches_no_more_than_is_said():
         "megatron.packing.step.global_batch",
         "megatron.blending.order.proportions",
     } <= reached
+    # For energon's users; imported when one of its names is asked for.
+    assert not any(name.startswith("megatron.blending.energon") for name in reached)
     statements = sum(map(num_statements, reached))
     print(f"megatron.sft.__main__ reaches {statements:,} statements in {len(reached)} modules")
     assert abs(statements - BASELINE) <= SLACK * BASELINE, (

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.blending.energon._encoding import cooking, file_store
+from megatron.blending.energon._encoding.decode import keep_bytes
 from megatron.blending.energon._encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.energon._loading.rank_loader import Loader
 from megatron.blending.energon._prepare import (
@@ -23,7 +24,6 @@ from megatron.blending.energon._prepare import (
     prepare_jsonl,
     prepare_webdataset,
 )
-from megatron.blending.formats.decode import keep_bytes
 from megatron.blending.formats.files import read_text
 from megatron.blending.formats.yaml_reader import read_yaml
 from megatron.blending.metadatasets.metadataset import Join, load_metadataset, source_entries

@@ -1,36 +1,14 @@
-"""pure. This decodes a part of a sample, by its name; libraries are imported when a part needs
-them.
+"""pure. Decodes a part of a sample that is text, by its name.
 
-The last suffix of the name decides: txt -> str, json -> what it holds, cls -> int, npy -> array,
-jpg -> image ... ; a part of any other name stays bytes. Nothing that a file holds is executed, so
-pickles are refused unless allowed.
+The last suffix of the name decides: txt -> str, json -> what it holds. A part of any other
+name stays bytes; `megatron.blending.energon` decodes images, arrays and more.
 """
 
-import gzip
-import io
 import json
-import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
-import numpy as np
-
-from megatron.blending.arguments import check_one_of
-
 Decode = Callable[[str, bytes], Any]
-
-IMAGE_SUFFIXES = frozenset(
-    "blp bmp dib bufr cur pcx dcx dds ps eps fit fits fli flc ftc ftu gbr gif grib h5 hdf png apng "
-    "jp2 j2k jpc jpf jpx j2c icns ico im iim tif tiff jfif jpe jpg jpeg mpg mpeg msp pcd pxr pbm "
-    "pgm ppm pnm psd bw rgb rgba sgi ras tga icb vda vst webp wmf emf xbm xpm".split()
-)
-AV_SUFFIXES = frozenset("mp4 avi mov webm mkv flac mp3 wav flv".split())
-_IMAGE_MODE = "torchrgb"
-_AV_MODES = ("AVDecoder", "torch", "pyav")
-_PICKLES = frozenset("pkl pickle pyd".split())
 
 
 class DecodeError(ValueError):
@@ -39,113 +17,26 @@ class DecodeError(ValueError):
     """
 
 
-def keep_bytes(name: str, content: bytes) -> bytes:
-    """Decode nothing: what `decoder = None` in a task encoder stands for."""
-    return content
-
-
-@dataclass(frozen=True)
-class SampleDecoder:
-    """It decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it
-    cannot be.
-    """
-
-    image_decode: str = _IMAGE_MODE
-    """One of IMAGE_MODES: "torchrgb" tensor (CHW) of floats in [0, 1], "rgb" array (HWC), "rgb8"
-    bytes, "pilrgb" ...
-    """
-    av_decode: str = "AVDecoder"
-    """`AVDecoder` gives an object that decodes on demand, `torch` all frames at once, `pyav` an
-    open PyAV container.
-    """
-    video_decode_audio: bool = False
-    """With `torch`: the audio of a video too."""
-    allow_code: bool = False
-    """Unpickle pickles, which runs what they hold."""
-
-    def __post_init__(self) -> None:
-        if self.image_decode != _IMAGE_MODE:
-            check_one_of("image_decode", self.image_decode, _media("images").IMAGE_MODES)
-        check_one_of("av_decode", self.av_decode, _AV_MODES)
-
-    def __call__(self, name: str, content: bytes) -> Any:
-        suffix = name if name in _PLAIN else name.rpartition(".")[2]
-        plain = _PLAIN.get(suffix)
-        try:
-            if plain is not None:
-                return plain(content)
-            if suffix == "gz":
-                return self(name.removesuffix("gz").removesuffix("."), gzip.decompress(content))
-            if suffix in _PICKLES:
-                if not self.allow_code:
-                    raise DecodeError(
-                        f"part {name!r}: pickles run code; pass allow_code=True if you trust the "
-                        "data"
-                    )
-                return pickle.loads(content)
-            if suffix.lower() in IMAGE_SUFFIXES:
-                return _media("images").decode_image(content, self.image_decode)
-            if suffix.lower() in AV_SUFFIXES:
-                return self._open_av(content)
-        except DecodeError:
-            raise
-        except ImportError as error:
-            raise DecodeError(
-                f"part {name!r}: needs {error.name}, which is not installed here: {error}"
-            ) from error
-        except Exception as error:  # whatever a library raises on bytes that it does not understand
-            raise DecodeError(
-                f"part {name!r}: not a {suffix}: {error or type(error).__name__}"
-            ) from error
-        return content
-
-    def _open_av(self, content: bytes) -> object:
-        if self.av_decode == "pyav":
-            return import_module("av").open(io.BytesIO(content))
-        decoder = _media("av").AVDecoder(io.BytesIO(content))
-        return (
-            decoder
-            if self.av_decode == "AVDecoder"
-            else decoder.get_frames(self.video_decode_audio)
-        )
-
-
-def _media(name: str) -> ModuleType:
-    """Import a module that only media need: whoever reads text never does."""
-    return import_module(f"megatron.blending.energon._media.{name}")
-
-
-def _load_torch(content: bytes) -> object:
-    return import_module("torch").load(io.BytesIO(content), weights_only=True)
-
-
-def _load_npy(content: bytes) -> object:
-    return np.load(io.BytesIO(content), allow_pickle=False)
-
-
-def _load_npz(content: bytes) -> object:
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
-def _load_msgpack(content: bytes) -> object:
-    return import_module("msgpack").unpackb(content)
-
-
-def _load_cbor(content: bytes) -> object:
-    return import_module("cbor2").loads(content)
-
-
-_PLAIN: dict[str, Callable[[bytes], Any]] = {
+TEXT_PARTS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys("txt text transcript".split(), bytes.decode),
-    **dict.fromkeys("cls cls2 index inx id".split(), int),
     **dict.fromkeys("json jsn".split(), json.loads),
-    **dict.fromkeys("mp msg".split(), _load_msgpack),
-    "npy": _load_npy,
-    "npz": _load_npz,
-    "pth": _load_torch,
-    "cbor": _load_cbor,
 }
+"""What decodes a part, by the last suffix of its name."""
 
-decode_part = SampleDecoder()
-"""Decodes a part as energon's default decoder does, but for pickles."""
+
+def decode_text(name: str, content: bytes) -> Any:
+    """Returns what a part of text holds, and the bytes of any other; DecodeError if its content is
+    not what its name says.
+    """
+    suffix = name if name in TEXT_PARTS else name.rpartition(".")[2]
+    if suffix not in TEXT_PARTS:
+        return content
+    try:
+        return TEXT_PARTS[suffix](content)
+    except (ValueError, RecursionError) as error:
+        raise not_a(suffix, name, error) from error
+
+
+def not_a(suffix: str, name: str, error: Exception) -> DecodeError:
+    """Returns the error for a part whose content is not what its suffix says."""
+    return DecodeError(f"part {name!r}: not a {suffix}: {error or type(error).__name__}")

@@ -3,19 +3,6 @@
 from collections.abc import Sequence
 
 from megatron.blending.formats.record import Record, RecordError, RecordSource, check_indices
-from megatron.blending.metadatasets.metadataset import EVERYTHING, Subset
-
-
-def part_of(source: RecordSource, subset: Subset) -> RecordSource:
-    """Return the source itself, or the part of it that is asked for; ValueError if that is beyond
-    it, or empty.
-    """
-    if subset == EVERYTHING:
-        return source
-    records = subset.of(len(source))
-    if not records:
-        raise ValueError(f"its subset leaves none of its {len(source)} samples; make it larger")
-    return SourcePart(source, records)
 
 
 class SourcePart(RecordSource):

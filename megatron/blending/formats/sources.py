@@ -30,6 +30,8 @@ SOURCES: dict[str, Callable[[str], RecordSource]] = {
     ".tsv": DelimitedSource,
     ".bin": IndexedSource,
 }
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+"""Of files whose records are whatever a JSON value holds, not rows of columns."""
 
 
 def open_source(path: str | os.PathLike[str]) -> RecordSource:

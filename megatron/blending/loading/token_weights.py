@@ -8,27 +8,22 @@ lengths would tell it badly. Of token files as they are, the mean is in their in
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from megatron.blending.formats.indexed import IndexedSource
-from megatron.blending.formats.record import RecordSource
-from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.formats.record import Record, RecordSource
+from megatron.blending.loading.sources import LoadedDataset, source_of
 from megatron.blending.order.weights import Weight, WeightSchedule
 from megatron.blending.streams.failures import SkipSample
+from megatron.blending.streams.source import SourceDataset
 
 _PROBES = 64
 
 
-class Encoder(Protocol):
-    """Encodes samples and counts their tokens; a task encoder is one."""
-
-    def uses(self, step: str) -> bool:
-        """Whether `encode_sample`, `preencode_sample` or `num_tokens` is defined."""
-
-    def num_tokens(self, sample: Any) -> int: ...
+Count = Callable[[SourceDataset, Record, int], int]
+"""(source data set, record, its number) -> tokens of all samples that the record makes. Raises
+SkipSample for a record that makes none.
+"""
 
 
 @runtime_checkable
@@ -42,15 +37,17 @@ class KnowsBytes(RecordSource, Protocol):
 
 
 def by_tokens(
-    loaded: Sequence[LoadedDataset], schedule: WeightSchedule | None, encoder: Encoder
+    loaded: Sequence[LoadedDataset],
+    schedule: WeightSchedule | None,
+    mean: Callable[[LoadedDataset], float],
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
     """Return sources, and a schedule, with the weights in samples that give the weights that they
     have in tokens.
 
-    ValueError if none of the probed samples of a source with weight can be used. Milliseconds per
-    source.
+    mean: mean tokens per record of a source, such as by `mean_tokens`. It is asked only of sources
+    with weight.
     """
-    means = [mean_tokens(one, encoder) if one.weight or schedule else 1.0 for one in loaded]
+    means = [mean(one) if one.weight or schedule else 1.0 for one in loaded]
     weights = weights_by_tokens([one.weight for one in loaded], means)
     changed = [
         LoadedDataset(one.dataset, weight, one.entry, one.repetitions)
@@ -85,25 +82,18 @@ def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -
     )
 
 
-def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:
-    """Return the mean number of tokens per record of a source, as it comes out of the encoder."""
-    entry = loaded.dataset
-    while entry.children:
-        entry = entry.children[0]
-    step = next(
-        (step for step in ("encode_sample", "preencode_sample") if encoder.uses(step)), None
-    )
-    if isinstance(entry.source, IndexedSource) and step is None and not encoder.uses("num_tokens"):
-        return float(np.mean(entry.source.lengths))
+def mean_tokens(loaded: LoadedDataset, count: Count) -> float:
+    """Returns the mean number of tokens per record of a source, by probing.
+
+    ValueError if none of the probed samples can be used. Milliseconds.
+    """
+    entry = source_of(loaded.dataset)
     places = sorted({probe * len(entry.source) // _PROBES for probe in range(_PROBES)})
     lengths: list[int] = []
     probed, fault = [], ""
     for place in places:
         try:
-            sample = entry.load(entry.source[place], ("probe", place, place))
-            made = sample if step is None else getattr(encoder, step)(sample)
-            many = made if hasattr(made, "__next__") else [made]
-            lengths.append(sum(encoder.num_tokens(one) for one in many))
+            lengths.append(count(entry, entry.source[place], place))
             probed.append(place)
         except SkipSample:
             lengths.append(0)

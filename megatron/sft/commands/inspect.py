@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.blending.energon._encoding.cooking import PlainReader
-from megatron.blending.energon._encoding.source_entries import Reading, open_entry
-from megatron.blending.loading.dataset_loader import split_names
+from megatron.blending.loading.sources import split_names
 from megatron.blending.metadatasets.metadataset import (
     Blend,
     Epochized,
@@ -27,6 +25,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.user_files import read_json
 from megatron.sft.arguments.defaults import positions_of
+from megatron.sft.data.chats import open_unjoined
 from megatron.sft.environment import exit_with_message, outlive_output
 from megatron.sft.model.checkpoint_folder import (
     CHECKSUMS,
@@ -185,10 +184,9 @@ def _data(path: str) -> Iterator[str]:
 
 
 def _sources(path: str, split: str, node: Node) -> Iterator[str]:
-    reading = Reading(encoder=PlainReader())
     kind, shares = flattened(node)
     total = sum(share for _, share in shares)
-    sizes = [len(open_entry(entry, reading).source) for entry, _ in shares]
+    sizes = [len(open_unjoined(entry).source) for entry, _ in shares]
     how: dict[type, str] = {
         Blend: ", blended by weight",
         Epochized: ", each repeated as often as it says",

@@ -12,19 +12,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from megatron.blending.formats.source_part import SourcePart
 from megatron.blending.formats.sources import SOURCES, Record
-from megatron.blending.loading.dataset_loader import (
+from megatron.blending.loading.sources import (
     DatasetBlendMode,
     LoadedDatasetList,
     loaded_for_training,
+    source_of,
     split_names,
 )
-from megatron.blending.loading.token_weights import by_tokens
+from megatron.blending.loading.token_weights import by_tokens, mean_tokens
 from megatron.blending.metadatasets.metadataset import (
     Blend,
     Join,
@@ -36,9 +38,9 @@ from megatron.blending.metadatasets.metadataset import (
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
-from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats
+from megatron.sft.data.chats import ChatLoad, num_tokens, open_chats
 from megatron.sft.data.mock_dataset import MockSFTDataset
-from megatron.sft.data.sample_set import SampleSet, blended, concatenated, source_of
+from megatron.sft.data.sample_set import SampleSet, blended, concatenated
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig, TrainTurns
@@ -59,7 +61,7 @@ class Datasets(NamedTuple):
     the tokenizer's.
     """
     tokenizer: Tokenizer | None = None
-    """None for made-up data."""
+    """None for mock data."""
     train_turns: TrainTurns = "all"
     """Of conversations, by --train-turns or its default."""
 
@@ -94,10 +96,8 @@ def build_datasets(config: SFTConfig) -> Datasets:
         _train_turns(config, tokenizer),
         _takes_trees(config),
     )
-    task = ChatTask(encoder)
-    builder = _Builder(
-        data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size)
-    )
+    schedule = data.weight_schedule(config.training.global_batch_size)
+    builder = _Builder(data, encoder, config.training.seed, schedule)
     train, valid, test = builder.build_blend() if data.is_blend else builder.build_files()
     if not len(valid) and (config.output.keep_best or config.training.early_stopping is not None):
         raise ValueError(
@@ -172,11 +172,11 @@ class _Opened(NamedTuple):
 
 class _Builder:
     def __init__(
-        self, data: DataConfig, task: ChatTask, seed: int, schedule: WeightSchedule | None
+        self, data: DataConfig, encoder: ChatEncoder, seed: int, schedule: WeightSchedule | None
     ) -> None:
         self._data = data
         self._schedule = schedule
-        self._task = task
+        self._encoder = encoder
         self._seed = seed
         self._held_out = self._splits_of_data()
 
@@ -265,9 +265,7 @@ class _Builder:
         )
 
     def _opened(self, entries: Sequence[SourceEntry | Join]) -> list[_Opened]:
-        found = [open_chats(entry, self._task) for entry in entries]
-        for one in found:
-            self._task.list_unread(one)
+        found = [open_chats(entry, self._encoder) for entry in entries]
         return [_Opened(entry, one, range(len(one.source))) for entry, one in zip(entries, found)]
 
     def _concatenated(self, opened: Sequence[_Opened], seed: int | None = None) -> SampleSet:
@@ -276,10 +274,10 @@ class _Builder:
         return concatenated(self._named(there, nodes), nodes, seed)
 
     def _named(self, sources: Sequence[_Opened], nodes: Sequence[SourceDataset]) -> list[str]:
-        """Returns the names of sources, and lets their nodes make sequences."""
+        """Returns the names of sources, and gives their nodes the numbers of them."""
         for number, node in enumerate(nodes):
-            assert node.load is not None
-            node.load = ChatLoad(node.load, self._task, number)
+            assert isinstance(node.load, ChatLoad)
+            node.load = node.load.numbered(number)
         return short_names([_path_of(source.entry) for source in sources])
 
     def _blended(self, loaded: LoadedDatasetList) -> SampleSet:
@@ -294,7 +292,9 @@ class _Builder:
                 "metadataset has 'blend_epochized', which says how often each source is read"
             )
         if self._data.blend_weights_by == "tokens":
-            weighted, schedule = by_tokens(loaded.datasets, schedule, self._task)
+            weighted, schedule = by_tokens(
+                loaded.datasets, schedule, partial(mean_tokens, count=num_tokens)
+            )
         sources = [_Opened(one.entry, source_of(one.dataset), range(0)) for one in weighted]
         names = self._named(sources, [source.dataset for source in sources])
         return blended(names, weighted, shares, self._seed, self._data.blend_mode, schedule)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.loading.sources import LoadedDataset, source_of
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
@@ -84,13 +84,6 @@ def _leaves(node: Any) -> Iterator[SourceDataset]:
         yield node
     for child in node.children:
         yield from _leaves(child)
-
-
-def source_of(node: Any) -> SourceDataset:
-    """Return the source below nodes of one child each."""
-    while node.children:
-        (node,) = node.children
-    return node
 
 
 def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

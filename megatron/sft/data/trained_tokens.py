@@ -133,7 +133,7 @@ def _encode(source: SourceDataset, index: int, found: _Untrained) -> Any:
     try:
         return load(source.source[index], key)
     except SkipSample:
-        reading = load.read(source.source[index], key)
+        reading = load.read(source.source[index])
         for message in messages_of(reading.content):
             found.roles[message.role] += 1
             found.num_weighted += (

@@ -8,14 +8,16 @@ samples go to `encode_sample` as they are.
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.blending.arguments import nearest
 from megatron.blending.energon._encoding.cooking import DECODE, Reader, choose_cook
+from megatron.blending.energon._encoding.decode import SampleDecoder, decode_part, keep_bytes
 from megatron.blending.energon._encoding.fields import required_names
 from megatron.blending.energon._encoding.file_store import (
+    FileStore,
     SystemFileStore,
     WebdatasetFileStore,
     open_store,
@@ -23,24 +25,26 @@ from megatron.blending.energon._encoding.file_store import (
 from megatron.blending.energon._encoding.join import JoinedLoad, JoinSource
 from megatron.blending.energon._encoding.loads import CrudeLoad, FileLoad, TypedLoad
 from megatron.blending.energon._encoding.samples import SAMPLE_TYPES
-from megatron.blending.formats import files
-from megatron.blending.formats.decode import Decode, SampleDecoder, decode_part, keep_bytes
-from megatron.blending.formats.files import is_file, local_path
-from megatron.blending.formats.paths import URL, is_folder
-from megatron.blending.formats.prepared.field_map import FieldMap, Missing
-from megatron.blending.formats.prepared.nv_meta import SampleType
-from megatron.blending.formats.prepared.webdataset import WebDataset, open_webdataset
+from megatron.blending.formats.decode import Decode
+from megatron.blending.formats.files import local_path
+from megatron.blending.formats.paths import is_folder
+from megatron.blending.formats.prepared.field_check import check_field_map
+from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordSource
-from megatron.blending.formats.source_part import part_of
-from megatron.blending.formats.sources import SOURCES, open_source
+from megatron.blending.formats.sources import JSON_SUFFIXES
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
+from megatron.blending.metadatasets.records import (
+    OpenRecords,
+    name_of,
+    named_by,
+    open_folder,
+    open_records,
+    part_of,
+)
 from megatron.blending.streams.source import SourceDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_TOKENS_SUFFIX = ".bin"
-_NUM_PROBED = 64
 UNSAID: Any = "unsaid"
 
 Load = Callable[[Record, tuple[Any, ...]], Any]
@@ -64,11 +68,10 @@ class Reading:
 def open_entry(
     entry: SourceEntry | Join, reading: Reading, worker_config: WorkerConfig | None = None
 ) -> SourceDataset:
-    """Return a source as a SourceDataset: one pass over its samples. ValueError starts with where
+    """Returns a source as a SourceDataset: one pass over its samples. ValueError starts with where
     it is named.
     """
-    source, load = open_records(entry, reading)
-    sources = [leg.entry for leg in entry.legs] if isinstance(entry, Join) else [entry]
+    source, load = open_samples(entry, reading)
     return SourceDataset(
         source,
         load=load,
@@ -76,43 +79,44 @@ def open_entry(
         multiplier=entry.shuffle_over_epochs_multiplier,
         slice_length=reading.slice_length,
         shuffle_window=reading.shuffle_window,
-        name=" + ".join(f"{one.path} {one.split_part}{one.subset}" for one in sources),
+        name=name_of(entry),
         worker_config=worker_config,
     )
 
 
-def open_records(entry: SourceEntry | Join, reading: Reading) -> tuple[RecordSource, Load]:
-    """Return the records of a source, and what makes a sample of each; ValueError starts with where
-    it is named.
+def open_samples(entry: SourceEntry | Join, reading: Reading) -> tuple[RecordSource, Load]:
+    """Returns the records of a source, and the function that makes a sample of each; ValueError
+    starts with where it is named.
     """
-    try:
-        return _open_join(entry, reading) if isinstance(entry, Join) else _open(entry, reading)
-    except ValueError as error:
-        fault = f"{error!s:.2000}"
-        raise ValueError(
-            fault if fault.startswith(entry.where) else f"{entry.where}: {fault}"
-        ) from None
+    with named_by(entry):
+        if isinstance(entry, Join):
+            return _open_join(entry, reading)
+        opened = open_records(entry, allow_code=reading.allow_code)
+        return opened.source, _load_of(entry, opened, reading)
 
 
-def _open(entry: SourceEntry, reading: Reading) -> tuple[RecordSource, Load]:
-    decode = _decoder(reading)
-    path = file_of(entry.path)
-    if path is not None:
-        return _open_file(entry, path, reading, decode)
-    webdataset, subflavors = _open_webdataset(entry, reading)
-    source = part_of(webdataset, entry.subset)
-    if not webdataset.sample_type.is_crude:
+def _load_of(entry: SourceEntry, opened: OpenRecords, reading: Reading) -> Load:
+    decode, folder = _decoder(reading), opened.folder
+    if folder is not None and not folder.sample_type.is_crude:
         if entry.aux:
             raise ValueError(
-                f"aux is for crude data, but the samples are of {webdataset.sample_type.name}; "
+                f"aux is for crude data, but the samples are of {folder.sample_type.name}; "
                 "remove it"
             )
-        return source, _typed_load(webdataset, source, subflavors, reading, decode)
+        return _typed_load(folder, opened.source, opened.subflavors, reading, decode)
     stores = {name: open_store(path, decode, entry.where) for name, path in entry.aux.items()}
-    primary = WebdatasetFileStore(entry.path, decode)
-    cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, entry.where)
-    return source, CrudeLoad(
-        path=entry.path, subflavors=subflavors, cook=cook, dataset=webdataset, decode=decode
+    primary: FileStore = (
+        WebdatasetFileStore(entry.path, decode)
+        if folder is not None
+        else SystemFileStore(os.path.dirname(opened.path), decode)
+    )
+    cook = choose_cook(reading.encoder.cookers, opened.subflavors, stores, primary, entry.where)
+    path, subflavors = opened.path, opened.subflavors
+    if folder is not None:
+        return CrudeLoad(path=path, subflavors=subflavors, cook=cook, dataset=folder, decode=decode)
+    is_json = path.endswith(JSON_SUFFIXES)
+    return FileLoad(
+        path=path, subflavors=subflavors, cook=cook, first=opened.first, is_json=is_json
     )
 
 
@@ -126,100 +130,8 @@ def _typed_load(
     """`source`: what is read of the data set."""
     load = TypedLoad(dataset, _sample_class(dataset, reading), subflavors, decode)
     if dataset.sample_type.field_map and local_path(dataset.path) is not None:
-        _check_fields(dataset.sample_type, source, decode)
+        check_field_map(dataset.sample_type, source, decode)
     return load
-
-
-def _check_fields(kind: SampleType, source: RecordSource, decode: Decode) -> None:
-    """ValueError if a field comes from a part, or a key in JSON, that none of 64 samples has,
-    evenly spread over all.
-
-    Most often it is the first that is read, and no other. Of remote data none is: each would cost
-    several requests. What fewer samples have is refused too, as by default a run ends when a
-    hundred in a row fail.
-    """
-    field_map = FieldMap(kind.field_map, f"{kind.where}: field_map")
-    suspects: dict[str, list[Missing]] = {name: [] for name in kind.field_map}
-    num_read = 0
-    for index in dict.fromkeys(
-        at * (len(source) - 1) // (_NUM_PROBED - 1) for at in range(_NUM_PROBED)
-    ):
-        try:
-            missing = field_map.missing(source[index], decode)
-        except Exception:
-            # Whatever a user's decoder raises: what is wrong with a sample is said when it is used.
-            continue
-        num_read += 1
-        suspects = {
-            name: [*faults, missing[name]] for name, faults in suspects.items() if name in missing
-        }
-        if not suspects:
-            return
-    if num_read:
-        name, faults = next(iter(suspects.items()))
-        way_out = (
-            ". If some others do, name an alternative behind a comma"
-            if len(source) > _NUM_PROBED
-            else ""
-        )
-        raise ValueError(
-            f"{kind.where}: field_map: {name}: none of {num_read} samples that were read has "
-            f"{_told(faults)}{way_out}"
-        )
-
-
-def _told(faults: Sequence[Missing]) -> str:
-    """Say what is not there, and what may have been meant; of a key rather than of a part."""
-    key = next((fault for fault in faults if fault.within), faults[0])
-    there = dict.fromkeys(
-        name for fault in faults if fault.within == key.within for name in fault.there
-    )
-    if not key.within:
-        return f"a part {key.name!r}; {nearest(key.name, there, 'parts')}"
-    if key.held and not there:
-        return f"a key {key.name!r} in {key.within}: that is no object, but of type {key.held}"
-    return f"a key {key.name!r} in {key.within}; {nearest(key.name, there, 'keys')}"
-
-
-def file_of(path: str) -> str | None:
-    """Return the file of records that a path or URL means, None if it means a prepared folder.
-
-    Token sequences may be named by either of their files, or by what these have in common; of a URL
-    without suffix, which else is a folder, this asks the storage.
-    """
-    stem, suffix = os.path.splitext(path)
-    if suffix == ".idx" and is_file(stem + _TOKENS_SUFFIX):
-        return stem + _TOKENS_SUFFIX
-    if is_folder(path) and (URL not in path or files.is_folder(path)):
-        return None
-    if suffix not in SOURCES and is_file(path + _TOKENS_SUFFIX):
-        return path + _TOKENS_SUFFIX
-    return None if is_folder(path) else path
-
-
-def _open_file(
-    entry: SourceEntry, path: str, reading: Reading, decode: Decode
-) -> tuple[RecordSource, Load]:
-    whole = open_source(path)
-    stores = {name: open_store(store, decode, entry.where) for name, store in entry.aux.items()}
-    primary = SystemFileStore(os.path.dirname(path), decode)
-    cook = choose_cook(reading.encoder.cookers, entry.subflavors, stores, primary, entry.where)
-    first, is_json = entry.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES)
-    load = FileLoad(
-        path=path, subflavors=dict(entry.subflavors), cook=cook, first=first, is_json=is_json
-    )
-    return part_of(whole, entry.subset), load
-
-
-def _open_webdataset(entry: SourceEntry, reading: Reading) -> tuple[WebDataset, dict[str, Any]]:
-    webdataset = open_webdataset(
-        entry.path,
-        split_part=entry.split_part,
-        dataset_config=entry.dataset_config,
-        split_config=entry.split_config,
-        allow_code=reading.allow_code,
-    )
-    return webdataset, {**webdataset.subflavors, **entry.subflavors}
 
 
 def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
@@ -231,7 +143,7 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
             raise ValueError(
                 f"{leg.entry.where}: a join is of prepared folders, but {leg.entry.path} is none"
             )
-        webdataset, subflavors = _open_webdataset(leg.entry, reading)
+        webdataset, subflavors = open_folder(leg.entry, reading.allow_code)
         if webdataset.sample_type.is_crude:
             crude = CrudeLoad(
                 path=leg.entry.path,

@@ -21,25 +21,33 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.energon._encoding.cooking import DECODE
+from megatron.blending.energon._encoding.decode import SampleDecoder
 from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.energon._encoding.source_entries import UNSAID, Reading
 from megatron.blending.energon._encoding.task_encoder import TaskEncoder, check_encoder
-from megatron.blending.formats.decode import SampleDecoder
-from megatron.blending.loading.dataset_loader import (
-    DatasetBlendMode,
+from megatron.blending.energon._loading.dataset_loader import (
     DatasetLoaderInterface,
-    LoadedDataset,
-    LoadedDatasetList,
     check_options,
     load_dataset,
 )
-from megatron.blending.loading.token_weights import by_tokens
+from megatron.blending.formats.indexed import IndexedSource
+from megatron.blending.formats.record import Record
+from megatron.blending.loading.sources import (
+    DatasetBlendMode,
+    LoadedDataset,
+    LoadedDatasetList,
+    source_of,
+)
+from megatron.blending.loading.token_weights import by_tokens, mean_tokens
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.choice import BLEND_MODES
 from megatron.blending.streams.node import SavableDataset
+from megatron.blending.streams.source import SourceDataset
 from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
 Path = str | os.PathLike[str]
@@ -210,7 +218,22 @@ def _weighted(
         raise ValueError(
             f"{path}: weights_by='tokens' is for 'blend'; 'blend_epochized' says how often to read"
         )
-    return by_tokens(loaded.datasets, schedule, encoder)
+    return by_tokens(loaded.datasets, schedule, functools.partial(_mean_tokens, encoder))
+
+
+def _mean_tokens(encoder: Encoder, loaded: LoadedDataset) -> float:
+    source = source_of(loaded.dataset).source
+    steps = [step for step in ("encode_sample", "preencode_sample") if encoder.uses(step)]
+    if isinstance(source, IndexedSource) and not steps and not encoder.uses("num_tokens"):
+        return float(np.mean(source.lengths))  # all of them stand in the index
+
+    def count(entry: SourceDataset, record: Record, number: int) -> int:
+        assert entry.load is not None
+        sample: Any = entry.load(record, ("probe", number, number))
+        made = getattr(encoder, steps[0])(sample) if steps else sample
+        return sum(map(encoder.num_tokens, made if hasattr(made, "__next__") else [made]))
+
+    return mean_tokens(loaded, count)
 
 
 def _loader(

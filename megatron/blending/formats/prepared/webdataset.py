@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.formats.decode import Decode, decode_part
+from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.files import (
     LocalFile,
     is_file,
@@ -162,7 +162,7 @@ class WebDataset(RecordSource):
             name: value for name, value in record.items() if name in _META or self._is_read(name)
         }
 
-    def fields(self, record: Record, decode: Decode = decode_part) -> dict[str, Any]:
+    def fields(self, record: Record, decode: Decode) -> dict[str, Any]:
         """Return the fields of the sample that a record makes, as dataset.yaml says; ValueError if
         it makes none.
 

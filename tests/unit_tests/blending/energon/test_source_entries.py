@@ -21,10 +21,11 @@ from megatron.blending.energon._encoding.samples import (
     VQASample,
     basic_sample_keys,
 )
-from megatron.blending.energon._encoding.source_entries import Reading, file_of, open_records
+from megatron.blending.energon._encoding.source_entries import Reading, open_samples
 from megatron.blending.formats.prepared.webdataset import WebDataset
-from megatron.blending.loading.dataset_loader import split_names
+from megatron.blending.loading.sources import split_names
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
+from megatron.blending.metadatasets.records import file_of
 from megatron.blending.streams.failures import FatalSampleError, SkipSample
 from megatron.blending.streams.seeding import stateless
 from tests.unit_tests.blending.folders import (
@@ -41,7 +42,7 @@ V2 = "__class__: MetadatasetV2\nsplits:\n"
 
 
 def records_of(path, split, reading):
-    return open_records(next(source_entries(load_metadataset(path, split))), reading)
+    return open_samples(next(source_entries(load_metadataset(path, split))), reading)
 
 
 def opened(path, split="train", encoder=None, allow_code=False):

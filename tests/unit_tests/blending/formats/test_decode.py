@@ -9,7 +9,8 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron.blending.formats.decode import DecodeError, SampleDecoder, decode_part
+from megatron.blending.energon._encoding.decode import SampleDecoder, decode_part
+from megatron.blending.formats.decode import DecodeError
 
 
 def saved(save, *values, **named):

@@ -14,7 +14,7 @@ import pytest
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.packing.batch.reading import read_samples
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
-from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats
+from megatron.sft.data.chats import ChatLoad, open_chats
 from megatron.sft.data.layouts import read_record
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data_columns import parse_columns
@@ -155,11 +155,9 @@ def test_parquet_gives_what_json_gives(tmp_path: Path) -> None:
     made = []
     for name in ("rows.parquet", "rows.jsonl"):
         (entry,) = source_entries(load_metadataset(str(tmp_path / name), "train"))
-        task = ChatTask(ENCODER)
-        opened = open_chats(entry, task)
-        assert opened.load is not None
-        load = ChatLoad(opened.load, task, 0)
-        made.append([load(opened.source[at], (name, 0, at))[1] for at in range(2)])
+        opened = open_chats(entry, ENCODER)
+        assert isinstance(opened.load, ChatLoad)
+        made.append([opened.load(opened.source[at], (name, 0, at))[1] for at in range(2)])
     for row, line in zip(*made):
         for field in ("tokens", "labels", "loss_mask"):
             assert getattr(row, field).tolist() == getattr(line, field).tolist()

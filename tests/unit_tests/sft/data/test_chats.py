@@ -4,12 +4,11 @@ import logging
 
 import pytest
 
-from megatron.blending.energon._encoding.samples import CrudeSample, TextSample
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder
-from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats, record_of, source_weight
+from megatron.sft.data.chats import num_tokens, of_json, of_parts, open_chats, source_weight
 from megatron.sft.data.sample_set import concatenated
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.data.tokenizer import build_tokenizer
@@ -21,22 +20,18 @@ ROLELESS = '{"messages": [{"role": "robot", "content": "x"}]}'
 
 
 @pytest.fixture(scope="module")
-def task():
-    return ChatTask(
-        ChatEncoder(
-            build_tokenizer("ByteLevelTokenizer"), seq_length=64, over_length_policy="error"
-        )
+def encoder():
+    return ChatEncoder(
+        build_tokenizer("ByteLevelTokenizer"), seq_length=64, over_length_policy="error"
     )
 
 
-def chats(task, path, max_bad=None, batch=1):
+def chats(encoder, path, max_bad=None, batch=1):
     """The samples of a path, pass after pass, in the order of the file."""
     (entry,) = source_entries(load_metadataset(path, "train"))
-    opened = open_chats(entry, task)
-    assert opened.load is not None
-    load = ChatLoad(opened.load, task, 0)
+    opened = open_chats(entry, encoder)
     samples = concatenated(
-        ["some"], [SourceDataset(opened.source, load=load, shuffle=False, name="some")]
+        ["some"], [SourceDataset(opened.source, load=opened.load, shuffle=False, name="some")]
     )
     return SampleStream(samples, Share(0, 1, batch, batch), max_bad_samples_in_a_row=max_bad)
 
@@ -49,10 +44,10 @@ def text_in(stream):
 @pytest.mark.parametrize(
     ("line", "words"), [(BROKEN, "not JSON"), (ROLELESS, "role"), ('{"txt": [1]}', "'txt'")]
 )
-def test_error_names_file_and_line(task, write_lines, line, words):
+def test_error_names_file_and_line(encoder, write_lines, line, words):
     """One bad line in a million must be found by its place, also after blank lines."""
     path = write_lines("b.jsonl", text_line("three"), "", line)
-    source = chats(task, path)
+    source = chats(encoder, path)
     assert text_in(source) == "three"
     with pytest.raises(ValueError, match=words) as failure:
         next(source)
@@ -61,23 +56,23 @@ def test_error_names_file_and_line(task, write_lines, line, words):
     assert str(failure.value).endswith("; or pass --skip-bad-samples")
 
 
-def test_over_long_sample_names_file_and_line(task, write_lines):
+def test_over_long_sample_names_file_and_line(encoder, write_lines):
     """--seq-length too small is the commonest of mistakes; the message must say by how much and
     where.
     """
     path = write_lines("a.jsonl", text_line("one"), text_line("x" * 100))
-    source = chats(task, path)
+    source = chats(encoder, path)
     next(source)
     with pytest.raises(ValueError, match=r"a\.jsonl:2: .*100 tokens.*--seq-length is 64"):
         next(source)
 
 
-def test_bad_samples_are_skipped_counted_and_logged_once(task, write_lines, caplog):
+def test_bad_samples_are_skipped_counted_and_logged_once(encoder, write_lines, caplog):
     """Skipping that does not count hides that half of a file is unreadable; a line per epoch hides
     all else.
     """
     path = write_lines("a.jsonl", text_line("one"), BROKEN, text_line("two"), ROLELESS)
-    stream = chats(task, path, 100, batch=4)
+    stream = chats(encoder, path, 100, batch=4)
     with caplog.at_level(logging.WARNING, "megatron.blending"):
         assert [len(next(stream)) for _ in range(3)] == [2, 2, 2]
     assert (stream.counts.num_sequences, stream.counts.dropped(0)) == (6, {"bad sample": 6})
@@ -86,19 +81,19 @@ def test_bad_samples_are_skipped_counted_and_logged_once(task, write_lines, capl
     assert of_line_4.startswith(f"some: {path}:4: ")
 
 
-def test_a_broken_source_is_an_error(task, write_lines):
+def test_a_broken_source_is_an_error(encoder, write_lines):
     """Hours later one would find that a source of the blend gave nothing; samples between broken
     ones are no row.
     """
     path = write_lines("a.jsonl", *[BROKEN, text_line("good")] * 5, *[BROKEN] * 5)
-    source = chats(task, path, 3)
+    source = chats(encoder, path, 3)
     assert [len(next(source)) for _ in range(12)] == [0, 1] * 5 + [0, 0]
     with pytest.raises(
         ValueError, match=r"a\.jsonl:13.*3 samples in a row failed.*--max-bad-samples-in-a-row"
     ) as failure:
         next(source)
     assert "--skip-bad-samples" not in str(failure.value), "that is given already"
-    never = chats(task, path, 0)
+    never = chats(encoder, path, 0)
     assert [len(next(never)) for _ in range(15)][10:] == [0] * 5
     assert never.counts.dropped(0) == {"bad sample": 10}
 
@@ -122,19 +117,19 @@ def folder(tmp_path, dataset, **parts):
         (CRUDE, {"json": '[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]'}, "ab"),
     ],
 )
-def test_webdataset_samples(task, tmp_path, dataset, parts, text):
+def test_webdataset_samples(encoder, tmp_path, dataset, parts, text):
     """What WebDataset folders hold must train on the same tokens as a JSONL file of it."""
-    assert text_in(chats(task, folder(tmp_path, dataset, **parts))) == text
+    assert text_in(chats(encoder, folder(tmp_path, dataset, **parts))) == text
 
 
-def test_webdataset_of_something_else_is_refused_when_opened(task, tmp_path):
+def test_webdataset_of_something_else_is_refused_when_opened(encoder, tmp_path):
     """The first batch would fail, after the model was built on every rank."""
     path = folder(tmp_path, CAPTION, pth="x", json='{"caption": "c"}')
     with pytest.raises(ValueError, match="CaptioningSample, but must have text"):
-        chats(task, path)
+        chats(encoder, path)
 
 
-def test_weights_multiply(task, write_lines):
+def test_weights_multiply(encoder, write_lines):
     """A weight that is lost trains on what it should not; one in the count too would change others'
     loss.
     """
@@ -144,7 +139,7 @@ def test_weights_multiply(task, write_lines):
         "__class__: MetadatasetV2",
         f"splits: {{train: {{path: {path}, subflavors: {{sample_weight: 0.25}}}}}}",
     )
-    (sample,) = next(chats(task, blend))
+    (sample,) = next(chats(encoder, blend))
     assert sample["loss_mask"].tolist() == [0.125]
 
 
@@ -159,19 +154,44 @@ def test_wrong_source_weight_is_refused_by_place(weight):
 
 def test_records_of_samples():
     """Bookkeeping of the source taken for content is refused as unknown keys, or trained on."""
-    assert record_of(TextSample(__key__="0", text="t")) == {"text": "t"}
-    assert record_of(CrudeSample(__key__="0", txt="t", json={"weight": 2})) == {
-        "text": "t",
-        "weight": 2,
-    }
-    assert record_of(CrudeSample(__key__="0", output="o", instruction="i")) == {
-        "output": "o",
-        "instruction": "i",
-    }
+    parts = {"__key__": "0", "txt": "t", "json": {"weight": 2}}
+    assert of_parts(parts) == {"text": "t", "weight": 2}
+    row = {"__index__": 3, "output": "o", "instruction": "i"}
+    assert of_parts(row) == {"output": "o", "instruction": "i"}
+    assert of_json({"__key__": "0", "txt": "t"}) == {"__key__": "0", "txt": "t"}
+    assert of_json(["turn"]) == {"messages": ["turn"]}
+    assert of_json(1.5) == {}
 
 
-def test_probing_skips_what_is_dropped(task):
+def test_probing_skips_what_is_dropped(encoder, write_lines):
     """Weights by tokens are taken from what the stream will hold: a dropped record has no
     tokens."""
+    (entry,) = source_entries(load_metadataset(write_lines("a.jsonl", text_line("a")), "train"))
+    opened = open_chats(entry, encoder)
+    assert num_tokens(opened, {"text": "ab"}, 0) == 1 + num_tokens(opened, {"text": "a"}, 0)
     with pytest.raises(SkipSample):
-        task.encode_sample(CrudeSample(__key__="0", json={"text": "a", "weight": 0}))
+        num_tokens(opened, {"text": "a", "weight": 0}, 0)
+
+
+def test_a_join_is_refused(encoder, tmp_path):
+    """Its joiner is code that a file names; it must not run because somebody trains on the file."""
+    folder(tmp_path, TEXT, txt="plain")
+    path = tmp_path / "join.yaml"
+    path.write_text(
+        "__class__: MetadatasetV2\nsplits:\n  train:\n    join: [{path: folder}, {path: folder}]\n"
+        "    joiner: {__module__: mine, __function__: put_together}\n"
+    )
+    with pytest.raises(ValueError, match=r"join\.yaml:\d+.*Python code, mine\.put_together, which"):
+        chats(encoder, path)
+
+
+def test_wrong_fields_of_text_are_refused_by_place(encoder, tmp_path):
+    """Each sample would fail in the workers, on every rank."""
+    for text, fault in (
+        ("text: tx", "none of 1 samples that were read has a part 'tx'; did you mean 'txt'?"),
+        ("txt: txt", "TextSample has one field, text, but txt stand there"),
+    ):
+        path = folder(tmp_path / text[:4].strip(":"), TEXT.replace("text: txt", text), txt="plain")
+        with pytest.raises(ValueError, match=r"dataset\.yaml.*field_map: ") as failure:
+            chats(encoder, path)
+        assert fault in str(failure.value)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.blending import RepeatDataset
-from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.loading.sources import LoadedDataset
 from megatron.blending.metadatasets.metadataset import SourceEntry
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.sample_set import blend_changes, blended

@@ -10,7 +10,8 @@ import wave
 import numpy as np
 import pytest
 
-from megatron.blending.formats.decode import DecodeError, SampleDecoder, decode_part
+from megatron.blending.energon._encoding.decode import SampleDecoder, decode_part
+from megatron.blending.formats.decode import DecodeError
 
 FRAMES_PER_SECOND, NUM_FRAMES = 10, 25
 

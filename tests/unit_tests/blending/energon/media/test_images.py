@@ -7,8 +7,8 @@ import io
 import numpy as np
 import pytest
 
+from megatron.blending.energon._encoding.decode import SampleDecoder, decode_part
 from megatron.blending.energon._media.images import IMAGE_MODES
-from megatron.blending.formats.decode import SampleDecoder, decode_part
 
 PIXELS = np.array([[[0, 51, 255], [255, 0, 0]]], np.uint8)
 

@@ -5,7 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from megatron.blending.formats.decode import DecodeError, decode_part, keep_bytes
+from megatron.blending.energon._encoding.decode import decode_part, keep_bytes
+from megatron.blending.formats.decode import DecodeError
 from megatron.blending.formats.prepared.field_map import FieldMap, Missing
 
 

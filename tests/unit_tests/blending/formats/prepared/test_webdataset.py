@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from megatron.blending.energon._encoding.decode import decode_part
 from megatron.blending.formats.prepared import webdataset
 from megatron.blending.formats.prepared.shard import open_shard
 from megatron.blending.formats.prepared.webdataset import open_webdataset
@@ -71,13 +72,13 @@ def test_reads_any_sample(folder):
 def test_fields_are_as_dataset_yaml_says(folder):
     """The sample class is given exactly its fields."""
     dataset = opened(folder)
-    assert dataset.fields(dataset[3]) == {"__key__": "e", "text": "text of e"}
+    assert dataset.fields(dataset[3], decode_part) == {"__key__": "e", "text": "text of e"}
     (folder / ".nv-meta" / "crude.yaml").write_text(
         "__class__: CrudeWebdataset\nsubflavors: {kind: test}\n"
     )
     crude = opened(folder, dataset_config="crude.yaml")
     expected = {"__key__": "e", "__shard__": "s/a_1.tar", "txt": "text of e", "json": {"key": "e"}}
-    assert crude.fields(crude[3]) == expected
+    assert crude.fields(crude[3], decode_part) == expected
     assert crude.subflavors == {"kind": "test"}
 
 
@@ -112,9 +113,9 @@ def test_code_is_run_only_when_allowed(folder, tmp_path):
     assert not witness.exists()
     dataset = opened(folder, dataset_config="code.yaml", allow_code=True)
     expected = {"__key__": "e", "text": "TEXT OF E['__key__', '__shard__', 'txt']"}
-    assert dataset.fields(dataset[3]) == expected
+    assert dataset.fields(dataset[3], decode_part) == expected
     again = pickle.loads(pickle.dumps(dataset))
-    assert again.fields(again[3]) == expected
+    assert again.fields(again[3], decode_part) == expected
     (folder / ".nv-meta" / "code.yaml").write_text(
         "sample_type: {__class__: A}\nsample_loader: l.py:nothing\n"
     )
@@ -290,7 +291,7 @@ def test_url(folder):
     local = opened(folder)
     everything = [3, 0, 5, 1]
     assert dataset.read(everything) == local.read(everything)
-    assert dataset.fields(dataset[3]) == {"__key__": "e", "text": "text of e"}
+    assert dataset.fields(dataset[3], decode_part) == {"__key__": "e", "text": "text of e"}
     assert dataset.fingerprint() == local.fingerprint()
     for name in ("/web/s/a_0.tar.idx", "/web/s/a_1.tar.idx", "/web/s/a_2.tar.idx"):
         system.rm(name)

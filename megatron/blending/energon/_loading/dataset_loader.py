@@ -4,70 +4,28 @@ weights."""
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.blending.arguments import nearest
 from megatron.blending.energon._encoding.cooking import PlainReader
-from megatron.blending.energon._encoding.source_entries import Reading, file_of, open_entry
+from megatron.blending.energon._encoding.source_entries import Reading, open_entry
 from megatron.blending.formats.files import read_text
 from megatron.blending.formats.paths import is_metadataset
-from megatron.blending.formats.prepared.nv_meta import read_split_names
 from megatron.blending.formats.yaml_reader import Table, as_tables, read_yaml
+from megatron.blending.loading.sources import (
+    DatasetBlendMode,
+    LoadedDataset,
+    LoadedDatasetList,
+    loaded_for_training,
+)
 from megatron.blending.metadatasets.metadataset import (
-    Blend,
-    Epochized,
-    Join,
     Node,
-    SourceEntry,
     flattened,
     load_metadataset,
     multiplied,
 )
 from megatron.blending.metadatasets.metadataset_file import Entry, Reference, parse_metadataset
-from megatron.blending.order.weights import Weight
-from megatron.blending.streams.node import SavableDataset
-from megatron.blending.streams.positions import RepeatDataset
 from megatron.blending.streams.worker_config import WorkerConfig
-
-
-class DatasetBlendMode(str, Enum):
-    """It says what the weights of sources are."""
-
-    NONE = "none"
-    DATASET_WEIGHT = "dataset_weight"
-    SAMPLE_REPETITIONS = "sample_repetitions"
-
-
-class LoadedDataset(tuple[Any, Any]):
-    """It is a source of a stream, and unpacks as `dataset, weight`."""
-
-    dataset: Any
-    weight: Weight
-    repetitions: float | None
-    entry: SourceEntry | Join
-    """Where it came from."""
-
-    def __new__(
-        cls,
-        dataset: SavableDataset[Any],
-        weight: Weight,
-        entry: SourceEntry | Join,
-        repetitions: float | None = None,
-    ) -> "LoadedDataset":
-        self = super().__new__(cls, (dataset, weight))
-        self.dataset, self.weight, self.entry, self.repetitions = (
-            dataset,
-            weight,
-            entry,
-            repetitions,
-        )
-        return self
-
-
-class LoadedDatasetList(NamedTuple):
-    datasets: list[LoadedDataset]
-    blend_mode: DatasetBlendMode
 
 
 class DatasetLoaderInterface:
@@ -106,47 +64,6 @@ class DatasetLoaderInterface:
                 [LoadedDataset(d, 1.0, entry) for d, _, entry in opened], DatasetBlendMode.NONE
             )
         return loaded_for_training(kind, opened, repeat)
-
-
-def loaded_for_training(
-    kind: type, opened: Sequence[tuple[Any, Any, SourceEntry | Join]], repeat: bool = True
-) -> LoadedDatasetList:
-    """Return sources (data set of one pass, share, entry) as often as a tree of a `kind`
-    (`flattened`) says.
-    """
-    if kind is Epochized:
-        made = [_repeated(dataset, share, entry) for dataset, share, entry in opened if share]
-        return LoadedDatasetList(
-            [one for one in made if one.weight], DatasetBlendMode.SAMPLE_REPETITIONS
-        )
-    mode = DatasetBlendMode.DATASET_WEIGHT if kind is Blend else DatasetBlendMode.NONE
-    return LoadedDatasetList(
-        [LoadedDataset(_endless(d, repeat), share, entry) for d, share, entry in opened], mode
-    )
-
-
-def split_names(path: str) -> set[str]:
-    """Return the splits that a metadataset, or a prepared folder, says it has; a file has none."""
-    if is_metadataset(path):
-        return set(parse_metadataset(path, read_yaml(path, read_text(path, ""))))
-    return set(read_split_names(path)) if file_of(path) is None else set()
-
-
-def _endless(dataset: SavableDataset[Any], repeat: bool) -> SavableDataset[Any]:
-    return RepeatDataset(dataset, worker_config=dataset.worker_config) if repeat else dataset
-
-
-def _repeated(
-    dataset: SavableDataset[Any], repetitions: Weight, entry: SourceEntry | Join
-) -> LoadedDataset:
-    if not int(len(dataset) * repetitions):
-        raise ValueError(
-            f"{entry.where}: repetitions: {float(repetitions):g} times {len(dataset)} samples is "
-            "none; raise it, or leave the source out"
-        )
-    if repetitions != 1:
-        dataset = RepeatDataset(dataset, repetitions, worker_config=dataset.worker_config)
-    return LoadedDataset(dataset, len(dataset), entry, float(repetitions))
 
 
 class DatasetLoader(DatasetLoaderInterface):

@@ -1,0 +1,61 @@
+"""pure. A field map of dataset.yaml is checked against samples before any of them is used."""
+
+from collections.abc import Sequence
+
+from megatron.blending.arguments import nearest
+from megatron.blending.formats.decode import Decode
+from megatron.blending.formats.prepared.field_map import FieldMap, Missing
+from megatron.blending.formats.prepared.nv_meta import SampleType
+from megatron.blending.formats.record import RecordSource
+
+_NUM_PROBED = 64
+
+
+def check_field_map(kind: SampleType, source: RecordSource, decode: Decode) -> None:
+    """Raises ValueError if a field comes from a part, or a key in JSON, that none of 64 evenly
+    spread samples has.
+
+    Most often it reads the first sample, and no other. A field that fewer samples have is refused
+    too, as by default a run ends when a hundred in a row fail.
+    """
+    field_map = FieldMap(kind.field_map, f"{kind.where}: field_map")
+    suspects: dict[str, list[Missing]] = {name: [] for name in kind.field_map}
+    num_read = 0
+    for index in dict.fromkeys(
+        at * (len(source) - 1) // (_NUM_PROBED - 1) for at in range(_NUM_PROBED)
+    ):
+        try:
+            missing = field_map.missing(source[index], decode)
+        except Exception:
+            # Whatever a user's decoder raises: what is wrong with a sample is said when it is used.
+            continue
+        num_read += 1
+        suspects = {
+            name: [*faults, missing[name]] for name, faults in suspects.items() if name in missing
+        }
+        if not suspects:
+            return
+    if num_read:
+        name, faults = next(iter(suspects.items()))
+        way_out = (
+            ". If some others do, name an alternative behind a comma"
+            if len(source) > _NUM_PROBED
+            else ""
+        )
+        raise ValueError(
+            f"{kind.where}: field_map: {name}: none of {num_read} samples that were read has "
+            f"{_missing_names(faults)}{way_out}"
+        )
+
+
+def _missing_names(faults: Sequence[Missing]) -> str:
+    """Returns what is missing, and what may have been meant: a key rather than a part."""
+    key = next((fault for fault in faults if fault.within), faults[0])
+    there = dict.fromkeys(
+        name for fault in faults if fault.within == key.within for name in fault.there
+    )
+    if not key.within:
+        return f"a part {key.name!r}; {nearest(key.name, there, 'parts')}"
+    if key.held and not there:
+        return f"a key {key.name!r} in {key.within}: that is no object, but of type {key.held}"
+    return f"a key {key.name!r} in {key.within}; {nearest(key.name, there, 'keys')}"

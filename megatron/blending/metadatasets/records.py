@@ -1,0 +1,109 @@
+"""pure. A source entry of a metadataset -> its records, before anything is made of them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from megatron.blending.formats import files
+from megatron.blending.formats.files import is_file
+from megatron.blending.formats.paths import URL, is_folder
+from megatron.blending.formats.prepared.webdataset import WebDataset, open_webdataset
+from megatron.blending.formats.record import RecordSource
+from megatron.blending.formats.source_part import SourcePart
+from megatron.blending.formats.sources import SOURCES, open_source
+from megatron.blending.metadatasets.metadataset import EVERYTHING, Join, SourceEntry, Subset
+
+_TOKENS_SUFFIX = ".bin"
+
+
+class OpenRecords(NamedTuple):
+    """The records of a source entry: all, or the subset that it asks for."""
+
+    source: RecordSource
+    path: str
+    """Of the file, or of the prepared folder."""
+    subflavors: dict[str, Any]
+    """Those of the metadataset, and of the folder's dataset.yaml where the metadataset has none."""
+    folder: WebDataset | None = None
+    """The prepared folder, whole; it says what its records make. None for a file."""
+    first: int = 0
+    """Number of the first record in the file."""
+
+
+def open_records(entry: SourceEntry, *, allow_code: bool = False) -> OpenRecords:
+    """Returns the records that an entry names; ValueError starts with where it is named.
+
+    allow_code: whether Python files that a dataset.yaml names may be run. Without it such a folder
+    is refused.
+    """
+    with named_by(entry):
+        path = file_of(entry.path)
+        if path is not None:
+            whole = open_source(path)
+            return OpenRecords(
+                part_of(whole, entry.subset),
+                path,
+                dict(entry.subflavors),
+                first=entry.subset.of(len(whole)).start,
+            )
+        folder, subflavors = open_folder(entry, allow_code)
+        return OpenRecords(part_of(folder, entry.subset), entry.path, subflavors, folder)
+
+
+def open_folder(entry: SourceEntry, allow_code: bool) -> tuple[WebDataset, dict[str, Any]]:
+    """Returns the prepared folder that an entry names, whole, and its subflavors."""
+    folder = open_webdataset(
+        entry.path,
+        split_part=entry.split_part,
+        dataset_config=entry.dataset_config,
+        split_config=entry.split_config,
+        allow_code=allow_code,
+    )
+    return folder, {**folder.subflavors, **entry.subflavors}
+
+
+@contextmanager
+def named_by(entry: SourceEntry | Join) -> Iterator[None]:
+    """Lets each ValueError start with the place where an entry is named."""
+    try:
+        yield
+    except ValueError as error:
+        fault = f"{error!s:.2000}"
+        raise ValueError(
+            fault if fault.startswith(entry.where) else f"{entry.where}: {fault}"
+        ) from None
+
+
+def name_of(entry: SourceEntry | Join) -> str:
+    """Returns the name of a source in states and errors."""
+    sources = [leg.entry for leg in entry.legs] if isinstance(entry, Join) else [entry]
+    return " + ".join(f"{one.path} {one.split_part}{one.subset}" for one in sources)
+
+
+def file_of(path: str) -> str | None:
+    """Return the file of records that a path or URL means, None if it means a prepared folder.
+
+    Token sequences may be named by either of their files, or by what these have in common; of a URL
+    without suffix, which else is a folder, this asks the storage.
+    """
+    stem, suffix = os.path.splitext(path)
+    if suffix == ".idx" and is_file(stem + _TOKENS_SUFFIX):
+        return stem + _TOKENS_SUFFIX
+    if is_folder(path) and (URL not in path or files.is_folder(path)):
+        return None
+    if suffix not in SOURCES and is_file(path + _TOKENS_SUFFIX):
+        return path + _TOKENS_SUFFIX
+    return None if is_folder(path) else path
+
+
+def part_of(source: RecordSource, subset: Subset) -> RecordSource:
+    """Return the source itself, or the part of it that is asked for; ValueError if that is beyond
+    it, or empty.
+    """
+    if subset == EVERYTHING:
+        return source
+    records = subset.of(len(source))
+    if not records:
+        raise ValueError(f"its subset leaves none of its {len(source)} samples; make it larger")
+    return SourcePart(source, records)
