@@ -1,6 +1,4 @@
-"""pure. What users pass is checked here as it comes: errors name who was given what, and what was
-probably meant.
-"""
+"""pure. Checks what users pass: errors name who was given what, and what was probably meant."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping

@@ -16,7 +16,7 @@ class Command:
     """A program, as its help and its messages name it."""
 
     program: str | None = None
-    """What the user types to start it (default: the name of the running script)."""
+    """Command that the user types to start it (default: the name of the running script)."""
     about: str = ""
     """One sentence for the head of the help."""
     usage: str | None = None
@@ -34,7 +34,7 @@ class Command:
 
     @property
     def is_short(self) -> bool:
-        """Whether --help leaves options to --help-all."""
+        """Returns whether --help leaves options to --help-all."""
         return bool(self.common)
 
 

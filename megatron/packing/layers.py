@@ -62,9 +62,9 @@ class LayerKind:
     window: int | None = None
     """Tokens that a token attends to, itself included; None for all before it."""
     has_rope: bool = True
-    """Whether queries and keys are rotated, in models with rotary embeddings."""
+    """True if queries and keys are rotated, in models with rotary embeddings."""
     has_output_gate: bool = False
-    """Whether a gate multiplies the attention's output."""
+    """True if a gate multiplies the attention's output."""
     delta_net: DeltaNetShape | None = None
     """Computed in place of attention."""
     ffn_hidden_size: int
@@ -73,7 +73,7 @@ class LayerKind:
 
     @property
     def mixer(self) -> Mixer:
-        """What mixes tokens."""
+        """Layer that mixes tokens."""
         return "attention" if self.delta_net is None else "delta_net"
 
     def mixer_weights(self, hidden_size: int) -> int:

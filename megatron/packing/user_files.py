@@ -1,4 +1,4 @@
-"""pure. This reads the small files that a user names: text, JSON and YAML of bounded size and
+"""pure. Readers of the small files that a user names: text, JSON and YAML of bounded size and
 depth.
 
 Each fault is a ValueError that says what is the matter, without the path: whoever asked names the

@@ -17,7 +17,7 @@ _WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 _SHARES = (0.20, 0.35, 0.50, 0.62, 0.70, 0.74)
 """Share of the peak that a product reaches whose smallest side is that wide."""
 ATTENTION_SHARE = 0.45
-"""Of FlashAttention 2, forward and backward."""
+"""Share that FlashAttention 2 reaches, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,9 @@ from megatron.planner.step_record import StepLayout
 
 IntArray = npt.NDArray[np.int64]
 FLOPS_PER_WEIGHT = 12 * 256
-"""Of `PackCost.fixed`: bytes that a microbatch moves for each weight, and operations per byte."""
+"""Constants of `PackCost.fixed`: bytes that a microbatch moves for each weight, and operations per
+byte.
+"""
 _PASSES = 3
 """A backward pass is two forward passes."""
 
@@ -225,7 +227,7 @@ class TimeModel:
 
 
 def _repeated(candidate: Candidate) -> float:
-    """By how much arithmetic of layers grows: a forward pass more of three."""
+    """Returns the factor by which arithmetic of layers grows: a forward pass more of three."""
     return 4 / _PASSES if candidate.recompute == "full" else 1.0
 
 

@@ -48,8 +48,8 @@ class Candidate:
         return f"{named} DP{self.dp}{again}, packs of {self.capacity:,}{sharded}".strip()
 
     def holds_at_least(self, other: Candidate) -> bool:
-        """Whether memory is not less than that of `other`: all else alike, packs as large, and as
-        few layers recomputed.
+        """Returns whether memory is not less than that of `other`: all else alike, packs as large,
+        and as few layers recomputed.
         """
         alike = all(
             getattr(self, name) == getattr(other, name)

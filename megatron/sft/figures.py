@@ -19,7 +19,7 @@ class Figure(NamedTuple):
     """A number of a step."""
 
     of: Callable[[StepBatch], float]
-    """This rank's part. A sum takes that of one rank per data-parallel replica."""
+    """Part of this rank. A sum takes that of one rank per data-parallel replica."""
     is_max: bool
 
 

@@ -69,7 +69,7 @@ def taken_apart(arguments: Sequence[str]) -> Launch:
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this process."""
+    """Returns whether a launcher started this process."""
     return "WORLD_SIZE" in os.environ
 
 

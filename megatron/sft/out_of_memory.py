@@ -40,7 +40,7 @@ _GROWS = {"the optimizer step": "optimizer state", "building the model": "buildi
 
 
 class Place(NamedTuple):
-    """Where memory was missing."""
+    """Place at which memory was missing."""
 
     phase: str
     part: str | None
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What `fit` says of the run."""
+    """Estimate that `fit` makes of the run."""
 
     peak: int = 0
     """Bytes of tensors on the GPU that was out of memory."""

@@ -38,8 +38,8 @@ from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.options.config import SFTConfig
 
 _MIN_BYTES_PER_WEIGHT = 12
-"""Of a trained weight in a checkpoint: with Adam's two moments, in float32; bfloat16 weights come
-on top.
+"""Bytes of a trained weight in a checkpoint: with Adam's two moments, in float32; bfloat16 weights
+come on top.
 """
 
 
@@ -49,7 +49,7 @@ class Planned(NamedTuple):
     flag: str
     folder: Path
     num_bytes: int
-    """Of a single copy."""
+    """Bytes of a single copy."""
     num_kept: int = 1
     """Copies that are kept in the end."""
 
@@ -142,8 +142,8 @@ def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
 
 
 def _planned(companions: Companions) -> list[Planned]:
-    """What the run will write, in order; checkpoints only of models whose size a HuggingFace family
-    tells.
+    """Returns what the run will write, in order; checkpoints only of models whose size a
+    HuggingFace family tells.
     """
     config = companions.config
     output = config.output
@@ -185,7 +185,7 @@ def _num_saves(config: SFTConfig) -> int:
 
 
 def num_weights(tensors: Tensors) -> int:
-    """How many numbers a folder of these tensors holds."""
+    """Returns the number of weights in a folder of these tensors."""
     return sum(math.prod(part.shape) for weight in tensors.all() for part in weight.parts)
 
 

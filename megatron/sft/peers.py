@@ -1,5 +1,5 @@
-"""collective. What ranks tell one another beside collectives: why one of them failed, and who is
-still there.
+"""collective. Messages between ranks beside collectives: why one of them failed, and who is still
+there.
 
 They do it through the store at which they met, so also while a collective waits for somebody who is
 gone. torchrun keeps that store; without it rank 0 does, and a store that is gone is taken for a

@@ -1,5 +1,5 @@
-"""mcore. How a run makes samples of conversations: as its checkpoint did, unless --train-turns and
---template-date say otherwise.
+"""mcore. Options by which a run makes samples of conversations: as its checkpoint did, unless
+--train-turns and --template-date say otherwise.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class SavedRun:
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` would not wait for this rank."""
+        """Returns whether `finish` would not wait for this rank."""
         return self._save is not None and self._save.is_written
 
     def finish(self, log: RunLog | None) -> None:

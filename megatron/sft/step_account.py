@@ -1,4 +1,4 @@
-"""mcore. What a step came to: one small reduction, by which all ranks know its loss, its counts and
+"""mcore. Account of a step: one small reduction, by which all ranks know its loss, its counts and
 who was asked to stop, and the metrics that it is reported by.
 """
 
@@ -29,7 +29,7 @@ from megatron.sft.report.metrics import SourceMetrics, StepMetrics
 
 
 class Reduced(NamedTuple):
-    """What all ranks know after a pass over a global batch."""
+    """Sums and maxima over all ranks after a pass over a global batch."""
 
     loss_sum: float
     num_loss_tokens: int
@@ -40,9 +40,9 @@ class Reduced(NamedTuple):
     is one source.
     """
     all_written: bool = False
-    """Whether every rank has written its part of the checkpoint that is on its way."""
+    """True if every rank has written its part of the checkpoint that is on its way."""
     num_padded_tokens: int = 0
-    """That all ranks computed without packing, padding included; 0 with packing."""
+    """Tokens that all ranks computed without packing, padding included; 0 with packing."""
     num_right_tokens: float = math.nan
     """Loss tokens whose label is the likeliest word; NaN where nobody looked."""
     figures: Mapping[str, float] = MappingProxyType({})
@@ -93,7 +93,7 @@ def counts_samples() -> bool:
 
 
 class StepFigures(NamedTuple):
-    """This rank's part of the figures of a step, by name (see `sft.figures`)."""
+    """Part of this rank in the figures of a step, by name (see `sft.figures`)."""
 
     sums: Mapping[str, float]
     maxima: Mapping[str, float]
@@ -200,11 +200,11 @@ class Update(NamedTuple):
     """A pass over a global batch, and what the optimizer made of it."""
 
     batch: GlobalBatch | None
-    """What was packed; None without packing."""
+    """Statistics of the packs; None without packing."""
     data_seconds: float
-    """That the step waited for its batch."""
+    """Seconds that the step waited for its batch."""
     passes_seconds: float
-    """Of forward and backward."""
+    """Seconds of forward and backward."""
     lr: float
     grad_norm: float
     skipped: bool

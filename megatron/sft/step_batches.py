@@ -38,12 +38,12 @@ class StepBatch(NamedTuple):
     rows: list[PaddedBatch]
     """On the host; [] with packing."""
     counts: Counts
-    """Of what this rank drew for it."""
+    """Counts of the samples that this rank loaded for it."""
     seconds_waited: float = 0.0
 
     @property
     def num_microbatches(self) -> int:
-        """Of this rank."""
+        """Number of microbatches of this rank."""
         return len(self.rows) if self.packed is None else self.packed.stats.microbatches
 
     @property
@@ -56,7 +56,7 @@ class StepBatch(NamedTuple):
 
     @property
     def num_padded_tokens(self) -> int:
-        """That this context-parallel rank computes without packing, padding included."""
+        """Tokens that this context-parallel rank computes without packing, padding included."""
         return sum(row.tokens.numel() for row in self.rows)
 
     def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
@@ -131,7 +131,7 @@ class StepBatches(Iterator[StepBatch]):
 
     @property
     def counts(self) -> Counts:
-        """Of all that this rank drew."""
+        """Counts of all samples that this rank loaded."""
         return self._stream.counts
 
     def hurry(self) -> None:

@@ -39,7 +39,7 @@ from megatron.sft.step_batches import StepBatch, StepBatches
 from megatron.sft.stop import StopSignals
 
 _STARTED = time.monotonic()
-"""When this process was started, but for its first imports."""
+"""Time at which this process was started, but for its first imports."""
 
 
 class _Stopped(Exception):
@@ -120,7 +120,7 @@ class Trainer:
 
     @property
     def num_steps_done(self) -> int:
-        """By this process, after what it loaded."""
+        """Steps of this process, after those that it loaded."""
         return self._progress.iteration - self._first_iteration
 
     def hurry(self) -> None:
@@ -298,8 +298,8 @@ class Trainer:
         return reduced.stop
 
     def _skip(self, failure: NonFiniteError, log: RunLog | None) -> tuple[float, float, bool]:
-        """As `_update`, of a step that changes nothing; raises `failure` where no more may be left
-        out.
+        """Does as `_update`, of a step that changes nothing; raises `failure` where no more may be
+        left out.
         """
         most = self._config.training.skip_nan_steps
         if self._num_skipped == most:

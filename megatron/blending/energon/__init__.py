@@ -1,5 +1,4 @@
-"""pure. This has the names of megatron-energon 7.4.1 at the places where its users import them
-from.
+"""pure. Names of megatron-energon 7.4.1 at the places where its users import them from.
 
 `from megatron.energon.X import name` becomes `from megatron.blending.energon.X import name`, for
 any X. `NAMES` says of each public name whether it is the same here, differs, or is absent;
@@ -37,9 +36,7 @@ _STEPS = (
 
 
 class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
-    """It is a task encoder that does what another one does, but for the methods that are
-    overridden.
-    """
+    """Task encoder that does what another one does, but for the methods that are overridden."""
 
     def __init__(self, task_encoder: TaskEncoder[Any, Any, Any, Any]) -> None:
         check_encoder(task_encoder)
@@ -112,7 +109,7 @@ class BaseWrapperDataset(metaclass=_Wrappers):
 
 
 class BaseWebdatasetFactory(_Factory):
-    """It prepares folders of tar shards."""
+    """Prepares folders of tar shards."""
 
     @classmethod
     def prepare_dataset(
@@ -151,7 +148,7 @@ class BaseWebdatasetFactory(_Factory):
 
 
 class CrudeJsonlDatasetFactory(_Factory):
-    """It prepares JSONL files."""
+    """Prepares JSONL files."""
 
     @classmethod
     def prepare_dataset(cls, path: str | os.PathLike[str]) -> int:
@@ -160,7 +157,7 @@ class CrudeJsonlDatasetFactory(_Factory):
 
 
 class TraversedDatasetReference(NamedTuple):
-    """It is a source that a metadataset names, with what the metadatasets on the way say of it."""
+    """A source that a metadataset names, with what the metadatasets on the way say of it."""
 
     path: str
     split_part: str
@@ -193,14 +190,14 @@ def prepare_metadataset(path: str | os.PathLike[str]) -> None:
 
 
 class NoCachePool(cooking.DirectCache):
-    """It keeps nothing: the operating system keeps what was read."""
+    """Keeps nothing: the operating system keeps what was read."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
 
 class MockLazy(cooking.Lazy):
-    """It stands for what a function of its name returns."""
+    """Stands for what a function of its name returns."""
 
     def __init__(self, fname: str, get_fn: Callable[[str], Any]) -> None:
         super().__init__(get_fn, fname)
@@ -210,7 +207,7 @@ class MockLazy(cooking.Lazy):
 
 
 class SystemFileStore(file_store.SystemFileStore):
-    """It reads files below a folder, as bytes."""
+    """Reads files below a folder, as bytes."""
 
     def __init__(self, base_dir: str | os.PathLike[str] | None = None) -> None:
         super().__init__(os.getcwd() if base_dir is None else os.fspath(base_dir), keep_bytes)
@@ -219,7 +216,7 @@ class SystemFileStore(file_store.SystemFileStore):
 # The names.
 
 __version__ = "7.4.1"
-"""Of the energon whose names these are."""
+"""Release of energon whose names these are."""
 
 FileStore, Lazy, SavableDataLoader = file_store.FileStore, cooking.Lazy, Loader
 CachePool = FileStoreCachePool = NoCachePool
@@ -381,7 +378,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Place(types.ModuleType):
-    """It stands for a module of energon's, and has the names of all."""
+    """Stands for a module of energon's, and has the names of all."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[__name__], name)

@@ -1,5 +1,4 @@
-"""pure. This writes the index files that reading by index needs, so that energon 7 can read them
-too.
+"""pure. Writes the index files that reading by index needs, so that energon 7 can read them too.
 
 A folder of tar shards gets `X.tar.idx` beside each shard and a `.nv-meta` folder; a JSONL file gets
 `FILE.jsonl.idx`.
@@ -93,7 +92,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Prepared:
-    """It says what was found and written."""
+    """Summary of what was found and written."""
 
     counts: Mapping[str, int]
     """Samples of each shard."""

@@ -21,7 +21,7 @@ TEXT_PARTS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys("txt text transcript".split(), bytes.decode),
     **dict.fromkeys("json jsn".split(), json.loads),
 }
-"""What decodes a part, by the last suffix of its name."""
+"""Decoders of parts, by the last suffix of the name."""
 
 
 def decode_text(name: str, content: bytes) -> Any:

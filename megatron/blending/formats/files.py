@@ -1,5 +1,5 @@
-"""pure. This reads ranges of bytes of files: local ones by a memory map, URLs through fsspec where
-it is installed.
+"""pure. Reads ranges of bytes of files: local ones by a memory map, URLs through fsspec where it is
+installed.
 
 Invariants:
 - a read gives the bytes of the range, all of them, or raises; it moves no position that another
@@ -30,7 +30,7 @@ from megatron.blending.formats.paths import URL, check_exists
 LONG_BYTES = 1 << 18
 """A range of so many bytes is fetched by a call of its own."""
 MAX_TEXT_BYTES = 1 << 24
-"""Of a file that is read as a whole to be understood."""
+"""Bytes, at most, of a file that is read as a whole to be understood."""
 
 
 class File(Protocol):

@@ -1,4 +1,4 @@
-"""pure. This parses a JSON file as a whole, and says what is wrong with it in one line."""
+"""pure. Parses a JSON file as a whole, and says what is wrong with it in one line."""
 
 import json
 from typing import Any

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 1 << 48
 _CACHED_BYTES = 1 << 28
-"""Of decoded row groups that a process keeps, of all its files together."""
+"""Bytes of decoded row groups that a process keeps, of all its files together."""
 _LARGE_ROW_GROUP = 1 << 25
 
 

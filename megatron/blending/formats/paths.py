@@ -26,7 +26,9 @@ def is_metadataset(path: str | os.PathLike[str]) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a local path is a folder; a URL is taken for one if its last part has no suffix."""
+    """Returns whether a local path is a folder; a URL is taken for one if its last part has no
+    suffix.
+    """
     return os.path.isdir(path) if URL not in path else not posixpath.splitext(path)[1]
 
 

@@ -6,7 +6,7 @@ from megatron.blending.formats.record import Record, RecordError, RecordSource, 
 
 
 class SourcePart(RecordSource):
-    """It is consecutive records of a source."""
+    """Consecutive records of a source."""
 
     def __init__(self, source: RecordSource, records: range) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""pure. This opens files of records as the kind that the suffix names.
+"""pure. Opens files of records as the kind that the suffix names.
 
 jsonl       one JSON object per line
 json_array  a JSON list of objects
@@ -31,7 +31,7 @@ SOURCES: dict[str, Callable[[str], RecordSource]] = {
     ".bin": IndexedSource,
 }
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-"""Of files whose records are whatever a JSON value holds, not rows of columns."""
+"""Suffixes of files whose records are whatever a JSON value holds, not rows of columns."""
 
 
 def open_source(path: str | os.PathLike[str]) -> RecordSource:

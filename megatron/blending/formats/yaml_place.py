@@ -12,7 +12,7 @@ from megatron.blending.formats.yaml_reader import Items, Table
 
 @dataclass(frozen=True)
 class Place:
-    """Where in which file: what errors start with, and what a value is checked against."""
+    """Place in a file: errors start with it, and values are checked there."""
 
     path: str
     line: int

@@ -1,5 +1,5 @@
-"""pure. This reads a YAML file as plain values that remember their lines, with scalars as energon
-reads them.
+"""pure. Reads a YAML file as plain values that remember their lines, with scalars as energon reads
+them.
 
 Plain scalars: `true false yes no` are bools, `null ~` and nothing are None, digits are ints, and
 what has a point or an exponent is a float; all else is a str, also what YAML 1.1 makes of `on`,

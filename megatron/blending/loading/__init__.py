@@ -1,1 +1,1 @@
-"""What users begin and end with: data sets by path, loaders over ranks and workers, their state."""
+"""Sources with weights, worker processes, and the loader of windows."""

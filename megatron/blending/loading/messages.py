@@ -1,4 +1,4 @@
-"""pure. What a rank and its workers send one another."""
+"""pure. Messages between a rank and its workers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,10 +13,10 @@ class Start(NamedTuple):
     """Says where servers begin."""
 
     generation: int = 0
-    """How often they were told to: outputs of before are thrown away."""
+    """Number of the start: outputs of earlier ones are thrown away."""
     pass_number: int = 0
     cells: Sequence[Any] = ()
-    """Where each lane (part of the stream) begins: its `next` is the next position."""
+    """Start of each lane (part of the stream): its `next` is the next position."""
 
 
 class Message(NamedTuple):
@@ -36,7 +36,7 @@ class Message(NamedTuple):
     num_failed: int = 0
     num_skipped: int = 0
     error: tuple[str, bytes] | None = None
-    """What went wrong in place of an output, and the exception, pickled; b"" if it cannot be."""
+    """Failures in place of an output, and the exception, pickled; b"" if it cannot be."""
 
 
 class Server(Protocol):

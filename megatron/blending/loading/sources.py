@@ -32,7 +32,7 @@ class LoadedDataset(tuple[Any, Any]):
     weight: Weight
     repetitions: float | None
     entry: SourceEntry | Join
-    """Where it came from."""
+    """Entry of the metadataset that it came from."""
 
     def __new__(
         cls,

@@ -1,4 +1,4 @@
-"""pure. This turns weights in tokens into weights in samples, by the mean length of each source's
+"""pure. Turns weights in tokens into weights in samples, by the mean length of each source's
 samples.
 
 The lengths of 64 evenly spread samples are taken, encoded as the stream will encode them, so the

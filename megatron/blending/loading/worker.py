@@ -46,7 +46,7 @@ than copying.
 """
 _KEPT_BYTES = 1 << 20
 _PARENT_SECONDS = 2.0
-"""So often an idle worker finds out whether its parent still lives."""
+"""Seconds after which an idle worker checks that its parent is alive."""
 
 
 class Sender:

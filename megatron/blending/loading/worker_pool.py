@@ -37,11 +37,11 @@ logger = logging.getLogger("megatron.blending")
 
 _HURRIED_SECONDS = 5.0
 _LEAVE_SECONDS = 3.0
-"""So long a worker that is reported to stop may take."""
+"""Seconds that a worker may take to stop."""
 
 
 class WorkerProcess:
-    """It is a server in a process. It ends when it is closed, when this process ends, and with this
+    """A server in a process. It ends when it is closed, when this process ends, and with this
     object.
     """
 

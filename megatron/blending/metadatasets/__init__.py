@@ -1,1 +1,1 @@
-"""What is blended, as energon's users write it down: YAML -> a tree of values."""
+"""Metadatasets as energon's users write them: YAML -> a tree of values."""

@@ -1,5 +1,5 @@
-"""pure. This reads a metadataset, with the files that it names, as a tree of frozen values; only
-YAML is opened.
+"""pure. Reads a metadataset, with the files that it names, as a tree of frozen values; only YAML is
+opened.
 
 `load_metadataset(path, split)` follows paths from file to file. What an outer file says is put into
 the entries: the split to read, subflavors (the outer wins), multipliers (their product; None wins,
@@ -34,9 +34,7 @@ _FILE_SYSTEM = "filesystem://"
 
 @dataclass(frozen=True)
 class Subset:
-    """It is part of a source: records [start, end), and of these the fractions [from_share,
-    to_share).
-    """
+    """Part of a source: records [start, end), and of these the fractions [from_share, to_share)."""
 
     start: int = 0
     end: int | None = None
@@ -87,12 +85,13 @@ EVERYTHING = Subset()
 
 @dataclass(frozen=True, kw_only=True)
 class SourceEntry:
-    """It is one source of records."""
+    """One source of records."""
 
     path: str
     split_part: str
     subflavors: Mapping[str, Any] = field(default_factory=dict)
-    """What the metadatasets add to, and change in, the subflavors of the source's own dataset.yaml.
+    """Values that the metadatasets add to, and change in, the subflavors of the source's own
+    dataset.yaml.
     """
     shuffle_over_epochs_multiplier: int | None = 1
     dataset_config: str = _DATASET_CONFIG
@@ -100,7 +99,7 @@ class SourceEntry:
     subset: Subset = EVERYTHING
     aux: Mapping[str, str] = field(default_factory=dict)
     where: str = ""
-    """What errors about this source start with: "blend.yaml:7: splits.train.blend[2]"."""
+    """Start of errors about this source: "blend.yaml:7: splits.train.blend[2]"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +144,7 @@ Node = SourceEntry | Blend | Epochized | Join
 
 @dataclass(frozen=True)
 class _Outer:
-    """It is what the files on the way here have said."""
+    """Settings of the files on the way here."""
 
     split: str
     subflavors: Mapping[str, Any] = field(default_factory=dict)

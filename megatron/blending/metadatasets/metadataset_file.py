@@ -1,4 +1,4 @@
-"""pure. This checks one metadataset file key by key, so that a misspelt key is an error and not a
+"""pure. Checks one metadataset file key by key, so that a misspelt key is an error and not a
 default.
 
 What the file says is kept as it says it; `metadataset` follows its paths and puts files into one
@@ -31,8 +31,8 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)%")
 
 @dataclass(frozen=True)
 class Range:
-    """It is part of a source, [start, end): in records, or as fractions of what there is. `end`
-    None: to the end.
+    """Part of a source, [start, end): in records, or as fractions of what there is. `end` None: to
+    the end.
     """
 
     start: int | Fraction
@@ -45,8 +45,8 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """It names data or another metadataset, with what is to be changed about it. UNSET: the file is
-    silent.
+    """Name of data or of another metadataset, with what is to be changed about it. UNSET: the file
+    is silent.
     """
 
     path: str

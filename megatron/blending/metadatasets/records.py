@@ -22,9 +22,9 @@ class OpenRecords(NamedTuple):
 
     source: RecordSource
     path: str
-    """Of the file, or of the prepared folder."""
+    """Path of the file, or of the prepared folder."""
     subflavors: dict[str, Any]
-    """Those of the metadataset, and of the folder's dataset.yaml where the metadataset has none."""
+    """Subflavors of the metadataset; those of the folder's dataset.yaml where it has none."""
     folder: WebDataset | None = None
     """The prepared folder, whole; it says what its records make. None for a file."""
     first: int = 0

@@ -15,7 +15,7 @@ Segments = Sequence[tuple[int | Fraction, Sequence[Weight]]]
 """(first output, weights) of each stretch of constant weights, the first at 0."""
 
 _PERIOD = 2**16
-"""Of weights that are rounded."""
+"""Denominator of weights that are rounded."""
 _MAX_EXACT = 16
 """Children whose segments may end between two outputs: denominators grow with each segment."""
 _ENDLESS = 2**62

@@ -1,5 +1,5 @@
-"""pure. This permutes range(size), in another way for every seed and epoch, index by index; nothing
-is stored.
+"""pure. Permutes range(size), in another way for every seed and epoch, index by index; nothing is
+stored.
 
 Invariants:
 - for any size, seed and epoch, `permute_indices` maps range(size) onto itself, one to one;

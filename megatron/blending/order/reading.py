@@ -34,16 +34,18 @@ def salted_seed(seed: int, place: str) -> int:
 
 
 class ReadingOrder(NamedTuple):
-    """It says in which order an endless stream reads a source of `num_records`, epoch by epoch."""
+    """Order in which an endless stream reads a source of `num_records`, epoch by epoch."""
 
     num_records: int
     seed: int
-    """Of this source alone: see `salted_seed`."""
+    """Seed of this source alone: see `salted_seed`."""
     shuffle: bool = True
     num_turns: int = 1
-    """How often an epoch reads each record; -1: every read is drawn again, from all of them."""
+    """Number of times that an epoch reads each record; -1: every read is drawn again, from all of
+    them.
+    """
     slice_length: int = 1
-    """This many consecutive records stay together, for the sake of whoever reads them."""
+    """Number of consecutive records that stay together, for the sake of whoever reads them."""
     window_length: int = 1
     """Within this many records of that order the single ones are mixed; at least a slice is."""
 
@@ -53,7 +55,7 @@ class ReadingOrder(NamedTuple):
 
     @property
     def window(self) -> int:
-        """It is made of whole slices, and of one more than asked for; 1 where nothing is to be
+        """Records of a window: whole slices, one more than asked for; 1 where nothing is to be
         mixed.
         """
         if self.slice_length == 1:

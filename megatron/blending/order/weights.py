@@ -62,14 +62,14 @@ def exact_weight(weight: Weight, number: int) -> Fraction:
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """It has weights that change: from each point on (`kind="step"`), or evenly between points
+    """Weights that change: from each point on (`kind="step"`), or evenly between points
     (`"linear"`).
     """
 
     points: tuple[tuple[int, tuple[Weight, ...]], ...]
     """(training step, weights of all children), the first at step 0."""
     outputs_per_step: int = 1
-    """How many outputs of the blend a step takes over all ranks: the global batch, in batches or
+    """Outputs of the blend that a step takes over all ranks: the global batch, in batches or
     samples.
     """
     kind: str = "step"

@@ -23,7 +23,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 BLEND_MODES = get_args(BlendMode)
 _ORDER_VERSION = 2
-"""Of the order that weights and seed give: another one is another stream."""
+"""Version of the order that weights and seed give: another one is another stream."""
 
 
 class ChoiceDataset(SavableDataset[Any]):
@@ -49,7 +49,7 @@ class ChoiceDataset(SavableDataset[Any]):
 
 
 class BlendDataset(ChoiceDataset):
-    """It gives outputs of its children in proportion to weights: batches, if they give batches.
+    """Gives outputs of its children in proportion to weights: batches, if they give batches.
 
     Endless children keep their weights for ever. Finite ones are read through once per pass, in
     proportion for as long as they last. `BlendDataset((a, 0.6), (b, 0.4))`, also with one tuple of
@@ -142,7 +142,7 @@ class BlendDataset(ChoiceDataset):
 
 
 class ConcatDataset(ChoiceDataset):
-    """It gives one data set after the other, each from its start to its end, whatever weights come
+    """Gives one data set after the other, each from its start to its end, whatever weights come
     with them.
     """
 
@@ -181,7 +181,7 @@ class ConcatDataset(ChoiceDataset):
 
 
 class ChoicePlan:
-    """It tells which child gives each output, and the place in that child's plan."""
+    """Tells which child gives each output, and the place in that child's plan."""
 
     def __init__(self, node: ChoiceDataset, positions: Ints, block: Block) -> None:
         chosen = node.choose(positions)

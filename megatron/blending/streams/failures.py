@@ -49,9 +49,9 @@ class Failure(NamedTuple):
 
     node: int
     place: str
-    """Of its (first) record."""
+    """Place of its (first) record."""
     text: str
-    """What went wrong, in one line."""
+    """Message, in one line."""
 
 
 class FailureLog:
@@ -77,8 +77,8 @@ class FailureLog:
 
 
 class Failures:
-    """It counts what one worker left out. `tolerance` failures of one function in a row are fatal;
-    0: never.
+    """Counts what one worker left out. `tolerance` failures of one function in a row are fatal; 0:
+    never.
 
     A row is of one source: what comes of the others does not end it.
     """

@@ -1,4 +1,4 @@
-"""pure. What stands at a position of a node: an output, several of them, or the reason for none.
+"""pure. Values at a position of a node: an output, several of them, or the reason for none.
 
 A position holds one of
 - an output, whatever a function of a user returned;

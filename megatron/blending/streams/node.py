@@ -69,7 +69,7 @@ class Block:
 
 @dataclass
 class Binding:
-    """What a tree is told when it becomes a stream."""
+    """Facts that turn a tree into a stream."""
 
     seed: int
     world_size: int = 1
@@ -81,7 +81,7 @@ class Binding:
     bases: dict[str, int] = field(default_factory=dict)
     """Places of sources that do not begin at 0, and where they begin."""
     is_size_of_ranks: bool = False
-    """Whether the size of a pass was given for each rank; set by the tree."""
+    """True if the size of a pass was given for each rank; set by the tree."""
 
     def clone(self) -> "Binding":
         """Return the same, for another copy of the tree."""
@@ -111,13 +111,13 @@ class SavableDataset(Generic[T_co]):
     size: int | None = None
     """Positions of one pass; None: endless."""
     is_block: bool = False
-    """Whether a position holds many outputs: packs or groups of a block of samples."""
+    """True if a position holds many outputs: packs or groups of a block of samples."""
     continues_across_epochs: bool = False
-    """Whether the next pass continues the children's streams, instead of beginning them again."""
+    """True if the next pass continues the children's streams, instead of beginning them again."""
     preserves_outputs: bool = False
-    """Whether each output is one of the only child's."""
+    """True if each output is one of the only child's."""
     preserves_position: bool = True
-    """Whether an only child has the same place."""
+    """True if an only child has the same place."""
 
     number: int = -1
     """Place in the bound tree, counted from the root down; its descendants are number + 1 to end -
@@ -136,7 +136,7 @@ class SavableDataset(Generic[T_co]):
 
     @property
     def is_limit(self) -> bool:
-        """Whether a pass gives `size` outputs at most, also where more could be made."""
+        """Returns whether a pass gives `size` outputs at most, also where more could be made."""
         return False
 
     @property

@@ -40,7 +40,7 @@ class PositionsDataset(SavableDataset[Any]):
 
 
 class RepeatDataset(PositionsDataset):
-    """It gives a finite data set again and again; shuffled ones in another order each time."""
+    """Gives a finite data set again and again; shuffled ones in another order each time."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class RepeatDataset(PositionsDataset):
 
 
 class LimitDataset(PositionsDataset):
-    """It gives the first `length` outputs: of each rank with only maps above (as energon), else of
-    the whole stream.
+    """Gives the first `length` outputs: of each rank with only maps above (as energon), else of the
+    whole stream.
 
     Of an endless data set, the next pass gives the next ones, or with `reset_after_epoch` the same
     ones again.
@@ -125,7 +125,9 @@ class LimitDataset(PositionsDataset):
 
     @property
     def num_positions(self) -> int:
-        """Where this is outermost, there are some to fill holes with, behind the limit."""
+        """Positions to read from. Of an outermost node some lie behind the limit, to fill skips
+        with.
+        """
         if not self.is_limit:
             return self.size
         return self.children[0].num_positions or _ENDLESS
@@ -196,8 +198,8 @@ class EpochizeDataset(PositionsDataset):
 
 
 class ShuffleBufferDataset(PositionsDataset):
-    """It mixes outputs within windows of `size`, one window after the other. Nothing is held back
-    for it.
+    """Mixes outputs within windows of `size`, one window after the other. Nothing is held back for
+    it.
     """
 
     def __init__(
@@ -243,6 +245,6 @@ class ShuffleBufferDataset(PositionsDataset):
 
 
 def _blends_blocks(dataset: SavableDataset[Any]) -> bool:
-    """Whether outputs are counted as they come, so that none has a position to be shuffled."""
+    """Returns whether outputs are counted as they come, so none has a position to be shuffled."""
     is_blend = dataset.is_block and hasattr(dataset, "weights")
     return is_blend or any(map(_blends_blocks, dataset.children))

@@ -19,9 +19,9 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 BATCH_INDEX: ContextVar[int | None] = ContextVar("batch index", default=None)
-"""Of the output that is being made, among those of its rank."""
+"""Index of the output that is being made, among those of its rank."""
 SAMPLE_INDEX: ContextVar[int | None] = ContextVar("sample index", default=None)
-"""Of the sample that a seeded function was given."""
+"""Index of the sample that a seeded function was given."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,14 +55,14 @@ def stateless(
 
 
 At = int | tuple[Any, ...]
-"""Where a value stands: its position among the outputs of the node that gave it; of several there,
-also which.
+"""Place of a value: its position among the outputs of the node that gave it; of several there, also
+which.
 """
 
 
 class UserFunction:
-    """It is a function of a user's, as a node calls it: with generators seeded for the call if it
-    is marked so.
+    """Function of a user's, as a node calls it: with generators seeded for the call if it is marked
+    so.
 
     The seed is one of the stream, of the node, and of where the (first) sample came from: its
     `__restore_key__`, or the position where it stands if it does not say.

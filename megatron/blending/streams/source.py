@@ -26,8 +26,8 @@ Load = Callable[[Record, tuple[str, int, int]], Any]
 
 
 class SourceDataset(SavableDataset[Any]):
-    """It gives the records of a source, each once per pass, in an order of its own that changes
-    from pass to pass.
+    """Gives the records of a source, each once per pass, in an order of its own that changes from
+    pass to pass.
 
     About 0.5 microseconds per record over reading and `load`.
     """
@@ -107,8 +107,7 @@ class SourceDataset(SavableDataset[Any]):
 
 
 class SourcePlan:
-    """It plans positions in the endless stream of a source, and knows the records that stand
-    there."""
+    """Plans positions in the endless stream of a source, and knows the records that stand there."""
 
     def __init__(self, node: SourceDataset, positions: Ints, block: Block) -> None:
         self.length = len(positions)

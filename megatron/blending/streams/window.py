@@ -21,16 +21,16 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class SkippedSample(NamedTuple):
-    """It stands in a window for a sample that makes no output."""
+    """Stands in a window for a sample that makes no output."""
 
     source: int
     """Number of its source among those of the tree, from 0."""
     place: str
-    """Where a person finds it."""
+    """Place at which a person finds it."""
     reason: str | None
-    """What it was skipped with (`SkipSample`); None where it failed."""
+    """Reason given to `SkipSample`; None for a sample that failed."""
     fault: str = ""
-    """What it failed with."""
+    """Message of its failure."""
 
 
 LeftOut = SkippedSample
@@ -91,7 +91,7 @@ class WindowDataset(SavableDataset[Any]):
 
 
 class WindowPlan(RangesPlan):
-    """It plans some windows, and gives whatever stands there, as it is."""
+    """Plans some windows, and gives whatever stands there, as it is."""
 
     def values(self, start: int, end: int) -> list[Any]:
         # Whoever gets the windows says what failed.

@@ -33,15 +33,15 @@ class WorkerConfig:
     data_parallel_group: Any = None
     """Process group that rank and world size are taken from; None: all processes."""
     seed: int = 0
-    """Of the order of everything; and, with rank, worker and where it begins, of the random numbers
-    that a worker process draws in functions that are not `@stateless(restore_seeds=True)`.
+    """Seed of the order of everything; and, with rank, worker and where it begins, of the random
+    numbers that a worker process draws in functions that are not `@stateless(restore_seeds=True)`.
     """
     seed_offset: int = 0
     """Is added to the seed."""
     num_shards: int | None = None
-    """Of former releases, and of no effect: the stream does not depend on it any more."""
+    """Option of former releases, without effect: the stream does not depend on it any more."""
     failure_tolerance: int = DEFAULT_TOLERANCE
-    """So many failures of a function in a row are fatal; 0: none ever is.
+    """Failures of a function in a row that are fatal; 0: none is.
     `@stateless(failure_tolerance=...)` wins.
     """
     global_error_handler: Callable[[Exception, Any, Any], None] | None = None
@@ -51,11 +51,11 @@ class WorkerConfig:
     restore_error_handler: Any = None
     worker_debug_path: str | None = None
     worker_log_level: int = 0
-    """These three are energon's, and of no effect: a sample that is read again is handled as any
-    other, and what fails is in the log `megatron.blending` of the rank.
+    """Options of energon's, like the two after it, without effect: a sample that is read again is
+    handled as any other, and what fails is in the log `megatron.blending` of the rank.
     """
     start_method: str | None = None
-    """Of processes: "fork", "spawn" or "forkserver"; None: fork where there is one."""
+    """Start method of processes: "fork", "spawn" or "forkserver"; None: fork where there is one."""
     slow_worker_seconds: float = 10.0
     """A worker that gives nothing for so long is named in the log, with where it stands."""
     worker_timeout_seconds: float = 600.0

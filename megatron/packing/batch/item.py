@@ -31,10 +31,10 @@ _HUGGINGFACE = (
 
 
 class Item(NamedTuple):
-    """What a dict holds, without its padding: T tokens of sequences or trees."""
+    """Content of a dict, without its padding: T tokens of sequences or trees."""
 
     fields: dict[str, npt.NDArray[Any]]
-    """Those that it has of tokens (always), labels, loss_mask, position_ids, num_paths: [T];
+    """Fields that it has of tokens (always), labels, loss_mask, position_ids, num_paths: [T];
     axis_positions: [T, 3].
     """
     extra: dict[str, Rows]

@@ -45,7 +45,7 @@ so that a pack's keys take no more memory than this many times those of sequence
 
 @dataclass(frozen=True, kw_only=True)
 class TreeRules:
-    """How the trees of a run are trained."""
+    """Rules by which the trees of a run are trained."""
 
     alignment: Alignment
     capacity: int
@@ -54,7 +54,7 @@ class TreeRules:
     quadratic: float
     """Cost of a token, and of a squared length."""
     keeps_trees: bool = True
-    """Whether prefixes are shared; otherwise each path becomes a sequence."""
+    """True if prefixes are shared; otherwise each path becomes a sequence."""
 
     def cost(self, length: int, depth: int) -> float:
         """Returns the cost of a node of so many tokens below so many, padding included."""

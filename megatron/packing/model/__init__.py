@@ -1,1 +1,1 @@
-"""What megatron-core's model and schedules need to train packs."""
+"""Extensions that megatron-core's model and schedules need to train packs."""

@@ -163,7 +163,7 @@ class PackedDotProductAttention(MegatronModule):
 
 
 def is_windowed(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether the layer of that number, from 1, sees a window only."""
+    """Returns whether the layer of that number, from 1, sees a window only."""
     return bool(
         is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
     )

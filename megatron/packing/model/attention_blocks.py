@@ -23,7 +23,7 @@ _MIN_QUERIES, _MAX_QUERIES = 16, 256
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How a layer makes scores of queries and keys."""
+    """Rules by which a layer makes scores of queries and keys."""
 
     scale: float
     """Factor of the products."""

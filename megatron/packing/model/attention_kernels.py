@@ -60,7 +60,7 @@ def causal_attention(
 
 @dataclass(frozen=True)
 class Needs:
-    """What a layer asks of a kernel beside causal attention."""
+    """Features that a layer asks of a kernel beside causal attention."""
 
     window: bool = False
     softcap: bool = False

@@ -288,7 +288,7 @@ def by_section(
 
 
 def _cut_parameter(whole: Tensor, config: TransformerConfig, tp_group: Any) -> torch.nn.Parameter:
-    """This tensor-parallel rank's rows; the same start in any layout."""
+    """Returns the rows of this tensor-parallel rank; the same start in any layout."""
     part = whole.chunk(tp_group.size())[tp_group.rank()]
     parameter = torch.nn.Parameter(part.to(config.params_dtype).to(_device(config)))
     set_tensor_model_parallel_attributes(parameter, True, 0, 1)

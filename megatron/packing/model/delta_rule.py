@@ -90,8 +90,8 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether flash-linear-attention computes on that device; warns on CUDA, once, if it is not
-    installed.
+    """Returns whether flash-linear-attention computes on that device; warns on CUDA, once, if it is
+    not installed.
     """
     is_there = find_spec("fla") is not None
     if device.type == "cuda" and not is_there:
@@ -117,7 +117,7 @@ def _ends(lengths: Lengths, device: torch.device) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """How sequences are cut: the longest first, so that those that go on are always the first."""
+    """Cuts of sequences: the longest first, so that those that go on are always the first."""
 
     size: int
     num_chunks: int

@@ -158,7 +158,7 @@ def _extra_columns(
 
 
 def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection) -> Tensor:
-    """Which source each token of this rank's shard is from: int64 [1, T / context-parallel size];
+    """Returns the source of each token of this rank's shard: int64 [1, T / context-parallel size];
     padding is from 0 or from its sequence's, and masked. No collective.
     """
     lengths = microbatch["cu_seqlens_padded"].diff()

@@ -74,7 +74,7 @@ class GroupedExperts(SequentialMLP):
 
 
 class Groups:
-    """Which of the rows that stand in order of their group belong to which.
+    """Bounds of the rows of each group, which stand in order of their group.
 
     sizes: rows of each group.
     ends: [groups], int32, on the rows' device: the number of rows up to the end of each.
@@ -166,8 +166,8 @@ def _weight_gradients(gradient: Tensor, x: Tensor, groups: Groups) -> Sequence[T
 
 
 def _is_for_grouped_mm(operand: Tensor, *widths: int) -> bool:
-    """Whether `grouped_mm` takes matrices with rows of these lengths: in bfloat16 (and in float32
-    where no GPU is), and not none.
+    """Returns whether `grouped_mm` takes matrices with rows of these lengths: in bfloat16 (and in
+    float32 where no GPU is), and not none.
     """
     dtypes = (torch.bfloat16,) if operand.is_cuda else (torch.bfloat16, torch.float32)
     return (

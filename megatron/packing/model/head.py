@@ -75,7 +75,7 @@ class Hidden(NamedTuple):
 
 
 class Words(NamedTuple):
-    """How products of hidden states and weights become logits of words."""
+    """Rules by which products of hidden states and weights become logits of words."""
 
     num_words: int | None
     """Rows of the weight from that one on are no words; None where all are."""

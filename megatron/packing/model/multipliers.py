@@ -23,7 +23,7 @@ class LogitRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it changes nothing."""
+        """Returns whether it changes nothing."""
         return self.scale == 1.0 and self.softcap is None
 
     def apply_(self, logits: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class LogicalName(NamedTuple):
     """A parameter of a whole model."""
 
     part: str
-    """What it is, such as attention.qkv.weight."""
+    """Logical name, such as attention.qkv.weight."""
     layer: int | None = None
     """Number over the whole model, from 0; None outside layers."""
     expert: int | None = None
@@ -106,5 +106,7 @@ def layer_prefix(name: str) -> str | None:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's, beside the layer that it belongs to."""
+    """Returns whether a parameter's name is that of an adapter's, beside the layer that it belongs
+    to.
+    """
     return ADAPTER in name

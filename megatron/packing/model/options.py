@@ -1,4 +1,5 @@
-"""pure. What decides what a model computes, as options under Megatron's names where it has them.
+"""pure. Options that decide what a model computes, as options under Megatron's names where it has
+them.
 
 An option that megatron-core's TransformerConfig has under the same name needs nothing else (see
 `architecture`).

@@ -61,7 +61,8 @@ def _ends_of_pieces(lengths: Lengths, size: int, device: torch.device) -> tuple[
 
 
 def _successors(firsts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What follows each piece, from the first tokens [..., 2 * sequences] of each rank's pieces.
+    """Returns what follows each piece, from the first tokens [..., 2 * sequences] of each rank's
+    pieces.
 
     Rank r's pieces are r and 2 cp - 1 - r. After the first comes rank r + 1's first, at the last
     rank its own second; after the second comes rank r - 1's second, at rank 0 nothing.

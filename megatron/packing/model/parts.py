@@ -27,13 +27,13 @@ class Parts:
     """Parts of a model's layers."""
 
     norm_position: NormPosition = "before"
-    """Where norms stand: before attention and MLP, behind them, or both."""
+    """Places of norms: before attention and MLP, behind them, or both."""
     residual_multiplier: float = 1.0
     """Factor of what attention and MLP add."""
     softcap: float | None = None
     """Cap of attention scores."""
     has_whole_width_qk_norms: bool = False
-    """Whether norms of queries and keys take all heads together."""
+    """True if norms of queries and keys take all heads together."""
     rotary_of_layers: tuple[LayerRotary | None, ...] = ()
     """For each layer its rotary embedding; None for the model's. Empty: all have the model's."""
     query_scale: QueryScale | None = None
@@ -41,7 +41,7 @@ class Parts:
 
     @property
     def need_local_layers(self) -> bool:
-        """Whether Transformer Engine's layers have no place for one of them."""
+        """Returns whether Transformer Engine's layers have no place for one of them."""
         return (
             self.norm_position != "before"
             or self.residual_multiplier != 1.0

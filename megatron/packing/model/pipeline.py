@@ -22,8 +22,8 @@ from megatron.packing.step.settings import PackingOptions
 
 
 class PackedLosses(list):
-    """What the forward-backward function returned, one entry per microbatch, and the `batch` that
-    it ran.
+    """Results of the forward-backward function, one entry per microbatch, and the `batch` that it
+    ran.
     """
 
     def __init__(self, losses: list[Any], batch: GlobalBatch) -> None:

@@ -124,7 +124,9 @@ class PackedSelfAttention(SelfAttention):
         return Places(padded_lengths(pack), cp.size(), cp.rank(), depths_of(pack))
 
     def _turns(self, frequencies: Tensor, packed_seq_params: Any, query: Tensor) -> Turns:
-        """Those of the microbatch, which all layers share: they are kept with what describes it."""
+        """Returns the angles of the microbatch, which all layers share: they are kept with what
+        describes it.
+        """
         kept = getattr(packed_seq_params, "turns", None)
         if kept is None or kept[0] is not frequencies or kept[1].cos.dtype != query.dtype:
             places = self._places(packed_seq_params, query)
@@ -150,7 +152,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a context-parallel rank stand in their sequences."""
+    """Positions of the tokens of a context-parallel rank in their sequences."""
 
     lengths: Lengths
     size: int
@@ -231,14 +233,14 @@ def _is_same(kept: Any, key: Any) -> bool:
 
 
 class Turns(NamedTuple):
-    """By how much each token is turned."""
+    """Angles by which each token is turned."""
 
     cos: Tensor
     """[t, 1, 1, d]: for each channel; one for those that stay."""
     sin: Tensor
     """[t, 1, 1, pairs]: for each pair of channels."""
     is_interleaved: bool
-    """Whether pairs are neighbours, instead of one channel of each half."""
+    """True if pairs are neighbours, instead of one channel of each half."""
 
 
 def frequencies_of_tokens(

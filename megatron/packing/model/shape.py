@@ -164,7 +164,7 @@ class ModelShape:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate beside its first layer."""
+        """Returns whether the MLP has a gate beside its first layer."""
         return self.swiglu or self.geglu or self.quick_geglu
 
     @property

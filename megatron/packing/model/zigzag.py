@@ -1,4 +1,4 @@
-"""tensor. Which tokens of a pack a context-parallel rank holds, and what they attend to.
+"""tensor. Tokens of a pack that a context-parallel rank holds, and what they attend to.
 
 Each sequence is cut in 2 cp equal pieces; rank r holds pieces r and 2 cp - 1 - r, so that causal
 attention costs every rank the same. All results are pure functions of (lengths, size, rank) and

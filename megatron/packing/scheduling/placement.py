@@ -62,7 +62,9 @@ class Packs(NamedTuple):
         return self.num_ranks * self.num_microbatches
 
     def each_alone(self) -> Packs:
-        """These packs, each as a rank of its own: ways that balance ranks then balance packs."""
+        """Returns these packs, each as a rank of its own: ways that balance ranks then balance
+        packs.
+        """
         return Packs(self.size, 1, self.capacity)
 
 

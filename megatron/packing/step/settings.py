@@ -86,7 +86,7 @@ class PackingSettings:
 
     @property
     def trees(self) -> TreeRules:
-        """How trees are shaped."""
+        """Rules by which trees are shaped."""
         return TreeRules(
             alignment=self.alignment,
             capacity=self.capacity,

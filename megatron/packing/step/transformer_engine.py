@@ -1,4 +1,4 @@
-"""tensor. Whether attention is Transformer Engine's, which decides how packs are described."""
+"""tensor. Test for Transformer Engine's attention, which decides how packs are described."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from packaging.version import Version
 
 @cache
 def transformer_engine_installed() -> bool:
-    """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device.
+    """Returns whether attention will be Transformer Engine's, which wants `cu_seqlens` on the
+    device.
 
     ValueError for one before 2.9, under which packs are known not to converge.
     """

@@ -1,4 +1,4 @@
-"""mcore. Where trees are trained as trees, where as separate sequences, and what samples a model
+"""mcore. Rules for trees: trained as trees or as separate sequences, and the samples that a model
 cannot be trained on.
 """
 

@@ -20,7 +20,7 @@ class ReadAs(NamedTuple):
 
     others: str
     arguments: Callable[[list[str]], list[str]]
-    """What its values are on our command line; ValueError where they are wrong."""
+    """Returns its values on our command line; ValueError where they are wrong."""
 
 
 def _data_args(values: list[str]) -> list[str]:
@@ -104,7 +104,7 @@ class Accepted(NamedTuple):
     always_so: bool
     """Or it has no effect here."""
     values: tuple[str, ...] | None
-    """Those that it may have, () for an option without a value, None for any."""
+    """Values that it may have, () for an option without a value, None for any."""
 
 
 _WITHOUT_EFFECT = """
@@ -333,7 +333,7 @@ _REFUSED = {
     "pass --lr-warmup-iters": "--warmup",
     "pass --config": "--yaml-cfg",
 }
-"""What to do instead -> options."""
+"""Advice on what to do instead -> options."""
 
 REFUSED = {name: way for way, names in _REFUSED.items() for name in names.split()}
 _PATTERNS = (*_WITHOUT_EFFECT.split(), *REFUSED)
@@ -372,7 +372,7 @@ def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _found(name: str) -> Accepted | str | None:
-    """What becomes of an option: by its name, else by a pattern, with `no-` or without."""
+    """Returns what becomes of an option: by its name, else by a pattern, with `no-` or without."""
     if name in ACCEPTED or name in REFUSED:
         return ACCEPTED.get(name) or REFUSED[name]
     without = "--" + name.removeprefix("--").removeprefix("no-")
@@ -381,7 +381,9 @@ def _found(name: str) -> Accepted | str | None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether it is the pattern; `fnmatch` would compile each of them, in a tenth of a second."""
+    """Returns whether it is the pattern; `fnmatch` would compile each of them, in a tenth of a
+    second.
+    """
     if "*" not in pattern:
         return name == pattern
     first, *middle, last = pattern.split("*")

@@ -1,5 +1,5 @@
-"""pure. What --pretrained-checkpoint and --lora-adapter say of the other options, and whether they
-contradict it.
+"""pure. Options that the folders of --pretrained-checkpoint and --lora-adapter decide, and a check
+that the others do not contradict them.
 """
 
 from __future__ import annotations

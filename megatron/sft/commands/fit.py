@@ -40,7 +40,7 @@ from megatron.sft.options.config import GROUPS, SFTConfig
 
 _SHOWN = ("Start from", "Data", "Layout")
 _BYTES_PER_PACKED_TOKEN = 5 + 8 + 8 + 4 + 8 + 1
-"""As it travels, and tokens, labels, mask, positions and padding of the microbatches."""
+"""A batch as it travels, and tokens, labels, mask, positions and padding of the microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class FitOptions:
     loss_share: float = 1.0
     """Part of the tokens that counts for the loss; the others need no output layer."""
     expert_routing: Literal["balanced", "worst"] = "balanced"
-    """How tokens go to experts: evenly, or all to those of one rank."""
+    """Distribution of tokens over experts: even, or all to those of one rank."""
     fit_json: str | None = None
     """File for the estimate in bytes."""
 

@@ -1,5 +1,5 @@
-"""pure. Where the planner takes lengths of sequences from: files of lengths, chats, mock
-configurations, runs.
+"""pure. Lengths of sequences for the planner, from files of lengths, chats, mock configurations,
+runs.
 
 lengths.csv                   a length per line
 chats.jsonl|.json|.parquet    records as training reads them, and a tokenizer

@@ -89,7 +89,7 @@ class Tokenizer(Protocol):
 
     @property
     def contexts(self) -> Contexts:
-        """How what each of the assistant's turns is generated from relates to `encode_chat`."""
+        """Relation of each turn's context, when it is generated, to `encode_chat`."""
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
         """Return the whole conversation. SampleError if this one does not fit the format."""
@@ -111,7 +111,7 @@ class EncodedSample:
     loss_mask: npt.NDArray[np.float32]
     """[L]: the record's weight where labels[i] counts in the loss, else 0."""
     is_cut: bool
-    """Whether the record was longer, and its tail was cut."""
+    """True if the record was longer, and its tail was cut."""
     tree: MergedPaths | None = None
     """The turns as paths, where they do not make one sequence; its tokens are those above."""
 
@@ -130,15 +130,15 @@ class ChatEncoder:
     seq_length: int
     """Most tokens that a sample may have."""
     over_length_policy: OverLengthPolicy
-    """What becomes of a longer record: a SampleError, a sample of its first `seq_length` tokens, or
+    """Treatment of a longer record: a SampleError, a sample of its first `seq_length` tokens, or
     `Dropped`.
     """
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Of --data-columns: column -> the name that `layouts` knows."""
+    """Names by --data-columns: column -> the name that `layouts` knows."""
     train_turns: TrainTurns = "all"
-    """Which of a conversation's turns are trained, and behind what (see `turns`)."""
+    """Turns of a conversation that are trained, and their contexts (see `turns`)."""
     takes_trees: bool = True
-    """Whether a sample may be a tree; otherwise records of several answers are refused."""
+    """True if a sample may be a tree; otherwise records of several answers are refused."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
     """Keys that were told not to be read."""
 

@@ -118,7 +118,7 @@ class Turn(NamedTuple):
     """An answer and its context, as text."""
 
     prompt: str
-    """What generation starts from."""
+    """Text that generation starts from."""
     answer: str
     """The rest up to the end of the turn, which is trained."""
     weight: float
@@ -135,7 +135,7 @@ class ChatTemplate:
     today: date | None = None
     """The date that the template is given; None for none."""
     _prompts: dict[str, AroundAnswers] = field(default_factory=dict, init=False, repr=False)
-    """By the options of the template, as JSON."""
+    """Contexts by the options of the template, as JSON."""
     _checked: set[Any] = field(default_factory=set, init=False, repr=False)
 
     def __getstate__(self) -> tuple[str, Mapping[str, str], date | None]:
@@ -230,7 +230,7 @@ class ChatTemplate:
 
     @cached_property
     def contexts(self) -> Contexts:
-        """How the contexts of answers relate to one rendering of the conversation.
+        """Relation of the contexts of answers to one rendering of the conversation.
 
         Asked of short conversations with thoughts, a system prompt and tool calls; those that the
         template refuses say nothing. A template that marks what is trained is made for one
@@ -277,7 +277,9 @@ class ChatTemplate:
             ) from None
 
     def _prompt(self, options: Mapping[str, Any]) -> AroundAnswers:
-        """What stands around an answer; ValueError for a template that trains no end of a turn."""
+        """Returns what stands around an answer; ValueError for a template that trains no end of a
+        turn.
+        """
 
         def write(*messages: Message, prompts: bool = False) -> Written:
             return self._write(Conversation(list(messages), None, options), prompts)
@@ -309,7 +311,7 @@ class ChatTemplate:
         return around
 
     def _answer(self, written: Written, number: int, around: AroundAnswers) -> Place:
-        """Where the assistant's message is trained."""
+        """Returns the spans of the assistant's message that are trained."""
         places = written.turns.get(number, ())
         if len(places) != 1:
             raise ValueError(
@@ -430,7 +432,7 @@ def _other_end(number: int, turn: str, around: AroundAnswers) -> str:
 
 
 def _generation_prompt(asked: Written, prompted: Written) -> str:
-    """What the template adds for the assistant to go on from."""
+    """Returns what the template adds for the assistant to continue."""
     if asked.text[: asked.loop_end] == prompted.text[: prompted.loop_end]:
         return prompted.text[prompted.loop_end :]
     if prompted.text.startswith(asked.text):  # written in the loop, at its last message
@@ -490,7 +492,7 @@ def _without_earlier_thoughts(conversation: Conversation) -> Conversation:
 
 
 def _kind_of(conversation: Conversation) -> tuple[Any, ...]:
-    """What a template may make a difference by: equal for conversations of one kind."""
+    """Returns a key that is equal for conversations that a template may not treat differently."""
     before, steps = "", set()
     for message in conversation.messages:
         calls, is_trained = "tool_calls" in message.fields, message.weight > 0

@@ -46,7 +46,7 @@ class ChatLoad:
     content: Callable[[Any], Mapping[str, Any]]
     """A record of the source -> what ChatEncoder reads."""
     weight: float
-    """Of the source, in the loss."""
+    """Weight of the source in the loss."""
     source: int = 0
     """Its number among those of the run."""
 

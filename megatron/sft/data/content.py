@@ -1,4 +1,4 @@
-"""pure. What a record may say: a conversation, a passage of text, several of them, or token ids."""
+"""pure. Content of a record: a conversation, a passage of text, several of them, or token ids."""
 
 from __future__ import annotations
 

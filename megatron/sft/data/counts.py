@@ -1,4 +1,6 @@
-"""pure. What a stream drew of each source: one table of exact integers, which sums over ranks."""
+"""pure. Samples that a stream loaded of each source: one table of exact integers, which sums over
+ranks.
+"""
 
 from __future__ import annotations
 

@@ -51,23 +51,23 @@ _HELD_OUT = ("val", "test")
 
 
 class Datasets(NamedTuple):
-    """What a run reads. An empty validation or test set is not evaluated."""
+    """Data of a run. An empty validation or test set is not evaluated."""
 
     train: SampleSet
     valid: SampleSet
     test: SampleSet
     vocab_size: int
-    """Of the model: that of --pretrained-checkpoint, which may have rows that no token uses, else
-    the tokenizer's.
+    """Vocabulary size of the model: that of --pretrained-checkpoint, which may have rows that no
+    token uses, else the tokenizer's.
     """
     tokenizer: Tokenizer | None = None
     """None for mock data."""
     train_turns: TrainTurns = "all"
-    """Of conversations, by --train-turns or its default."""
+    """Turns of conversations that are trained, by --train-turns or its default."""
 
     def vocabulary(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that loads it: with other tokens, its weights
-        mean nothing.
+        """Returns what a checkpoint must share with the run that loads it: with other tokens, its
+        weights mean nothing.
         """
         told: dict[str, Any] = {"vocab_size": self.vocab_size}
         return told if self.tokenizer is None else {**told, "tokenizer": self.tokenizer.fingerprint}

@@ -35,7 +35,7 @@ class HuggingFaceTokenizer:
     eod: int
     pad: int
     template: ChatTemplate | None
-    """What `encode_chat` follows."""
+    """The template that `encode_chat` follows."""
 
     @property
     def contexts(self) -> Contexts:

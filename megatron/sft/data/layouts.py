@@ -86,7 +86,7 @@ _LAYOUTS = (
 
 
 class Reading(NamedTuple):
-    """What a record says."""
+    """Content of a record."""
 
     content: Content
     weight: float
@@ -109,7 +109,7 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
 
 
 class _Found(NamedTuple):
-    """What a record says, the keys that say it, and the keys of its turns that were not read."""
+    """Content of a record, the keys that say it, and the keys of its turns that were not read."""
 
     content: Content
     read: set[str]

@@ -19,7 +19,7 @@ from megatron.sft.data.template_sandbox import MAX_CHARACTERS, Sandbox, check_pr
 
 _MARK = "mark_place"
 _MAX_PASSES = 1_000_000
-"""Of all loops of a rendering."""
+"""Rounds of all loops of a rendering, at most."""
 
 
 class Written(NamedTuple):
@@ -31,9 +31,9 @@ class Written(NamedTuple):
     out.
     """
     generated: Sequence[tuple[int, int, int | None]]
-    """What {% generation %} encloses, and the message it is in."""
+    """Span that {% generation %} encloses, and the message that it is in."""
     loop_end: int
-    """Where the last loop over messages ended; 0 if there was none."""
+    """End of the last loop over messages ended; 0 if there was none."""
 
 
 class MarkedTemplate:
@@ -72,7 +72,7 @@ class _Place(NamedTuple):
 
 
 class _Marks:
-    """What a rendering wrote, and the places at which its marks were reached."""
+    """Text of a rendering, and the places at which its marks were reached."""
 
     def __init__(
         self, messages: Sequence[Mapping[str, Any]], check_time: Callable[[], None]

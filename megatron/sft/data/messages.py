@@ -53,8 +53,8 @@ _UNREADABLE = (
 
 
 MAX_WEIGHT = 10_000
-"""Of a record, a turn or a source in the loss: gradients beyond it are a mistake that trains the
-model to pieces.
+"""Largest weight of a record, a turn or a source in the loss: gradients beyond it train the model
+to pieces.
 """
 
 
@@ -71,9 +71,9 @@ class Message(NamedTuple):
     """system, user, assistant or tool"""
     content: str
     weight: float = 1.0
-    """Of the loss on an assistant's turn; the turns of others have none."""
+    """Weight of the loss on an assistant's turn; the turns of others have none."""
     fields: Mapping[str, Any] = {}
-    """What else chat templates may read: tool_calls, reasoning_content, name, tool_call_id."""
+    """Fields that chat templates may read: tool_calls, reasoning_content, name, tool_call_id."""
 
     def as_dict(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
@@ -81,7 +81,7 @@ class Message(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """What a list of turns says."""
+    """Content of a list of turns."""
 
     messages: list[Message]
     unread: set[str]
@@ -122,7 +122,7 @@ def read_turns(
 
 
 def is_empty(value: object) -> bool:
-    """Whether a field says nothing: null, "", [] or {}."""
+    """Returns whether a field says nothing: null, "", [] or {}."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
 
 
@@ -354,7 +354,7 @@ def is_thinking(message: Message) -> bool:
 
 
 def texts_of(messages: Iterable[Message]) -> list[str]:
-    """What the messages say, thoughts included, without white space around."""
+    """Returns the texts of messages, thoughts included, without white space around."""
     said = [
         text
         for message in messages

@@ -22,15 +22,15 @@ class SampleSet:
     """Sources, and an order of their records; `len` is the records of one pass."""
 
     names: Sequence[str]
-    """Of the sources, by number."""
+    """Names of the sources, by number."""
     dataset: SavableDataset[Any] | None
-    """What gives (number of the source, `EncodedSample`) at each position; None where there is
-    nothing to read.
+    """Data set that gives (number of the source, `EncodedSample`) at each position; None where
+    there is nothing to read.
     """
     seed: int
-    """It is bound with."""
+    """Seed that the data set is bound with."""
     identity: dict[str, Any]
-    """What decides which record a position means: plain values, for a checkpoint."""
+    """Facts that decide which record a position means: plain values, for a checkpoint."""
 
     def __len__(self) -> int:
         return 0 if self.dataset is None else len(self.dataset)
@@ -87,7 +87,7 @@ def _leaves(node: Any) -> Iterator[SourceDataset]:
 
 
 def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities, so that a position in the one means nothing in the
+    """Returns the differences of two identities by which a position in the one means nothing in the
     other; [] where none of them is a blend.
 
     `["source code is new", "weight of chats was 1/2, is 1/3"]`

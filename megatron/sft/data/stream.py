@@ -29,7 +29,7 @@ _BAD = "bad sample"
 
 
 class Share(NamedTuple):
-    """Which part of every global batch a data-parallel rank draws, and in which portions."""
+    """Part of every global batch that a data-parallel rank loads, and its portions."""
 
     rank: int
     num_ranks: int
@@ -100,7 +100,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
 
     @property
     def counts(self) -> Counts:
-        """Of all that was drawn."""
+        """Counts of all samples that were loaded."""
         return Counts(self._table.copy())
 
     def start(self) -> None:

@@ -20,15 +20,15 @@ from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 23
-"""Of what a template writes, and of any text that it makes on the way."""
+"""Characters that a template writes at most, and of any text that it makes on the way."""
 _MAX_MADE = 1 << 29
-"""Of all that it makes in one rendering: some tenths of a second."""
+"""Characters of all that it makes in one rendering at most: some tenths of a second."""
 MAX_SECONDS = 10.0
-"""Of processor time that one rendering may take; released templates take milliseconds."""
+"""Seconds of processor time that one rendering may take; released templates take milliseconds."""
 _LARGEST, _LARGEST_OF_POWERS, _WIDEST_INDENT = 10_000, 100, 100
 _MAX_PARTS = 100_000
 _POINTER = 8
-"""What anything but a character counts."""
+"""Characters that any other value counts for."""
 _WIDE_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^}]*\{")
 """A width of five digits, or one that an argument says."""
 # No chat template needs them, and their widths are bounded by nothing.

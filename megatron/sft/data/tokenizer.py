@@ -74,7 +74,7 @@ class MarkedTokenizer:
     """
 
     text: _Bytes | _Numbers
-    """What turns text into ids."""
+    """Function from text to ids."""
     vocab_size: int
     eod: int
     pad: int

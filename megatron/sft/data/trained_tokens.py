@@ -59,9 +59,9 @@ class _Untrained:
     num_records: int
     reasons: Counter[str] = field(default_factory=Counter)
     fault: str = ""
-    """Of the first one that is broken."""
+    """Message of the first record that is broken."""
     roles: Counter[str] = field(default_factory=Counter)
-    """Of the turns in records without a token to train on."""
+    """Roles of the turns in records without a token to train on."""
     num_weighted: int = 0
     """Turns of the assistant among them that are to be trained, by their weights and their
     records'.

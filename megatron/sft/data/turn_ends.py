@@ -1,4 +1,4 @@
-"""pure. What a chat template writes around an answer: what generation starts from, and where the
+"""pure. Text that a chat template writes around an answer: the start of generation, and where the
 answer ends.
 
     most        one end, behind every answer
@@ -18,7 +18,7 @@ from megatron.sft.data.messages import Message
 
 _CALL_END = "<|call|>"
 _NEXT_MESSAGE, _AFTER_ANSWER, _AFTER_CALL = "[gMASK]<sop>", "<|user|>", "<|observation|>"
-"""What GLM's templates are recognised by, and their ends."""
+"""Text by which GLM's templates are recognised, and their ends."""
 
 
 class Place(NamedTuple):
@@ -32,18 +32,18 @@ class Place(NamedTuple):
 
 
 class AroundAnswers(NamedTuple):
-    """What a template writes around an answer; ends are without white space around them, unless
-    they are nothing else.
+    """Text that a template writes around an answer; ends are without white space around them,
+    unless they are nothing else.
     """
 
     prompt: str
-    """What generation starts from."""
+    """Text that generation starts from."""
     ends: tuple[str, ...]
-    """Those that are generated."""
+    """Ends that are generated."""
     end_of_earlier: str | None = None
-    """What stands in their place once the conversation goes on, where that is another one."""
+    """End in their place once the conversation continues, if that is another one."""
     is_of_next: bool = False
-    """Whether an end is the beginning of the next message."""
+    """True if an end is the beginning of the next message."""
 
     def place(self, text: str, start: int, end: int) -> Place | None:
         """Returns the place of the answer in the turn [start, end) of a rendering; None where it

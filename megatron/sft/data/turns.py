@@ -25,8 +25,9 @@ from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import SampleError
 
 Contexts = Literal["kept", "differ", "unknown"]
-"""Of a template: one rendering has each answer behind what it is generated from; the contexts are
-others than in one rendering; they are not to be had, as an answer is not written behind its prompt.
+"""Kinds of templates: one rendering has each answer behind what it is generated from; the contexts
+are others than in one rendering; they are not to be had, as an answer is not written behind its
+prompt.
 """
 
 
@@ -37,7 +38,7 @@ class EncodedTurns(NamedTuple):
     """None where no path is left."""
     num_over: int
     is_cut: bool
-    """Whether a path was truncated, or left out for its length."""
+    """True if a path was truncated, or left out for its length."""
 
 
 class Tokens(Protocol):

@@ -63,7 +63,7 @@ class Phase:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an operation returns its argument's memory.
+    """Returns whether an operation returns its argument's memory.
 
     A storage that is first seen so was made by no operation: it was there before, as batches are,
     or it is a copy that gloo makes for itself.

@@ -1,4 +1,5 @@
-"""mcore. Where a run on CUDA takes another way than one on CPU, and what a fake world makes of it.
+"""mcore. Places at which a run on CUDA takes another way than one on CPU, and what a fake world
+makes of them.
 
 Fake tensors are on the CPU: a CPU build of torch makes no others. `BRANCHES` lists every place of
 the trainer that asks for the device, with what the estimate does there. `replaced` gives the

@@ -18,7 +18,7 @@ _Dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
 
 
 def replaced(reads: HostReads) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What `world` replaces for them: (owner, name, replacement)."""
+    """Returns what `world` replaces for them: (owner, name, replacement)."""
     synchronize, permute = _Dispatcher._maybe_dtoh_and_synchronize, token_dispatcher.permute
     initialize = _Dispatcher.__init__
 

@@ -69,12 +69,14 @@ def spread_evenly(total: int, parts: int) -> IntArray:
 
 @dataclass(kw_only=True)
 class HostReads:
-    """What is answered. Of a run on real tensors, `recorded` has its experts' numbers, in order."""
+    """Answers to reads by the host. Of a run on real tensors, `recorded` has its experts' numbers,
+    in order.
+    """
 
     routing: Routing = "balanced"
     recorded: Sequence[Dispatch] | None = None
     num_loss_tokens: int = 0
-    """Of the microbatch that was asked for last, in this rank's share of it."""
+    """Loss tokens of the microbatch that was asked for last, in this rank's share of it."""
     num_selected: int = 0
     """Copies of tokens that the layer under way sends to experts."""
     _next: Iterator[Dispatch] | None = field(default=None, init=False)

@@ -37,7 +37,7 @@ def config_of(base: SFTConfig, candidate: Candidate) -> SFTConfig:
 
 
 def is_valid(base: SFTConfig, candidate: Candidate) -> bool:
-    """Whether the trainer would accept the layout."""
+    """Returns whether the trainer would accept the layout."""
     try:
         config_of(base, candidate).check(candidate.world_size)
     except (FlagError, ValueError):

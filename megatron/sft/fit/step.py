@@ -60,9 +60,9 @@ class Prepared(NamedTuple):
 
     batch: Any
     num_tokens: int
-    """Of this context-parallel rank, padding included."""
+    """Tokens of this context-parallel rank, padding included."""
     num_loss_tokens: int
-    """Of this context-parallel rank."""
+    """Tokens of this context-parallel rank."""
 
 
 def iterated(

@@ -51,8 +51,8 @@ from megatron.sft.options.config import SFTConfig
 
 
 class Training(NamedTuple):
-    """What a step needs: model chunks (one per virtual stage), optimizer, learning-rate schedule,
-    cost model.
+    """Objects of a training step: model chunks (one per virtual stage), optimizer, learning-rate
+    schedule, cost model.
     """
 
     model: list[DistributedDataParallel]
@@ -180,8 +180,8 @@ def build_model(
     device: torch.device,
     pretrained: Pretrained | MegatronCheckpoint | None = None,
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks under megatron-core's DistributedDataParallel, with `pretrained`
-    weights if given.
+    """Returns the model chunks of this rank under megatron-core's DistributedDataParallel, with
+    `pretrained` weights if given.
     """
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(

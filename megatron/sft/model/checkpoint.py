@@ -1,4 +1,4 @@
-"""mcore. What a checkpoint holds, and loading it, through megatron-core's distributed checkpoints:
+"""mcore. Content of a checkpoint, and loading it, through megatron-core's distributed checkpoints:
 a run continues also in another layout.
 
 Every file's size and checksum are kept in the checkpoint, and compared before anything of it is
@@ -38,20 +38,20 @@ _UNSAID = {
 
 
 class Progress(NamedTuple):
-    """How far a run is."""
+    """Progress of a run."""
 
     iteration: int
     consumed_samples: int
     evaluation_due: bool
-    """Whether the step was one to evaluate after, and the run was stopped before that."""
+    """True if the step was one to evaluate after, and the run was stopped before that."""
     best_loss: float | None = None
     """The lowest validation loss so far."""
     evaluations_since_best: int = 0
     best_iteration: int | None = None
     """The step after which it was measured."""
     evaluated: str | None = None
-    """What it was measured on: another set's losses are not compared with it. None in older
-    checkpoints.
+    """Validation data that it was measured on: another set's losses are not compared with it. None
+    in older checkpoints.
     """
     waiting: Sequence[dict[str, Any]] = ()
     """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there
@@ -60,7 +60,7 @@ class Progress(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a run takes of the checkpoints that it continues from."""
+    """Parts that a run takes of the checkpoints that it continues from."""
 
     iteration: int | None = None
     """None for the newest."""
@@ -69,7 +69,7 @@ class Wanted(NamedTuple):
     progress: bool = True
     """With the learning rate's schedule; without it other data are no matter."""
     changed_blend: bool = False
-    """Whether the position may be one in another blend."""
+    """True if the position may be one in another blend."""
 
 
 def restored_queue(

@@ -35,7 +35,8 @@ class CheckpointError(AgreedError):
 
 @contextmanager
 def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iterator[None]:
-    """What fails to write on any rank is one CheckpointError on all of them; collective at its end.
+    """Turns a failure to write on any rank into one CheckpointError on all of them; collective at
+    its end.
 
     is_collective: what is done is so itself. Then only what it raises alike on all ranks is shared
     so; else the others are somewhere in it, and this rank raises on its own.

@@ -31,7 +31,7 @@ _UNFINISHED = ".unfinished"
 _BLOCK = 1 << 24
 _LONGEST_TRACKER = 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What locking fails with where a file system has no locks."""
+"""Errors of locking on a file system without locks."""
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:

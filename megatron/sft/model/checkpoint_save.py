@@ -92,7 +92,7 @@ class CheckpointSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's part is."""
+        """Returns whether this rank's part is written."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:

@@ -136,7 +136,9 @@ class CheckpointWeights:
 
 
 def _tensors_in(entry: object) -> list[ShardedTensor]:
-    """Those of one parameter; several where megatron-core's checkpoints cut it, as gate and up."""
+    """Returns the tensors of one parameter; several where megatron-core's checkpoints cut it, as
+    gate and up.
+    """
     if isinstance(entry, ShardedTensor):
         return [entry]
     if isinstance(entry, dict):

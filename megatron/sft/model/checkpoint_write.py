@@ -28,7 +28,7 @@ items with their tensors on the host).
 
 
 class Written(NamedTuple):
-    """What was written of some parts."""
+    """Record of the parts that were written."""
 
     results: dict[int, list[WriteResult]]
     """Part -> where each of its items is; megatron-core makes the table of contents of them."""

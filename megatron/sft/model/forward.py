@@ -135,7 +135,7 @@ class PaddedBatch(NamedTuple):
     position_ids: Tensor
     padding_mask: Tensor
     sources: Tensor
-    """Of each token, on the host."""
+    """Source of each token, on the host."""
     packed_seq_params: None = None
     lengths: tuple[int, ...] = ()
     """Real tokens of each row."""

@@ -1,6 +1,4 @@
-"""mcore. What the options ask of a GPTModel and its constructor has no argument for, added from
-outside.
-"""
+"""mcore. Features of a GPTModel that its constructor has no argument for, added from outside."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class SFTConfig:
 
     @property
     def alignment(self) -> Alignment:
-        """What the layout demands of packs."""
+        """Multiples that the layout demands of packs."""
         return Alignment.for_layout(
             context_parallel_size=self.parallel.context_parallel_size,
             tensor_parallel_size=self.parallel.tensor_model_parallel_size,

@@ -206,7 +206,7 @@ class DataConfig:
 
     @property
     def is_blend(self) -> bool:
-        """Whether sources are blended, not read one after the other."""
+        """Returns whether sources are blended, not read one after the other."""
         return any(
             weight is not None or is_metadataset(path) for weight, path in self.weighted_paths
         )

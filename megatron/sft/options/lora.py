@@ -54,7 +54,7 @@ class LoraConfig:
 
     @property
     def writes_adapter(self) -> bool:
-        """Whether --save-hf writes a PEFT folder."""
+        """Returns whether --save-hf writes a PEFT folder."""
         return self.lora and not self.lora_merge
 
     def __post_init__(self) -> None:

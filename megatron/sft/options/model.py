@@ -41,13 +41,13 @@ class ModelConfig(Architecture):
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Which layers --recompute-granularity full recomputes: all, in runs of --recompute-num-layers,
+    """Layers that --recompute-granularity full recomputes: all, in runs of --recompute-num-layers,
     or that many of each stage (default: uniform).
     """
     recompute_num_layers: int | None = None
     """Layers that --recompute-method speaks of (default: 1)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
-    """Which attention Transformer Engine takes; without it there is one."""
+    """Transformer Engine attention backend; ignored without it."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Precision of the router's logits (default: the model's)."""
     moe_grouped_gemm: bool = False

@@ -53,5 +53,5 @@ class PackingConfig:
 
     @cached_property
     def fitted_cost(self) -> FittedCost | None:
-        """What the file of --pack-cost says, read once; None without it."""
+        """Cost model of the file of --pack-cost, read once; None without it."""
         return None if self.pack_cost is None else read_fitted_cost(self.pack_cost)

@@ -1,4 +1,4 @@
-"""pure. How rotary frequencies are stretched to longer contexts, as --rope-scaling and config.json
+"""pure. Stretching of rotary frequencies to longer contexts, as --rope-scaling and config.json
 write it.
 """
 
@@ -36,10 +36,10 @@ class RopeScaling(NamedTuple):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """Of yarn: whether the border's dimensions are rounded to whole ones."""
+    """True if yarn rounds the border's dimensions to whole ones."""
     raises_scores: bool = True
-    """Of yarn: whether cosines and sines are multiplied by `yarn_attention_factor`; not where
-    `mscale` equals `mscale_all_dim`.
+    """True if yarn multiplies cosines and sines by `yarn_attention_factor`; not where `mscale`
+    equals `mscale_all_dim`.
     """
 
     def to_json(self) -> str:
@@ -116,13 +116,13 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
 
 
 def _has_equal_scales(fields: Mapping[str, Any]) -> bool:
-    """Whether the factors that yarn multiplies cosines and sines by cancel out."""
+    """Returns whether the factors that yarn multiplies cosines and sines by cancel out."""
     scale = fields.get("mscale")
     return bool(scale) and scale == fields.get("mscale_all_dim")
 
 
 def is_positive(value: object) -> bool:
-    """Whether a value is a finite number above 0, which a float can hold."""
+    """Returns whether a value is a finite number above 0, which a float can hold."""
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megatron.sft.options.output import OutputConfig
 
 WANDB_ID_FILE = "wandb_run_id"
-"""Of the run's folder: a resumed run goes on under the same name there."""
+"""Identifier of the run's folder: a resumed run continues under the same name there."""
 
 
 class Board(Protocol):

@@ -1,4 +1,5 @@
-"""pure. What a training step and an evaluation measured, and the line of a log that it becomes.
+"""pure. Measurements of a training step and of an evaluation, and the lines of a log that they
+become.
 
 A field of `StepMetrics` is a column of `metrics.jsonl`. A new one has a default, so that older
 files can be read, and its value in `step_account`; or, where it says something of the packs, is a
@@ -61,8 +62,8 @@ class StepMetrics(PackingStats):
     data_seconds: float
     """Time that the step waited for its data."""
     passes_seconds: float
-    """Of the forward and backward passes, with the reduction of gradients; without `data_seconds`
-    and optimizer.
+    """Seconds of the forward and backward passes, with the reduction of gradients; without
+    `data_seconds` and optimizer.
     """
     predicted_seconds: float
     """The same as the fitted cost of --pack-cost predicts it; NaN without one."""
@@ -76,9 +77,9 @@ class StepMetrics(PackingStats):
     token_accuracy: float = math.nan
     """Share of loss tokens whose label is the likeliest word; NaN where it was not measured."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Of each source that had some: reason -> samples that were left out."""
+    """Samples that each source left out: reason -> samples that were left out."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
-    """Of each source that was drawn from; empty where there is one."""
+    """Metrics of each source that was read; empty where there is one."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Further numbers by name, summed up or the largest over all ranks; see `sft.figures`."""
 
@@ -184,13 +185,13 @@ class Evaluation:
     num_tokens: int
     """Tokens that the loss is taken on."""
     token_accuracy: float = math.nan
-    """As in a step."""
+    """Same as in a step."""
     dropped_samples: int = 0
     truncated_samples: int = 0
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """As in a step."""
+    """Same as in a step."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
-    """As in a step."""
+    """Same as in a step."""
 
     @property
     def perplexity(self) -> float:

@@ -162,7 +162,7 @@ def progress_bar(train_iters: int, done: int) -> Any:
 
 
 class Metrics(NamedTuple):
-    """What `metrics.jsonl` holds."""
+    """Content of `metrics.jsonl`."""
 
     steps: list[StepMetrics]
     evaluations: list[Evaluation]
@@ -192,7 +192,7 @@ def read_metrics(run_dir: Path | str) -> Metrics:
 
 
 def _is_line(record: dict[str, Any]) -> bool:
-    """Whether a line of metrics has all that its kind must have, of the right types."""
+    """Returns whether a line of metrics has all that its kind must have, of the right types."""
     if record.get("kind") == "event":
         event = record.get("event")
         return isinstance(event, str) and (
@@ -227,8 +227,8 @@ def _columns(kind: Any) -> dict[str, tuple[Any, bool]]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of a type: counts are at least 0, and null is a number that JSON
-    does not have.
+    """Returns whether a value of JSON is of a type: counts are at least 0, and null is a number
+    that JSON does not have.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is list:
@@ -278,7 +278,7 @@ def json_line(kind: str, **values: object) -> str:
 
 
 def is_packs(record: dict[str, Any]) -> bool:
-    """Whether a line of packs.jsonl is what `PACKS_FILE` says."""
+    """Returns whether a line of packs.jsonl is what `PACKS_FILE` says."""
     packs: Any = record.get("packs")
     return (
         _fits(packs, list[list[list[int]]])

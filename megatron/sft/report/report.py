@@ -1,4 +1,4 @@
-"""pure. What a run achieved, as a table and a picture: `megatron-sft report RUN_DIR`.
+"""pure. Results of a run, as a table and a picture: `megatron-sft report RUN_DIR`.
 
 It reads `metrics.jsonl`, and `packs.jsonl` where there is one. A new row of the table is a line in
 one of the functions that end in `_rows`. "Without packing" means the same sequences, padded to the

@@ -32,7 +32,7 @@ from megatron.sft.report.metrics_file import (
 )
 
 RUNS = "runs"
-"""Where the folders of runs are that have neither --run-dir nor --save."""
+"""Parent of the folders of runs that have neither --run-dir nor --save."""
 
 
 def prepare_output(output: OutputConfig) -> None:

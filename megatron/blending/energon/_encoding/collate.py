@@ -1,4 +1,4 @@
-"""tensor. This makes one value of several of a kind: samples are stacked into a batch, batches
+"""tensor. Makes one value of several of a kind: samples are stacked into a batch, batches
 concatenated.
 
 Torch is imported only where a tensor is met: a stream of text never imports it.
@@ -25,7 +25,7 @@ def generic_batch(values: Sequence[Any]) -> Any:
 
 
 def generic_concat(values: Sequence[Any]) -> Any:
-    """As `generic_batch`, but tensors are concatenated by `concat_pad`.
+    """Does as `generic_batch`, but tensors are concatenated by `concat_pad`.
 
     What is not a tensor becomes a list of the parts: two captions of batches of one are `[["a"],
     ["b"]]`.
@@ -110,7 +110,7 @@ def pinned(value: T) -> T:
 
 
 def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
-    """Whether it is a tensor; where torch was never imported, nothing is."""
+    """Returns whether a value is a tensor; where torch was never imported, nothing is."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

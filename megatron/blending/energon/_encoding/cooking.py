@@ -50,7 +50,7 @@ class Cooker:
             )
 
     def is_match(self, subflavors: Mapping[str, Any]) -> bool:
-        """Whether the source has every subflavor that is asked for, with the same value."""
+        """Returns whether the source has every subflavor that is asked for, with the same value."""
         asked = self.has_subflavors or {}
         return all(key in subflavors and subflavors[key] == value for key, value in asked.items())
 

@@ -1,5 +1,4 @@
-"""pure. This decodes a part of a sample, by its name; libraries are imported when a part needs
-them.
+"""pure. Decodes a part of a sample, by its name; libraries are imported when a part needs them.
 
 The last suffix of the name decides: txt -> str, json -> what it holds, cls -> int, npy -> array,
 jpg -> image ... ; a part of any other name stays bytes. Nothing that a file holds is executed, so
@@ -38,7 +37,7 @@ def keep_bytes(name: str, content: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class SampleDecoder:
-    """It decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it
+    """Decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it
     cannot be.
     """
 

@@ -18,8 +18,8 @@ from megatron.blending.streams.failures import FatalSampleError
 
 
 class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """It converts, where types are given, by the names of their fields; without, it leaves samples
-    as they are.
+    """Converts, where types are given, by the names of their fields; else leaves samples as they
+    are.
     """
 
     _encoded_sample_type: Any = None

@@ -33,7 +33,7 @@ def field_names(value: object) -> list[str]:
 
 
 def has_fields(value: object) -> bool:
-    """Whether an object, or the objects of a class, are made of named fields."""
+    """Returns whether an object, or the objects of a class, are made of named fields."""
     kind = value if isinstance(value, type) else type(value)
     return dataclasses.is_dataclass(kind) or issubclass(kind, Mapping) or hasattr(kind, "_fields")
 
@@ -106,7 +106,7 @@ def converted(value: object, kind: Any) -> Any:
 
 
 def is_made_of(kind: type, value: object) -> bool:
-    """Whether a class has a field for each that `value` has, and needs no other."""
+    """Returns whether a class has a field for each that `value` has, and needs no other."""
     if not has_fields(kind) or not has_fields(value):
         return False
     names = set(field_names(value))

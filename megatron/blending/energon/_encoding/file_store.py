@@ -53,8 +53,8 @@ class FileStore:
 
 
 class SystemFileStore(FileStore):
-    """It reads files below a folder or URL; ValueError for a name that leads out of it, as records
-    may hold any.
+    """Reads files below a folder or URL; ValueError for a name that leads out of it, as records may
+    hold any.
     """
 
     def _read(self, key: str) -> tuple[bytes, SourceInfo]:
@@ -68,11 +68,11 @@ class SystemFileStore(FileStore):
 
 
 class WebdatasetFileStore(FileStore):
-    """It reads files of a prepared WebDataset, whatever part they are in, by its index.sqlite."""
+    """Reads files of a prepared WebDataset, whatever part they are in, by its index.sqlite."""
 
     @cached_property
     def dataset(self) -> WebDataset:
-        """It is opened by the first who asks: a source as its own store is seldom asked for
+        """The data set, opened at first use: a source as its own store is seldom asked for
         anything.
         """
         parts = SampleType(module="megatron.energon", name=CRUDE, is_crude=True)

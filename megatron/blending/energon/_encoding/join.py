@@ -81,8 +81,8 @@ class JoinSource(RecordSource):
 
 @dataclass(frozen=True)
 class JoinedLoad:
-    """It makes samples of a JoinSource's records, by the joiner. A partner missing: SkipSample, or
-    the run ends.
+    """Makes samples of a JoinSource's records, by the joiner. A partner missing: SkipSample, or the
+    run ends.
     """
 
     loads: Sequence[Callable[[Record, tuple[Any, ...]], Any]]

@@ -19,7 +19,7 @@ _new: Any = object.__new__
 
 
 class TypedLoad:
-    """It makes of a record the sample that dataset.yaml says."""
+    """Makes the sample that dataset.yaml describes of a record."""
 
     def __init__(
         self, dataset: WebDataset, kind: type, subflavors: dict[str, Any], decode: Decode
@@ -74,7 +74,7 @@ class _Cooks:
 
 @dataclass(frozen=True, kw_only=True)
 class CrudeLoad(_Cooks):
-    """It makes it of a record of a prepared folder: of its parts."""
+    """Makes a crude sample of a record of a prepared folder: of its parts."""
 
     dataset: WebDataset
     decode: Decode
@@ -89,8 +89,8 @@ class CrudeLoad(_Cooks):
 
 @dataclass(frozen=True, kw_only=True)
 class FileLoad(_Cooks):
-    """It makes it of a record of a file: its columns, or the object of a line as "json". Its key is
-    its number there, also where only a part of the file is read.
+    """Makes a crude sample of a record of a file: of its columns, or the object of a line as
+    "json". Its key is its number there, also where only a part of the file is read.
     """
 
     first: int

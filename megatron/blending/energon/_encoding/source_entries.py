@@ -1,4 +1,4 @@
-"""pure. This opens the source entries of a metadataset: their records become samples of the task.
+"""pure. Opens the source entries of a metadataset: their records become samples of the task.
 
 What a record becomes depends on the source: the sample class of its dataset.yaml, or a CrudeSample,
 which the task encoder's cooker makes a sample of; a line of JSONL is a CrudeSample with the object
@@ -62,7 +62,7 @@ class Reading:
     decoder: Any = UNSAID
     """In place of the encoder's."""
     allow_code: bool = False
-    """Whether Python files and classes that a dataset.yaml or a join names may be run."""
+    """True if Python files and classes that a dataset.yaml or a join names may be run."""
 
 
 def open_entry(

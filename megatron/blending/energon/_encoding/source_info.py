@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class SourceInfo:
-    """It says where a sample was read."""
+    """Place where a sample was read."""
 
     dataset_path: str
     index: int | str
@@ -22,7 +22,7 @@ _values = attrgetter("dataset_path", "index", "shard_name", "file_names")
 
 
 class Sources(tuple[SourceInfo, ...]):
-    """It says where the samples of a batch were read.
+    """Places where the samples of a batch were read.
 
     A tuple, pickled as its columns: one by one these objects took workers as long to send as a
     kilobyte of text each.

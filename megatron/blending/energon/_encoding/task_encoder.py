@@ -45,7 +45,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     "error".
     """
     pack_by: str = "samples"
-    """What a block of `packing_buffer_size` holds while packs are chosen: "samples", encoded, or
+    """Content of a block of `packing_buffer_size` while packs are chosen: "samples", encoded, or
     "lengths". With lengths `select_samples_to_pack` gets what `sample_length` returned, as ints,
     and a sample is encoded when its pack is made, so that the memory is that of one pack.
     """
@@ -125,9 +125,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     @property
     def current_sample_index(self) -> int:
-        """It is the position of the sample at hand (of several, the first) in the stream of its
-        source.
-        """
+        """Position of the sample at hand (of several, the first) in the stream of its source."""
         return _current(
             SAMPLE_INDEX,
             "current_sample_index is known in methods with @stateless(restore_seeds=True); a "
@@ -135,8 +133,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         )
 
     def uses(self, step: str) -> bool:
-        """Whether the method of that name does anything: it is overridden, by the class or on the
-        object.
+        """Returns whether the method of that name does anything: it is overridden, by the class or
+        on the object.
         """
         return step in vars(self) or getattr(type(self), step) is not getattr(TaskEncoder, step)
 
@@ -372,7 +370,7 @@ def _current(index: ContextVar[int | None], otherwise: str) -> int:
 
 
 def is_touched(dataset: SavableDataset[Any]) -> bool:
-    """Whether samples go through a function (MapDataset) or into batches anywhere below."""
+    """Returns whether samples go through a function (MapDataset) or into batches anywhere below."""
     has_function = (
         hasattr(dataset, "map_fn")
         or hasattr(dataset, "batcher")

@@ -15,7 +15,7 @@ Row = list[int]
 
 
 class CellState(NamedTuple):
-    """Where a rank stands in a part of the stream. Ints and lists: a state holds it as it is."""
+    """Position of a rank in a part of the stream. Ints and lists: a state holds it as it is."""
 
     next: int
     """The next cell that it has not begun."""

@@ -67,9 +67,7 @@ class DatasetLoaderInterface:
 
 
 class DatasetLoader(DatasetLoaderInterface):
-    """It reads data, a prepared folder or a file of records; or a metadataset, again for each
-    split.
-    """
+    """Reads a prepared folder, a file of records, or a metadataset, again for each split."""
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class DatasetLoader(DatasetLoaderInterface):
 
 
 class _Metadataset(DatasetLoaderInterface):
-    """It reads a metadataset file, or its content given as dicts and lists, with paths relative to
+    """Reads a metadataset file, or its content given as dicts and lists, with paths relative to
     where `path` is.
     """
 
@@ -124,11 +122,13 @@ class _Metadataset(DatasetLoaderInterface):
 
 
 class Metadataset(_Metadataset):
-    """It has the first form: `splits` of `datasets` with weights."""
+    """A metadataset of the first form: `splits` of `datasets` with weights."""
 
 
 class MetadatasetV2(_Metadataset):
-    """It has the second form: `splits` of a `path`, a `blend`, a `blend_epochized` or a `join`."""
+    """A metadataset of the second form: `splits` of a `path`, a `blend`, a `blend_epochized` or a
+    `join`.
+    """
 
 
 def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderInterface:

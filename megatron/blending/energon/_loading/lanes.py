@@ -29,7 +29,7 @@ class Lane:
 
     @property
     def is_dealt_by_output(self) -> bool:
-        """Whether workers share the outputs of each cell, instead of the cells."""
+        """Returns whether workers share the outputs of each cell, instead of the cells."""
         node = self.node
         while isinstance(node, SameOutputs):
             node = node.children[0]
@@ -41,12 +41,12 @@ class Lane:
 
 
 def is_counted(node: SavableDataset[Any]) -> bool:
-    """Whether outputs of children are counted as they come, to be chosen by weights."""
+    """Returns whether outputs of children are counted as they come, to be chosen by weights."""
     return isinstance(node, BlendDataset) and node.is_block
 
 
 def has_counted(node: SavableDataset[Any]) -> bool:
-    """Whether that is so of a node or of one below it."""
+    """Returns whether that is so of a node or of one below it."""
     return is_counted(node) or any(map(has_counted, node.children))
 
 

@@ -59,7 +59,7 @@ _UNREAD = {
     "sample_type": "dataset.yaml says what samples are",
 }
 _WITHOUT_EFFECT = ("packing_buffer_size", "weight_schedule")
-"""What would be lost in silence if an overridden method did not take it."""
+"""Options that would be ignored in silence if an overridden method did not take them."""
 
 
 def get_train_dataset(

@@ -51,7 +51,7 @@ class Loader(Generic[T_co]):
     """
 
     is_savable = False
-    """Whether a `for` over finite data goes on where the last one stopped."""
+    """True if a `for` over finite data continues where the last one stopped."""
     _sequence: RankSequence
     _given: int
     """Outputs of all ranks together in this pass or epoch, when this rank began or was restored."""
@@ -193,7 +193,7 @@ class Loader(Generic[T_co]):
     def restore_state_rank(
         self, state: State | Sequence[State] | None, *, on_change: str = "error"
     ) -> None:
-        """As `load_state_dict`, under energon's name; None does nothing."""
+        """Does as `load_state_dict`, under energon's name; None does nothing."""
         if state is not None:
             self.load_state_dict(state, on_change=on_change)
 

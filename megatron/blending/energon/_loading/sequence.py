@@ -33,7 +33,7 @@ from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.positions import LimitDataset
 
 Counts = dict[str, Any]
-"""What a rank counted, by kind and number of the node: plain values, for a state."""
+"""Counts of a rank, by kind and number of the node: plain values, for a state."""
 _CHOSEN_TOGETHER = 256
 Held = dict[str, list[Ref]]
 """References of samples that wait, by number of the node that collects them; "" of outputs that are
@@ -267,7 +267,7 @@ class ConcatSequence:
 
 
 class LimitSequence:
-    """This rank's share of the first outputs of a part of the stream."""
+    """Share of this rank of the first outputs of a part of the stream."""
 
     def __init__(
         self, node: LimitDataset, child: Outputs, part: tuple[int, int], counts: Counts

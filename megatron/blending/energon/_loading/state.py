@@ -19,7 +19,7 @@ State = dict[str, Any]
 
 VERSION = 5
 _LEVEL = 6
-"""Of deflate: numbers that are alike take about a byte each, at about 20 MB/s."""
+"""Level of deflate: numbers that are alike take about a byte each, at about 20 MB/s."""
 _NAMES = (
     "rank world_size epoch given count is_over cells held counts positions stream checksum"
 ).split()

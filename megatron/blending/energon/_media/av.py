@@ -26,7 +26,7 @@ _EVERYTHING: Sequence[Range] = ((0.0, math.inf),)
 
 @dataclass(frozen=True)
 class AVData:
-    """It holds clips, and where they start and end, in seconds. What was not asked for is empty."""
+    """Clips, and where they start and end, in seconds. A kind that was not asked for is empty."""
 
     video_clips: list[torch.Tensor]
     video_timestamps: list[Range]
@@ -35,8 +35,8 @@ class AVData:
 
 
 class AVDecoder:
-    """It opens its file again for each call, without threads of its own: it may be used in forked
-    workers.
+    """Decoder that opens its file again for each call, without threads of its own: it may be used
+    in forked workers.
     """
 
     def __init__(self, stream: BinaryIO) -> None:

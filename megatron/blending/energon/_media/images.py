@@ -1,6 +1,4 @@
-"""pure. This decodes images to tensors, arrays or PIL images. It needs Pillow, and torch for
-tensors.
-"""
+"""pure. Decodes images to tensors, arrays or PIL images. It needs Pillow, and torch for tensors."""
 
 import io
 from importlib import import_module

@@ -63,7 +63,7 @@ class CollectingDataset(SavableDataset[Any]):
     """Positions of the child that a position is made of, where these hold one output each."""
     drop_last = False
     is_outermost = False
-    """Whether its outputs are the loader's, and its last samples wait for those of other blocks."""
+    """True if its outputs are the loader's, and its last samples wait for those of other blocks."""
 
     def __init__(self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None) -> None:
         check_datasets(type(self).__name__, [dataset])
@@ -85,7 +85,7 @@ class CollectingDataset(SavableDataset[Any]):
 
     @property
     def _drops_short(self) -> bool:
-        """Whether a block that is cut short by the end of the data is not even read."""
+        """Returns whether a block that is cut short by the end of the data is not even read."""
         return self.drop_last and not self.is_outermost
 
     @cached_property
@@ -117,8 +117,8 @@ class CollectingDataset(SavableDataset[Any]):
         return [passes * inner + min(place * self.block, inner)]
 
     def is_complete(self, num_positions: int) -> bool:
-        """Whether what is left of a block of so many positions makes a last, smaller output: at the
-        end of data that begins again, or behind which other data comes.
+        """Returns whether what is left of a block of so many positions makes a last, smaller
+        output: at the end of data that begins again, or behind which other data comes.
         """
         is_cut = num_positions < self.block and not self.children[0].is_block
         return is_cut and not self.is_outermost

@@ -13,7 +13,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 _ENERGON_ONLY = ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance")
 _SAMPLES_OF_BATCH = 32
-"""Where the batch size is not said, as the criterion gives it for each sample."""
+"""Stands for a batch size that the criterion gives for each sample."""
 _BATCHES_PER_BLOCK = 8
 MAX_OPEN_GROUPS = 256
 

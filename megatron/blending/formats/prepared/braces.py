@@ -1,4 +1,4 @@
-"""pure. This expands names with braces, as shells do: `"s_{00..02}.tar" -> ["s_00.tar", "s_01.tar",
+"""pure. Expands names with braces, as shells do: `"s_{00..02}.tar" -> ["s_00.tar", "s_01.tar",
 "s_02.tar"]`.
 
 Invariant: `expand_braces` undoes `collapse_numbers`: together they keep the names and their order.

@@ -15,7 +15,7 @@ from megatron.blending.formats.record import Record
 _OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _KEY = re.compile(r"\[([^\[\]]+)\]")
 _CHEAP_SUFFIXES = frozenset("json jsn txt text transcript cls cls2 index inx id npy".split())
-"""Of parts that are quick to decode, and run no code."""
+"""Suffixes of parts that are quick to decode, and run no code."""
 _MISSING: Any = object()
 
 
@@ -25,15 +25,13 @@ class _Option(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """This is what a field would come from and is not there: a part of the record, or a key in what
-    a part holds.
-    """
+    """Source of a field that is not there: a part of the record, or a key in what a part holds."""
 
     name: str
     within: str
-    """Where it would be, such as "json" or "json[meta]"; "" for a part."""
+    """Place where it would be, such as "json" or "json[meta]"; "" for a part."""
     there: tuple[str, ...]
-    """What there is in its place: parts, or keys."""
+    """Names that are there in its place: of parts, or keys."""
     held: str
     """The type of what a key cannot be in; "" if it could."""
 

@@ -40,7 +40,7 @@ _DATASET_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SampleType:
-    """What the samples of a data set are: `name` is the class, and exactly one of what follows says
+    """Kind of the samples of a data set: `name` is the class, and exactly one of what follows says
     how to make it.
     """
 

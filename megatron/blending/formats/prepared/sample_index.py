@@ -44,7 +44,7 @@ class DuplicateKeyError(ValueError):
 
 
 class SampleIndexWriter:
-    """It writes an index beside the one that is there, and puts it in its place when all went well.
+    """Writes an index beside the one that is there, and puts it in its place when all went well.
 
     About 6 microseconds per sample of two parts.
     """

@@ -26,7 +26,7 @@ class Shard(NamedTuple):
     content: Any
     """The memory that a local file is mapped to."""
     offsets: memoryview
-    """Where each sample starts, then where the last ends."""
+    """Offset at which each sample starts, then that at which the last ends."""
 
 
 def open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> Shard:

@@ -1,5 +1,5 @@
-"""pure. This reads tar archives as samples: members that stand together and share a name up to the
-first dot.
+"""pure. Reads tar archives as samples: members that stand together and share a name up to the first
+dot.
 
 `a/x.txt, a/x.seg.json, a/y.txt` are two samples: key "a/x" with parts "txt" and "seg.json", key
 "a/y" with part "txt". Members that are no regular files, have no dot in the last part of their

@@ -75,8 +75,8 @@ def open_webdataset(
 
 
 class WebDataset(RecordSource):
-    """It is one part of a prepared folder. A record is {"__key__": str, "__shard__": str, part
-    name: bytes, ...}.
+    """One part of a prepared folder. A record is {"__key__": str, "__shard__": str, part name:
+    bytes, ...}.
 
     Excluded samples are not there: they have no index. In bulk, a sample costs 1 to 2 microseconds
     per part over the copy of its bytes.
@@ -224,8 +224,8 @@ class WebDataset(RecordSource):
         return f"{self._prefix}{self._shards[number][0]} sample {sample}"
 
     def fingerprint(self) -> str:
-        """It is made of names, numbers and exclusions, of the files of 8 evenly spread shards, and
-        of what dataset.yaml makes of their parts.
+        """Returns a hash of names, numbers and exclusions, of the files of 8 evenly spread shards,
+        and of what dataset.yaml makes of their parts.
         """
         kind = replace(self.sample_type, where="")
         digest = hashlib.blake2b(

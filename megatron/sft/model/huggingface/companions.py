@@ -58,11 +58,11 @@ class Companions(NamedTuple):
     """None for mock data: no tokenizer files then."""
     vocab_size: int
     dtype: str
-    """Of the weights, where no source folder says another."""
+    """Type of the weights, where no source folder says another."""
 
     def model_config(self) -> dict[str, Any]:
-        """What config.json says; ValueError where no HuggingFace family computes what the options
-        say.
+        """Returns the content of config.json; ValueError where no HuggingFace family computes what
+        the options say.
         """
         source = huggingface_source(self.config.output.pretrained_checkpoint)
         if source is None:
@@ -82,7 +82,7 @@ class Companions(NamedTuple):
         return found
 
     def has_family(self) -> bool:
-        """Whether some HuggingFace family computes what the options say."""
+        """Returns whether some HuggingFace family computes what the options say."""
         try:
             self.model_config()
         except ValueError:
@@ -101,7 +101,7 @@ class Companions(NamedTuple):
         return weights_of(self.config.model, self.model_config(), names)
 
     def are_saved(self) -> bool:
-        """Whether checkpoints hold these files: of models that the export can write."""
+        """Returns whether checkpoints hold these files: of models that the export can write."""
         return not self.config.lora.lora and self.has_family()
 
     def dtype_written(self) -> str:

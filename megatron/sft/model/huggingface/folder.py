@@ -25,7 +25,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 MXFP4 = "MXFP4"
 """Type of a tensor that files hold as `NAME_blocks` and `NAME_scales`: see `mxfp4`."""
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Of a number of each."""
+"""Bytes of a number of each type."""
 _NO_WEIGHT = ".rotary_emb.inv_freq"
 """End of the names of tensors that old files hold and nobody reads."""
 _BLOCK = 1 << 24
@@ -44,9 +44,9 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
-    """Where its bytes are in the file."""
+    """Place of its bytes in the file."""
     scales: tuple[Path, str] | None = None
-    """Of MXFP4: file and name of the scales."""
+    """File and name of the scales, of MXFP4."""
 
 
 class Folder(NamedTuple):
@@ -248,8 +248,8 @@ def carried_tensors(folder: Folder, weights: Tensors) -> dict[str, Stored]:
 
 
 def fingerprint(folder: Folder) -> str:
-    """What tells two models of one architecture apart: a hash of each tensor's name and shape, and
-    of a piece of it.
+    """Returns what differs between two models of one architecture: a hash of each tensor's name and
+    shape, and of a piece of it.
 
     It does not depend on how the tensors are spread over files. 4 kB of each tensor are read.
     """
@@ -268,7 +268,7 @@ def fingerprint(folder: Folder) -> str:
 
 
 def _are_equal(tensors: dict[str, Stored], optional: str, name: str) -> bool:
-    """Whether two tensors have the same bytes; True where the first is not there."""
+    """Returns whether two tensors have the same bytes; True where the first is not there."""
     if optional not in tensors:
         return True
     one, other = tensors[optional], tensors[name]

@@ -42,12 +42,12 @@ class _Group(NamedTuple):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether other expert-parallel ranks hold other rows of the tensors."""
+        """Returns whether other expert-parallel ranks hold other rows of the tensors."""
         return any(part.view.expert is not None for part in self.parts)
 
     @property
     def is_written_here(self) -> bool:
-        """Whether this rank writes them."""
+        """Returns whether this rank writes them."""
         if self.is_stacked:
             return parallel_state.get_expert_model_parallel_rank() == 0
         is_expert = self.placed[0].weight.is_expert

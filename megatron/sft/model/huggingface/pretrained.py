@@ -1,4 +1,4 @@
-"""mcore. What --pretrained-checkpoint and --save-hf ask for, checked before any memory is spent."""
+"""mcore. Checks --pretrained-checkpoint and --save-hf before any memory is spent."""
 
 from __future__ import annotations
 

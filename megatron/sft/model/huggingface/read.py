@@ -39,7 +39,7 @@ class Pretrained(NamedTuple):
     folder: Folder
     weights: Weights
     adapter: PretrainedAdapter | None = None
-    """What --lora-adapter starts from."""
+    """Adapter that --lora-adapter starts from."""
 
 
 class MegatronCheckpoint(NamedTuple):
@@ -54,15 +54,15 @@ class Placed(NamedTuple):
     """A parameter of this rank, and where it stands in the whole model's weight."""
 
     name: str
-    """As the chunk's `named_parameters` has it."""
+    """Name in the chunk's `named_parameters`."""
     parameter: Tensor
     """A parameter, or a buffer that is in the table of weights."""
     weight: Weight
     copies: tuple[Copy, ...]
     is_repeated: bool
-    """Whether it is the last stage's own copy of tied embeddings."""
+    """True if it is the last stage's own copy of tied embeddings."""
     is_first_replica: bool
-    """Whether no rank of a lower data-parallel number holds the same."""
+    """True if no rank of a lower data-parallel number holds the same."""
 
 
 def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:

@@ -35,9 +35,9 @@ class Row(NamedTuple):
     tensors: tuple[str, ...]
     """Behind the layer's prefix; `{e}` is the expert's number."""
     when: str = "always"
-    """Which models and layers have it: see `Weights._conditions`."""
+    """Models and layers that have it: see `Weights._conditions`."""
     sources: Callable[[Sizes], tuple[Source, ...]] | None = None
-    """Where the parts' rows stand in the tensors; None: each part is a tensor."""
+    """Places of the parts' rows in the tensors; None: each part is a tensor."""
 
 
 MODEL_ROWS: tuple[Row, ...] = (

@@ -1,4 +1,4 @@
-"""pure. How a parameter is made of HuggingFace tensors, and which part of it each rank holds.
+"""pure. Parameters as HuggingFace tensors, and the part of them that each rank holds.
 
 A parameter is a stack of blocks of rows of HuggingFace tensors, of which a tensor-parallel rank
 holds a part. That is said once, by `copies`: reading copies each piece one way, writing the other.
@@ -11,14 +11,14 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
 Layout = Literal["whole", "columns", "rows", "sections", "heads", "vocabulary"]
-"""How tensor-parallel ranks share a parameter: each has all of it; columns; rows; rows of each of
-its parts, one after the other; rows of heads in groups, [queries, key, value] for each group; rows
-of the vocabulary, padded at its end.
+"""Ways in which tensor-parallel ranks share a parameter: each has all of it; columns; rows; rows of
+each of its parts, one after the other; rows of heads in groups, [queries, key, value] for each
+group; rows of the vocabulary, padded at its end.
 """
 
 
 class View(NamedTuple):
-    """Where the rows of a part stand in its tensor.
+    """Place of the rows of a part in its tensor.
 
     Row r is row `r // run * stride + offset + r % run` of the tensor (or of one matrix of a stack
     of them), so that gates and queries that alternate by heads of d are offsets 0 and d, run d,
@@ -67,7 +67,7 @@ class Weight(NamedTuple):
     num_groups: int = 1
     """Groups of heads, of layout "heads"."""
     part: str = ""
-    """What it is, by the logical name in `packing.model.names`."""
+    """Logical name, as in `packing.model.names`."""
 
 
 class Copy(NamedTuple):
@@ -88,7 +88,7 @@ class Tensors(Protocol):
     """Two names that stand for the same tensor; a folder may lack the first."""
 
     def concerns(self, name: str) -> bool:
-        """Whether a parameter's values are in such a folder at all."""
+        """Returns whether a parameter's values are in such a folder at all."""
 
     def of_parameter(self, name: str) -> Weight:
         """Returns the weight behind the name of a parameter that it concerns; KeyError where there
@@ -98,7 +98,7 @@ class Tensors(Protocol):
         """Yields every weight of the folder."""
 
     def is_carried(self, name: str) -> bool:
-        """Whether a tensor of the folder is no part of the model, and exported as it was."""
+        """Returns whether a tensor is no part of the model, but exported as it was."""
 
 
 def copies(weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy]:

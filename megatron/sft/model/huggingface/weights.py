@@ -51,12 +51,12 @@ class Weights:
         raise KeyError(name)
 
     def concerns(self, name: str) -> bool:
-        """Whether a parameter is the model's own, and none of an adapter."""
+        """Returns whether a parameter is the model's own, and none of an adapter."""
         return not is_of_adapter(name)
 
     def is_carried(self, name: str) -> bool:
-        """Whether a tensor is no part of the language model: of a vision tower, of layers that
-        predict further tokens.
+        """Returns whether a tensor is no part of the language model: of a vision tower, of layers
+        that predict further tokens.
         """
         if not name.startswith((self._prefix.body, self._prefix.head)):
             return self._prefix != Prefix() or name.startswith(self._family.carried)

@@ -115,7 +115,7 @@ def finished_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def written_parameters(chunks: Sequence[GPTModel], weights: Tensors) -> list[Placed]:
-    """Those of this rank that no lower one of the same tensors has."""
+    """Returns the parameters of this rank that no lower rank of the same tensors has."""
     placed = [p for chunk in chunks for p in placed_parameters(chunk, weights)]
     return [p for p in placed if p.is_first_replica and not p.is_repeated]
 

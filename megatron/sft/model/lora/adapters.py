@@ -121,7 +121,7 @@ def _parts_of(linear_name: str, config: TransformerConfig, lora: LoraConfig) -> 
 
 
 class Adapter(torch.nn.Module):
-    """What is learned beside one linear layer.
+    """Parameters that are learned beside one linear layer.
 
     lora_A: [rank * number of modules, in] (or this rank's columns); lora_B: [rows of these modules
     on this rank, rank].
@@ -183,7 +183,7 @@ class Adapter(torch.nn.Module):
         whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, product: Product | None = None) -> Tensor:
-        """What the layer's output [tokens, batch, out on this rank] gains from its input.
+        """Returns what the layer's output [tokens, batch, out on this rank] gains from its input.
 
         product: multiplies rows with a weight of their own expert's adapter, where `x` has those of
         several experts; this adapter then stands for all of them.
@@ -252,7 +252,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def update(self) -> Tensor:
-        """What the layer's weight on this rank gains by merging, in the adapter's type."""
+        """Returns what the layer's weight on this rank gains by merging, in the adapter's type."""
         if self.is_row_parallel:
             return self.lora_B @ self.lora_A * self.scale
         return (

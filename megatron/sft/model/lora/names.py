@@ -1,6 +1,4 @@
-"""pure. Which tensors of a PEFT adapter make up which parameter of ours, by the table of the model
-that it is for.
-"""
+"""pure. Tensors of a PEFT adapter as parameters of ours, by the table of its model."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class AdapterWeights:
             self.tied = (_PREFIX + weights.tied[0], _PREFIX + weights.tied[1])
 
     def concerns(self, name: str) -> bool:
-        """Whether a parameter is an adapter's, or trained as a whole."""
+        """Returns whether a parameter is an adapter's, or trained as a whole."""
         return is_of_adapter(name) or self._is_whole(name)
 
     def of_parameter(self, name: str) -> Weight:
@@ -54,7 +52,7 @@ class AdapterWeights:
                 yield self._of_layer(weight, "lora_B")
 
     def is_carried(self, name: str) -> bool:
-        """Whether a tensor is kept as it is: none of an adapter's."""
+        """Returns whether a tensor is kept as it is: none of an adapter's."""
         return False
 
     def _is_whole(self, name: str) -> bool:
@@ -122,7 +120,7 @@ def _renamed(weight: Weight) -> Weight:
 
 
 def told_of_adapters(weights: Weights, lora: LoraConfig) -> str:
-    """How many weights are trained, and how many are not, in a line for the user."""
+    """Returns a line for the user: how many weights are trained, and how many are not."""
     trained, frozen = (
         sum(math.prod(part.shape) for weight in tensors.all() for part in weight.parts)
         for tensors in (AdapterWeights(weights, lora), weights)

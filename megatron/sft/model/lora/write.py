@@ -65,8 +65,8 @@ def write_adapter(
 
 
 def merged_values(chunks: Sequence[GPTModel]) -> Callable[[Placed], Tensor]:
-    """What `write_folder` writes of each parameter to merge the adapters: weight and update added
-    in float32.
+    """Returns what `write_folder` writes of each parameter to merge the adapters: weight and update
+    added in float32.
     """
     adapters = {
         layer.weight: layer.adapter

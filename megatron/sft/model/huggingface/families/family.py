@@ -42,11 +42,11 @@ class Family:
     partial_rotary_factor: float | None = None
     """Default of the share of rotated channels; None where the family rotates all of them."""
     needs_key_value_heads: bool = True
-    """Whether `num_key_value_heads` must be there."""
+    """True if `num_key_value_heads` must be there."""
     reads_mxfp4: bool = False
-    """Whether released files hold experts in MXFP4; they are exported in the model's type."""
+    """True if released files hold experts in MXFP4; they are exported in the model's type."""
     has_attention_bias: bool = False
-    """Whether `options` reads `attention_bias`; else it must be off."""
+    """True if `options` reads `attention_bias`; else it must be off."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of config.json that transformers fills in where they are missing."""
     run_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Family:
     carried: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are no part of the model, and kept as they are."""
     carries_further_layers: bool = False
-    """Whether layers beyond `num_hidden_layers`, which predict further tokens, are kept as well."""
+    """True if layers beyond `num_hidden_layers`, which predict further tokens, are kept as well."""
     within: Mapping[str, Prefix] = field(default_factory=dict)
     """`model_type` of models that have this one as `text_config` -> names of its tensors there."""
 

@@ -30,7 +30,7 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What transformers' class has where a file says nothing."""
+"""Default of transformers' class."""
 
 
 def _gates_and_values(sizes: Sizes) -> tuple[Source, ...]:
