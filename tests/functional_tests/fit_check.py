@@ -94,6 +94,9 @@ def _cases() -> dict[str, Case]:
         "whole-head": Case(1, f"{PACKED} {ROPE} --logits-of-masked-tokens --bf16"),
         "padded": Case(1, f"{ROPE} --bf16 --micro-batch-size 2", _padded()),
         "selective": Case(1, f"{PACKED} {GROUPED} {SELECTIVE} --bf16"),
+        "parts": Case(
+            1, f"{PACKED} {GROUPED} {SELECTIVE} --recompute-modules core_attn layernorm mlp --bf16"
+        ),
         "block": Case(
             1, f"{PACKED} {ROPE} {FULL} --recompute-method block --recompute-num-layers 1"
         ),

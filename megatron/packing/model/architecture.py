@@ -47,6 +47,7 @@ def architecture(options: Architecture) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,  # transformers never moves it; 1e-3 would, every step
         # megatron-core demands it of variable lengths, of dense models too
         "moe_token_dispatcher_type": "alltoall",
+        "recompute_modules": list(options.recompute_modules),
         "recompute_method": "uniform" if recomputes_layers else None,
         "recompute_num_layers": 1 if recomputes_layers else None,
         "calculate_per_token_loss": True,

@@ -99,7 +99,10 @@ class Architecture(ModelShape):
     moe_router_group_topk: int | None = None
     """Groups of experts that each token goes to."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in the backward pass: whole layers, or the core attention only."""
+    """Recompute activations in the backward pass: whole layers, or --recompute-modules only."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """What --recompute-granularity selective recomputes: any of core_attn, layernorm, mlp, moe,
+    shared_experts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,6 +112,7 @@ class Architecture(ModelShape):
         for name in _ABOVE_ZERO:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{flag_of(name)} must be above 0, but is {getattr(self, name)}")
+        self._check_recompute_modules()
         if self.window_rotary_base is not None and not self.window_size:
             raise ValueError("--window-rotary-base needs --window-size; pass it")
         if self.qk_layernorm_over_heads and not self.qk_layernorm:
@@ -125,3 +129,30 @@ class Architecture(ModelShape):
             raise ValueError(
                 "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; pass it"
             )
+
+    def _check_recompute_modules(self) -> None:
+        chosen = self.recompute_modules
+        if chosen == ("core_attn",):
+            return
+        needs = {
+            "core_attn": True,
+            "layernorm": True,
+            "mlp": 0 in self.moe_layer_freq or self.num_experts is None,
+            "moe": self.num_experts is not None,
+            "shared_experts": self.moe_shared_expert_intermediate_size is not None,
+        }
+        for name in chosen:
+            if name not in needs:
+                raise ValueError(
+                    f"--recompute-modules knows {', '.join(needs)}, but not {name}; leave it out"
+                )
+            if not needs[name]:
+                raise ValueError(
+                    f"--recompute-modules {name} is of no layer of this model; leave it out"
+                )
+        if "mlp" in chosen and not self.disable_bias_linear:
+            # megatron-core returns the bias from the recomputed part, which autograd then takes for
+            # a result of it: the backward pass never ends.
+            raise ValueError("--recompute-modules mlp needs --disable-bias-linear; leave mlp out")
+        if self.recompute_granularity != "selective":
+            raise ValueError("--recompute-modules needs --recompute-granularity selective; pass it")

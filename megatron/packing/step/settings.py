@@ -194,11 +194,13 @@ def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[s
 
     `vocab_size` is among them if it is known.
     """
+    modules = config.recompute_modules
     return {
         **_shape_of(config),
         **({} if vocab_size is None else {"vocab_size": vocab_size}),
         "mtp_num_layers": config.mtp_num_layers,
         "recompute_granularity": config.recompute_granularity,
+        **({} if modules in (None, ["core_attn"]) else {"recompute_modules": modules}),
         "dtype": str(config.params_dtype).removeprefix("torch."),
     }
 

@@ -168,7 +168,6 @@ ACCEPTED = {
     "--num-distributed-optimizer-instances": Accepted(True, ("1",)),
     "--moe-token-dispatcher-type": Accepted(True, ("alltoall",)),
     "--optimizer": Accepted(True, ("adam",)),
-    "--recompute-modules": Accepted(True, ("core_attn",)),
     "--rerun-mode": Accepted(True, ("disabled",)),
     "--transformer-impl": Accepted(False, ("local", "transformer_engine")),
     **dict.fromkeys(_WITHOUT_EFFECT.split(), Accepted(False, None)),

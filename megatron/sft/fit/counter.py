@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -100,6 +101,7 @@ class ByteCounter(TorchDispatchMode):
         self._at_peak: dict[str, int] = {}
         self._alive: dict[int, tuple[weakref.ref[Any], Made]] = {}
         self._after_collective = False
+        self._patches: list[Any] = []
         self._unit = unit
         self._made: list[Made] | None = [] if keeps_storages else None
 
@@ -127,6 +129,24 @@ class ByteCounter(TorchDispatchMode):
         if func in self._workspaces:
             self._reach(self._workspaces[func](*args), "workspaces of kernels")
         return out
+
+    def __enter__(self) -> ByteCounter:
+        # megatron-core empties storages that it will fill again; no operation says so
+        resize, counter = torch.UntypedStorage.resize_, self
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            counter._resized(storage)
+            return out
+
+        self._patches.append(mock.patch.object(torch.UntypedStorage, "resize_", counted))
+        self._patches[-1].start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patches.pop().stop()
 
     def count_as(self, part: str, tensors: Iterable[Tensor]) -> None:
         """Moves storages that are alive to another part."""
@@ -169,7 +189,7 @@ class ByteCounter(TorchDispatchMode):
             self._freed(key)  # by another thread, which has not said so yet; the address is reused
         elif _is_view(func):
             return
-        num_bytes = -(-storage.nbytes() // self._unit) * self._unit
+        num_bytes = self._rounded(storage)
         made = Made(str(func), num_bytes, tuple(tensor.shape), str(tensor.dtype)[6:], self.part)
         self._alive[key] = weakref.ref(storage, lambda gone: self._freed(key, gone)), made
         self.current += num_bytes
@@ -178,6 +198,19 @@ class ByteCounter(TorchDispatchMode):
             self._reach(0, self.part)
         if self._made is not None:
             self._made.append(made._replace(part=""))
+
+    def _rounded(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._unit) * self._unit
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if (found := self._alive.get(storage._cdata)) is None:
+            return
+        reference, made = found
+        resized = made._replace(num_bytes=self._rounded(storage))
+        self._alive[storage._cdata] = reference, resized
+        self.current += resized.num_bytes - made.num_bytes
+        self.by_part[made.part] += resized.num_bytes - made.num_bytes
+        self._reach(0, made.part)
 
     def _reach(self, more: int, part: str) -> None:
         """Notes a peak of what is alive and `more`."""

@@ -85,6 +85,7 @@ def _replaced(reads: HostReads) -> Iterator[tuple[Any, str, Any]]:
     yield dist, "all_gather_object", _gather_own
     yield distributed, "_set_pg_timeout", _ignore
     yield torch.nn.Module, "_apply", _apply
+    yield torch.UntypedStorage, "copy_", _nothing_to_copy
     # cu_seqlens are the host's, and their values are needed.
     yield get_batch, "packed_seq_params", _with_values(get_batch.packed_seq_params)
     yield P2PCommunicator, "_communicate_shapes", _same_shapes(P2PCommunicator._communicate_shapes)
@@ -107,6 +108,11 @@ def _gather_own(found: list[Any], own: Any, group: object = None) -> None:
 
 def _ignore(*arguments: object) -> None:
     pass
+
+
+def _nothing_to_copy(self: torch.UntypedStorage, *arguments: object) -> torch.UntypedStorage:
+    """torch's makes fake tensors of both storages, which it keeps for ever."""
+    return self
 
 
 def _apply(

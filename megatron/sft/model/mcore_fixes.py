@@ -21,6 +21,7 @@ from megatron.packing.model import auxiliary_losses
 def install() -> None:
     """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
     _define_te_general_gemm()
+    _recompute_norms_without_fp8()
     _count_no_tokens_for_biases()
     _load_distributed_adam()
     _count_float32_weights_first()
@@ -51,6 +52,23 @@ def _define_te_general_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _recompute_norms_without_fp8() -> None:
+    """Recomputed norms ask Transformer Engine for its state of fp8, where it is not installed, too:
+    the default, False, is taken for a kind of fp8.
+    """
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    initialize = CheckpointWithoutOutput.__init__
+    if getattr(initialize, "is_mended", False):
+        return
+
+    def with_fp8_if_asked(self: Any, fp8: Any = None) -> None:
+        initialize(self, fp8 or None)
+
+    with_fp8_if_asked.is_mended = True  # type: ignore[attr-defined]
+    CheckpointWithoutOutput.__init__ = with_fp8_if_asked
 
 
 def _count_no_tokens_for_biases() -> None:

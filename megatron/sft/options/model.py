@@ -132,6 +132,7 @@ class ModelConfig(Architecture):
             "hidden_dropout",
             "attention_dropout",
             "recompute_granularity",
+            "recompute_modules",
             "recompute_method",
             "recompute_num_layers",
             "attention_backend",

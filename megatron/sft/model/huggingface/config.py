@@ -21,7 +21,7 @@ from megatron.sft.model.huggingface.families.registry import FAMILIES, language_
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
-_OF_RUN = {"make_vocab_size_divisible_by", "recompute_granularity"}
+_OF_RUN = {"make_vocab_size_divisible_by", "recompute_granularity", "recompute_modules"}
 """Options of `Architecture` that say nothing of what is computed."""
 _EXPERTS_ONLY = {"moe_router_topk", "moe_router_pre_softmax", "moe_ffn_hidden_size"}
 """Options that say nothing where there are no experts."""

@@ -22,6 +22,14 @@ CONTRADICTIONS = [
             "--recompute-method block",
         ],
     ),
+    ("--recompute-modules mlp --disable-bias-linear", 1, ["needs --recompute-granularity select"]),
+    ("--recompute-modules mlps", 1, ["knows core_attn, layernorm, mlp, moe", "but not mlps"]),
+    ("--recompute-modules moe", 1, ["--recompute-modules moe is of no layer of this model"]),
+    (
+        "--recompute-granularity selective --recompute-modules mlp",
+        1,
+        ["--recompute-modules mlp needs --disable-bias-linear"],
+    ),
     (
         "--max-position-embeddings 64",
         1,
