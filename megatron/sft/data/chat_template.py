@@ -39,6 +39,7 @@ from megatron.sft.data.messages import (
     texts_of,
     with_call_ids,
 )
+from megatron.sft.data.template_sandbox import EndlessTemplateError
 from megatron.sft.data.turn_ends import AroundAnswers, Place, end_behind, find_ends
 from megatron.sft.data.turns import Contexts
 
@@ -112,6 +113,10 @@ class Rendering(NamedTuple):
 
 class ContextError(ValueError):
     """A template that does not write an answer behind what it prompts with for it."""
+
+
+class SlowTemplateError(SampleError):
+    """A template that takes too long with one conversation: no other need be tried."""
 
 
 class Turn(NamedTuple):
@@ -289,6 +294,8 @@ class ChatTemplate:
         try:
             asked, prompted = write(question), write(question, prompts=True)
             lasts = [_pieces(write(question, answer), 1) for answer in answers]
+        except SlowTemplateError:
+            raise
         except SampleError as error:
             raise ValueError(
                 f"{error}, although it is a question and an answer; {_WAY_OUT}"
@@ -381,6 +388,11 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+        except EndlessTemplateError as error:
+            raise SlowTemplateError(
+                f"the chat template takes too long with the conversation: {error}; pass another "
+                "--chat-template"
+            ) from None
         except TemplateError as error:
             said = f"the chat template refuses the conversation: {error!s:.300}"
             if "strftime_now" in said:

@@ -15,7 +15,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
-from megatron.sft.data.template_sandbox import MAX_CHARACTERS, Sandbox, check_private_names
+from megatron.sft.data.template_sandbox import (
+    MAX_CHARACTERS,
+    EndlessTemplateError,
+    Sandbox,
+    check_private_names,
+)
 
 _MARK = "mark_place"
 _MAX_PASSES = 1_000_000
@@ -96,7 +101,7 @@ class _Marks:
         """Called from the template; returns what it writes, which is nothing."""
         self._num_reached += 1
         if self._num_reached > _MAX_PASSES:
-            raise TemplateError("it goes on for ever")
+            raise EndlessTemplateError("it goes on for ever")
         self._check_time()
         if kind == "turn":
             message = self._number_of.get(id(item))

@@ -36,6 +36,10 @@ _NO_METHODS = frozenset("center expandtabs format_map ljust rjust translate zfil
 _NO_FILTERS = frozenset("batch center pprint slice urlize wordwrap xmlattr".split())
 
 
+class EndlessTemplateError(TemplateError):
+    """A template that takes too long, which it will do with other conversations, too."""
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's own, whose loops are bounded one by one; and which refuses what fills the memory."""
 
@@ -58,8 +62,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._next_look = time.monotonic() + MAX_SECONDS
 
     def check_time(self) -> None:
-        """Raise TemplateError after MAX_SECONDS; called in each pass of a loop, at each call and
-        each text made.
+        """Raise EndlessTemplateError after MAX_SECONDS; called in each pass of a loop, at each
+        call and each text made.
 
         Processor time is asked for only after as much real time, which is cheap to ask for: a
         process that was stopped for a while has done nothing wrong.
@@ -68,7 +72,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return
         taken = time.thread_time() - self._started
         if taken >= MAX_SECONDS:
-            raise TemplateError(f"it takes longer than {MAX_SECONDS:g} seconds")
+            raise EndlessTemplateError(f"it takes longer than {MAX_SECONDS:g} seconds")
         self._next_look = time.monotonic() + MAX_SECONDS - taken
 
     def make(self, size: int) -> None:

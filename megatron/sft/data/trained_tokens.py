@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
+from megatron.sft.data.chat_template import SlowTemplateError
 from megatron.sft.data.chats import ChatLoad
 from megatron.sft.data.content import messages_of
 from megatron.sft.data.datasets import Datasets
@@ -92,7 +93,7 @@ class _Untrained:
 
 def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
     """Returns why no record of these sources makes a sample; None as soon as one does, and without
-    any source.
+    any source. Raises ValueError where the chat template takes too long.
     """
     found: _Untrained | None = None
     for source in sources:
@@ -104,6 +105,8 @@ def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
                 _encode(source, index, found)
             except SkipSample as skipped:
                 found.reasons[str(skipped)] += 1
+            except SlowTemplateError as error:  # a thousand of them would take hours
+                raise ValueError(f"{place}: {error}") from None
             except (
                 Exception
             ) as error:  # a broken record: what is wrong with it is said where it is trained on

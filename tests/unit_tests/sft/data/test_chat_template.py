@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.sft.data.chat_template import ChatTemplate, Span
+from megatron.sft.data.chat_template import ChatTemplate, SlowTemplateError, Span
 from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import Message, SampleError
 
@@ -573,3 +573,10 @@ def test_thoughts_stand_under_every_name():
     chat = Conversation([Message("user", "?"), Message("assistant", "yes", fields=thoughts)])
     text = ChatTemplate(DATED, TOKENS, date(2025, 6, 30)).render(chat).text
     assert text.endswith("<think>hm</think>yes<end>")
+
+
+def test_a_template_that_takes_too_long_is_said_to(monkeypatch):
+    """As any other fault of a template, each record of the data would be tried with it."""
+    monkeypatch.setattr("megatron.sft.data.marked_template._MAX_PASSES", 1_000)
+    with pytest.raises(SlowTemplateError, match="takes too long with the conversation: it goes on"):
+        render("{% for i in range(9999) %}{% endfor %}" + CHATML, [Message("user", "a")])

@@ -7,6 +7,8 @@ import pytest
 from megatron.blending.formats.jsonl import JsonlSource
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data import trained_tokens
+from megatron.sft.data.chat_encoder import ChatEncoder
+from megatron.sft.data.chat_template import SlowTemplateError
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.trained_tokens import check_trained
 
@@ -151,3 +153,17 @@ def test_mock_data_always_have_tokens():
     check_trained(
         build_datasets(parse_config([*BASE, "--mock-data"], world_size=1)), is_evaluated=True
     )
+
+
+def test_a_template_that_takes_too_long_is_tried_once(fault_of, monkeypatch):
+    """A thousand records at ten seconds each: the run would stand for hours before it says so."""
+    tried = []
+
+    def encode(*_):
+        tried.append(1)
+        raise SlowTemplateError("the chat template takes too long")
+
+    monkeypatch.setattr(ChatEncoder, "encode", encode)
+    fault = fault_of("--split 1 --skip-bad-samples", x=[GOOD] * 20)
+    assert fault == "DIR/x.jsonl:1: the chat template takes too long"
+    assert len(tried) == 1
