@@ -36,7 +36,7 @@ _log = logging.getLogger("megatron.sft.data")
 class ChatTokens(NamedTuple):
     """Tokens of a conversation or passage, N of them."""
 
-    ids: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int32]
     """[N]"""
     weights: npt.NDArray[np.float32]
     """[N]: of the loss, where the model must produce the token; 0 elsewhere."""
@@ -104,9 +104,9 @@ class Tokenizer(Protocol):
 class EncodedSample:
     """One sequence, L tokens long."""
 
-    tokens: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]
     """[L]"""
-    labels: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int32]
     """[L]: labels[i] is the token that follows tokens[i]."""
     loss_mask: npt.NDArray[np.float32]
     """[L]: the record's weight where labels[i] counts in the loss, else 0."""
@@ -164,7 +164,8 @@ class ChatEncoder:
         if self.train_turns != "all" and isinstance(content, Conversation):
             return self._encode_paths(Answers([content], [1.0]), own_weight * weight)
         ids, weights = self._tokens(content)
-        loss_mask = weights[1:] * np.float32(own_weight * weight)
+        loss_mask = weights[1:]
+        loss_mask *= np.float32(own_weight * weight)  # in place: a line may have millions of tokens
         if not loss_mask.any():
             return Dropped("no loss token")
         num_tokens = len(ids) - 1
@@ -176,7 +177,9 @@ class ChatEncoder:
             )
         if is_cut and self.over_length_policy == "drop":
             return Dropped("over length")
-        ids, loss_mask = ids[: self.seq_length + 1], loss_mask[: self.seq_length]
+        if is_cut:  # copies, as a view keeps all that was cut
+            ids = ids[: self.seq_length + 1].copy()
+            loss_mask = loss_mask[: self.seq_length].copy()
         if not loss_mask.any():
             return Dropped("no loss token left after truncation")
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)
@@ -202,7 +205,13 @@ class ChatEncoder:
                 "--sequence-packing, and no --mtp-num-layers; give each answer as a record"
             )
         tree = None if is_sequence else merged
-        return EncodedSample(merged.tokens, merged.labels, merged.loss_mask, is_cut, tree)
+        return EncodedSample(
+            merged.tokens.astype(np.int32),
+            merged.labels.astype(np.int32),
+            merged.loss_mask,
+            is_cut,
+            tree,
+        )
 
     def _turns(self, path: Conversation | Passage) -> list[ChatTokens]:
         """Return the sequences that a path is trained as."""
@@ -234,7 +243,7 @@ class ChatEncoder:
         return ChatTokens(ids, np.ones(len(ids), np.float32))
 
 
-def _token_ids(tokens: object, vocab_size: int) -> npt.NDArray[np.int64]:
+def _token_ids(tokens: object, vocab_size: int) -> npt.NDArray[np.int32]:
     try:
         ids = np.asarray(tokens)
     except ValueError:  # lists of unlike lengths
@@ -245,4 +254,4 @@ def _token_ids(tokens: object, vocab_size: int) -> npt.NDArray[np.int64]:
         raise SampleError(
             f"tokens must be from 0 to {vocab_size - 1}, but are from {ids.min()} to {ids.max()}"
         )
-    return ids.astype(np.int64)
+    return ids.astype(np.int32)

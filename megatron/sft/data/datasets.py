@@ -17,6 +17,8 @@ from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron.blending.formats.source_part import SourcePart
 from megatron.blending.formats.sources import SOURCES, Record
 from megatron.blending.loading.sources import (
@@ -374,4 +376,9 @@ def _build_mock(config: SFTConfig) -> Datasets:
 
 def mock_sample(record: Record, key: object) -> tuple[int, EncodedSample]:
     """Returns a made-up sample as `ChatLoad` returns others; all its tokens count in the loss."""
-    return 0, EncodedSample(**record, is_cut=False)
+    return 0, EncodedSample(
+        record["tokens"].astype(np.int32),
+        record["labels"].astype(np.int32),
+        record["loss_mask"],
+        is_cut=False,
+    )

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,7 +68,9 @@ class HuggingFaceTokenizer:
         if len(tokens.ids) and tokens.ids[-1] == self.eod:  # by the tokenizer's own post-processor
             tokens.weights[-1] = 1.0
             return tokens
-        return ChatTokens(np.append(tokens.ids, self.eod), np.append(tokens.weights, np.float32(1)))
+        return ChatTokens(
+            np.append(tokens.ids, np.int32(self.eod)), np.append(tokens.weights, np.float32(1))
+        )
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
         rendering = self._template_of_chats().render(conversation)
@@ -99,7 +102,7 @@ class HuggingFaceTokenizer:
             whole = context + self._ids(turn.answer)
         weights = np.zeros(len(whole), np.float32)
         weights[len(context) :] = turn.weight
-        return ChatTokens(np.array(whole, np.int64), weights)
+        return ChatTokens(np.array(whole, np.int32), weights)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokens(text, [], add_special_tokens=False).ids.tolist()
@@ -107,7 +110,10 @@ class HuggingFaceTokenizer:
     def _tokens(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> ChatTokens:
         try:
             encoded = self.tokenizer(
-                text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
+                text,
+                add_special_tokens=add_special_tokens,
+                return_attention_mask=False,
+                return_token_type_ids=False,
             )
         # Such as a vocabulary without a token for what it does not know, or a pattern that gives up
         # on millions of spaces.
@@ -115,16 +121,22 @@ class HuggingFaceTokenizer:
             if not isinstance(error, Exception) and not _is_panic(error):
                 raise
             raise SampleError(f"the tokenizer fails on the text: {error!s:.300}") from None
-        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
-        weights = np.zeros(len(starts), np.float32)
+        ids = np.array(encoded["input_ids"], np.int32)
+        weights = np.zeros(len(ids), np.float32)
+        # Places are asked for where they are needed: as lists they take 200 bytes a token.
+        (encoding,) = encoded.encodings
+        every = range(len(ids))
         for span in spans:
             # A token over the border is the assistant's, who must produce its second half.
-            first, last = (
-                np.searchsorted(ends, span.start, "right"),
-                np.searchsorted(starts, span.end, "left"),
-            )
+            first = bisect_right(every, span.start, key=lambda token: _place(encoding, token)[1])
+            last = bisect_left(every, span.end, key=lambda token: _place(encoding, token)[0])
             weights[first:last] = span.weight
-        return ChatTokens(np.array(encoded["input_ids"], np.int64), weights)
+        return ChatTokens(ids, weights)
+
+
+def _place(encoding: Any, token: int) -> tuple[int, int]:
+    """Returns where in the text a token stands, [start, end); (0, 0) if it is not of the text."""
+    return encoding.token_to_chars(token) or (0, 0)
 
 
 def build_hugging_face(

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.content import Conversation, Passage
@@ -34,6 +35,8 @@ BYTE_LEVEL_SPECIAL_TOKENS = (
 """Ids 256 to 263, after the 256 bytes; eight, so that the vocabulary splits evenly over
 tensor-parallel ranks.
 """
+
+_NO_IDS = np.empty(0, np.uint8)
 
 
 def build_tokenizer(
@@ -91,13 +94,17 @@ class MarkedTokenizer:
         return f"{self.text.name} {self.vocab_size}"
 
     def encode(self, text: str) -> list[int]:
+        return self._ids(text).tolist()
+
+    def _ids(self, text: str) -> npt.NDArray[np.integer]:
         try:
             ids = self.text.encode(text)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise SampleError(f"{self.text.name} cannot read {text!r:.60}: {error}") from error
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise SampleError(
-                f"token ids must be in range({self.vocab_size}), but span {min(ids)} to {max(ids)}"
+                f"token ids must be in range({self.vocab_size}), but span {ids.min()} to "
+                f"{ids.max()}"
             )
         return ids
 
@@ -111,16 +118,17 @@ class MarkedTokenizer:
         )
 
     def encode_passage(self, passage: Passage) -> ChatTokens:
-        prompt, completion = (self.encode(text) if text else [] for text in passage)
+        prompt, completion = (self._ids(text) if text else _NO_IDS for text in passage)
         weights = np.repeat(np.array([0, 1], np.float32), [len(prompt), len(completion) + 1])
-        return ChatTokens(np.array([*prompt, *completion, self.eod], np.int64), weights)
+        ids = np.concatenate((prompt, completion, [self.eod]), dtype=np.int32)
+        return ChatTokens(ids, weights)
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
         if conversation.tools:
             raise SampleError(
                 f"tools would be lost, as {self.text.name} has no chat template that writes them"
             )
-        ids: list[int] = []
+        ids: list[npt.ArrayLike] = []
         lengths, weights = [], []
         for number, message in enumerate(conversation.messages):
             for field in sorted({"tool_calls", "reasoning_content"} & message.fields.keys()):
@@ -129,16 +137,16 @@ class MarkedTokenizer:
                     "template that writes it; write it into the content"
                 )
             if message.role in self.start_of_turn:
-                ids.append(self.start_of_turn[message.role])
+                ids.append([self.start_of_turn[message.role]])
                 lengths.append(1)
                 weights.append(0.0)
-            content = self.encode(message.content)
-            ids += content
-            ids.append(self.end_of_turn)
+            content = self._ids(message.content)
+            ids += [content, [self.end_of_turn]]
             lengths.append(len(content) + 1)
             weights.append(message.weight if message.role == "assistant" else 0.0)
         return ChatTokens(
-            np.array(ids, np.int64), np.repeat(np.array(weights, np.float32), lengths)
+            np.concatenate(ids, dtype=np.int32),
+            np.repeat(np.array(weights, np.float32), lengths),
         )
 
     def encode_turns(self, conversation: Conversation) -> list[ChatTokens]:
@@ -150,8 +158,8 @@ class _Bytes:
 
     name = "ByteLevelTokenizer"
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(number for number in ids if number < 256).decode(errors="ignore")
@@ -162,8 +170,8 @@ class _Numbers:
 
     name = "NullTokenizer"
 
-    def encode(self, text: str) -> list[int]:
-        return [int(word) for word in text.split(" ")]
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        return np.array([int(word) for word in text.split(" ")], np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))

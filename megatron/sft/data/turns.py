@@ -45,7 +45,7 @@ class Tokens(Protocol):
     """N tokens, as `ChatTokens`."""
 
     @property
-    def ids(self) -> npt.NDArray[np.int64]:
+    def ids(self) -> npt.NDArray[np.int32]:
         """[N]"""
 
     @property

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_byte_level_chat():
     ids, weights = tokenizer.encode_chat(Conversation([Message(*turn) for turn in turns]))
     assert ids.tolist() == [258, 115, 262, 259, 117, 262, 260, 97, 98, 262, 261, 262, 260, 262]
     assert ids[weights > 0].tolist() == [97, 98, 262, 262]
-    assert (ids.dtype, weights.dtype) == ("int64", "float32")
+    assert (ids.dtype, weights.dtype) == ("int32", "float32")
     assert tokenizer.show(ids.tolist()[:6]) == "<system>s<end><user>u<end>"
 
 
@@ -162,7 +163,22 @@ def test_template_trains_on_the_assistant_only(save_tokenizer, template):
     assert transformers_tokenizer.decode(ids) == "".join(
         f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content, *_ in CONVERSATION
     )
-    assert (ids.dtype, weights.dtype) == ("int64", "float32")
+    assert (ids.dtype, weights.dtype) == ("int32", "float32")
+
+
+def test_places_of_tokens_are_not_listed(save_tokenizer):
+    """Lists of where each token stands took 200 bytes a token, and a third of the time."""
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN))
+    messages = [Message("user", "how are you " * 10_000), Message("assistant", "fine")]
+    tokenizer.encode_chat(Conversation(messages[1:]))
+    tracemalloc.start()
+    try:
+        ids, _ = tokenizer.encode_chat(Conversation(messages))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(ids) > 20_000
+    assert peak < 80 * len(ids)
 
 
 def test_code_of_a_folder_is_never_run(tmp_path, monkeypatch):
