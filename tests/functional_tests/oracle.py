@@ -23,7 +23,8 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
@@ -137,6 +138,24 @@ class Numbers(NamedTuple):
 
 
 EXACT = Numbers()
+Objective = Callable[[Sequence[Any], Callable[[Sample], Tensor]], Iterator[Tensor]]
+"""From a global batch, and from what gives the losses [1, L] of a sequence alone: parts of its
+loss, each of which is differentiated at once.
+"""
+
+
+def mean_of_tokens(
+    batch: Sequence[Sample], losses_of: Callable[[Sample], Tensor]
+) -> Iterator[Tensor]:
+    """Yields each sequence's part of the mean over all unmasked tokens."""
+    num_tokens = sum(int((sample.loss_mask != 0).sum()) for sample in batch)
+    for further_loss in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
+        further_loss.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
+    for sample in batch:
+        mask = torch.from_numpy(sample.loss_mask).unsqueeze(0)
+        yield (losses_of(sample) * mask).sum() / max(num_tokens, 1)
+
+
 Placement = Literal["even", "last rank"]
 Shape = Literal["plain", "padded", "packed"]
 
@@ -215,6 +234,7 @@ def train_one_by_one(
     batches: Sequence[Sequence[Sample]],
     numbers: Numbers = EXACT,
     has_own_layers: bool = False,
+    objective: Objective = mean_of_tokens,
 ) -> list[Step]:
     """The reference; in a world of one process. Gradients of the sequences are added in float64 in
     any case.
@@ -256,19 +276,10 @@ def train_one_by_one(
         gradients = {
             name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()
         }
-        num_tokens = sum(int((sample.loss_mask != 0).sum()) for sample in batch)
         loss = 0.0
-        for further_loss in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
-            further_loss.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
-        for sample in batch:
-            tokens, labels, loss_mask, positions = (
-                torch.from_numpy(values).unsqueeze(0) for values in sample
-            )
-            mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-            losses = model(tokens, positions, mask, labels=labels, loss_mask=loss_mask)
-            weighted = (losses * loss_mask).sum() / max(num_tokens, 1)
-            weighted.backward()
-            loss += weighted.item()
+        for part in objective(batch, partial(_losses_alone, model)):
+            part.backward()
+            loss += part.item()
             for name, parameter in parameters.items():
                 gradients[name] += gradient_of(parameter)
                 parameter.grad = None
@@ -289,6 +300,14 @@ def train_one_by_one(
         )
         router_logits.clear()
     return steps
+
+
+def _losses_alone(model: Any, sample: Sample) -> Tensor:
+    tokens, labels, loss_mask, positions = (
+        torch.from_numpy(values).unsqueeze(0) for values in sample
+    )
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+    return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask)
 
 
 def _cores_own_gpt(config: SFTConfig, transformer_config: Any) -> Any:
@@ -320,6 +339,7 @@ def train_packed(
     placement: Placement = "even",
     shape: Shape = "plain",
     numbers: Numbers = EXACT,
+    step: Callable[..., Any] = forward_step,
 ) -> list[RankStep]:
     """The product in the layout of `text`, on this rank."""
     config = options(text, batches, dist.get_world_size())
@@ -352,7 +372,7 @@ def train_packed(
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = forward_backward(
-            forward_step_func=forward_step,
+            forward_step_func=step,
             data_iterator=source if len(model) == 1 else [source] * len(model),
             model=model if len(model) > 1 else model[0],
             num_microbatches=len(draws),

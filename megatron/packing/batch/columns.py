@@ -17,6 +17,7 @@ an `extra` column when a sample has it.
     parents         node        32  where a sequence is a tree              -1
     node_lengths    node        32  where a sequence is a tree              the sequence's length
     num_paths       token       32  where paths of a tree share tokens      flags
+    first_path      token       32  where paths have fields (see `paths`)   0
     extra ones      any        any  where the samples have them
 
 A sequence is a tree of one node. A tree's nodes are runs of tokens, one after the other, each
@@ -37,7 +38,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
-TOKEN, SEQUENCE, NODE = "token", "sequence", "node"
+TOKEN, SEQUENCE, NODE, PATH = "token", "sequence", "node", "path"
 """Scopes: what a column has one row for. Any other word is the scope of a user's columns with a
 number of rows per sequence of their own, as many as `Sizes.ragged` says (references to images).
 """
@@ -230,6 +231,10 @@ def _node_lengths(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
     return sizes.lengths.astype(np.int32)
 
 
+def _first_path(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return np.zeros(sizes.num_rows(TOKEN), np.int32)
+
+
 def _num_paths(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
     return columns[FLAGS].astype(np.int32)
 
@@ -246,12 +251,13 @@ AXIS_POSITIONS = Column("axis_positions", "int32", TOKEN, (NUM_AXES,), derive=_a
 PARENTS = Column("parents", "int32", NODE, derive=_parents)
 NODE_LENGTHS = Column("node_lengths", "int32", NODE, derive=_node_lengths)
 NUM_PATHS = Column("num_paths", "int32", TOKEN, derive=_num_paths)
+FIRST_PATH = Column("first_path", "int32", TOKEN, derive=_first_path)
 
 ALWAYS = (SOURCES, TOKENS, LAST_LABELS, WEIGHTS, FLAGS)
 """Columns that every batch has."""
 DERIVABLE = (
     *(LABELS, LOSS_MASK, POSITION_IDS, AXIS_POSITIONS),
-    *(PARENTS, NODE_LENGTHS, NUM_PATHS),
+    *(PARENTS, NODE_LENGTHS, NUM_PATHS, FIRST_PATH),
 )
 """Columns that a batch has where they do not follow from those that it always has."""
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.columns import SEQUENCE, TOKEN, Column
+from megatron.packing.batch.columns import PATH, SEQUENCE, TOKEN, Column
 
 RESERVED = frozenset(
     (
         *("tokens", "input_ids", "labels", "loss_mask", "position_ids", "attention_mask", "source"),
-        *("parents", "num_paths", "axis_positions"),
+        *("parents", "num_paths", "axis_positions", "first_path", "path_tokens"),
         *(
             "original_seq_len",
             "padded_seq_len",
@@ -45,6 +45,8 @@ class Rows(NamedTuple):
     """[L, *shape]"""
     per_sequence: npt.NDArray[Any] | None
     """[sequences, *shape]"""
+    per_path: npt.NDArray[Any] | None = None
+    """[paths, *shape], of fields that are named so (see `paths`)"""
 
 
 def extra_fields(item: Mapping[str, Any], size: int) -> dict[str, npt.NDArray[Any]]:
@@ -88,6 +90,7 @@ def column_of(name: str, items: list[Rows]) -> tuple[Column, npt.NDArray[Any]]:
     for scope, parts in (
         (TOKEN, [rows.per_token for rows in items]),
         (SEQUENCE, [rows.per_sequence for rows in items]),
+        (PATH, [rows.per_path for rows in items]),
     ):
         found = [part for part in parts if part is not None]
         if len(found) < len(items):

@@ -15,11 +15,12 @@ from megatron.packing.batch.axes import has_axes, without_axes
 from megatron.packing.batch.columns import IntArray, expand_ranges
 from megatron.packing.batch.extra import Rows, extra_fields, rows_of
 from megatron.packing.batch.huggingface import as_megatron_sample
+from megatron.packing.batch.paths import PREFIX, rows_of_paths
 from megatron.packing.batch.tree import Trees, checked_trees
 
 MAX_ID = 2**31 - 1
 """Ids travel as int32. Larger ones are refused, as they would be changed."""
-_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "num_paths")
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "num_paths", "first_path")
 _HUGGINGFACE = (
     "input_ids",
     "labels",
@@ -28,6 +29,9 @@ _HUGGINGFACE = (
     "attention_mask",
     "cu_seq_lens_q",
 )
+
+
+NO_PATHS: IntArray = np.empty(0, np.int64)
 
 
 class Item(NamedTuple):
@@ -43,6 +47,8 @@ class Item(NamedTuple):
     source: int
     trees: Trees | None = None
     """The nodes, where any sample has several."""
+    num_paths: IntArray = NO_PATHS
+    """Paths of each sequence or tree, where they have fields."""
 
     @property
     def size(self) -> int:
@@ -79,13 +85,20 @@ def read_item(item: Mapping[str, Any]) -> Item:
         index = expand_ranges(starts, sizes)  # of the real tokens
         fields = {name: values[index] for name, values in fields.items()}
         extra = {
-            name: values[index] if values.shape[:1] == (size,) else values
+            name: values[index] if _is_per_token(name, values, size) else values
             for name, values in extra.items()
         }
+    of_paths = {name: extra.pop(name) for name in list(extra) if name.startswith(PREFIX)}
+    num_paths = rows_of_paths(fields, of_paths, np.array(lengths))
     num_tokens = fields["tokens"].size
     rows = {name: rows_of(name, its, num_tokens, len(lengths)) for name, its in extra.items()}
+    rows |= {name: Rows(None, None, its) for name, its in of_paths.items()}
     has_branches = trees is not None and trees.parents.size > trees.rows.size
-    return Item(fields, rows, lengths, source, trees if has_branches else None)
+    return Item(fields, rows, lengths, source, trees if has_branches else None, num_paths)
+
+
+def _is_per_token(name: str, values: npt.NDArray[Any], size: int) -> bool:
+    return values.shape[:1] == (size,) and not name.startswith(PREFIX)
 
 
 def _given_fields(item: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:

@@ -29,12 +29,14 @@ from megatron.packing.batch.columns import (
     AXIS_POSITIONS,
     NUM_PATHS,
     PARENTS,
+    PATH,
     SEQUENCE,
     TOKEN,
     IntArray,
 )
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.nodes import Nodes
+from megatron.packing.batch.paths import trained_by
 from megatron.packing.batch.samples import Samples
 
 Microbatch = dict[str, Any]
@@ -136,10 +138,11 @@ def pack(
         elif column.scope == SEQUENCE:
             parts = _of_segments(values[of_segment], num_segments, layouts)
         else:
-            rows = samples.sizes.rows(column.scope)
-            ends = np.cumsum(np.concatenate(([0], rows)))[np.cumsum(num_sequences)]
+            ends = _row_ends(samples, column.scope, num_sequences)
             parts = [torch.from_numpy(part) for part in np.split(values, ends[:-1])]
         extra.setdefault(f"extra_per_{column.scope}", {})[column.name] = parts
+    if PATH in samples.sizes.ragged:
+        fields["path_pairs"] = _path_pairs(samples, num_sequences, is_real, layouts)
     return [
         {
             **microbatch,
@@ -148,6 +151,29 @@ def pack(
         }
         for number, microbatch in enumerate(_microbatches(layouts, padding_mask))
     ]
+
+
+def _row_ends(samples: Samples, scope: str, num_sequences: IntArray) -> IntArray:
+    """Returns where the rows of each pack's samples end, int64 [microbatches]."""
+    rows = samples.sizes.rows(scope)
+    return np.cumsum(np.concatenate(([0], rows)))[np.cumsum(num_sequences)]
+
+
+def _path_pairs(
+    samples: Samples,
+    num_sequences: IntArray,
+    is_real: npt.NDArray[np.bool_],
+    layouts: Sequence[PackLayout],
+) -> list[Tensor]:
+    """Returns the pairs of a token and a path that trains it, as numbered in each pack."""
+    token, path = trained_by(samples)
+    token = np.flatnonzero(is_real)[token]
+    starts = np.cumsum([0, *(layout.num_tokens for layout in layouts)])
+    pack = np.searchsorted(starts, token, side="right") - 1
+    ends = _row_ends(samples, PATH, num_sequences)
+    pairs = np.stack((token - starts[pack], path - np.concatenate(([0], ends))[pack]))
+    sizes = np.bincount(pack, minlength=len(layouts)).tolist()
+    return list(torch.from_numpy(pairs).split(sizes, dim=1))
 
 
 def _part(columns: Mapping[str, Sequence[Tensor]], number: int) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ missing `source` is 0. A field is a numpy array, a tensor or a list, [L] or [1, 
 tensors [B, L] are B samples. `position_ids` may also be [3, L] (see `axes`). A dict with
 `input_ids` and no `tokens` comes from HuggingFace's collators (see `huggingface`).
 
-Any other field of numbers is an extra column (see `extra`), and travels with its sample.
+Any other field of numbers is an extra column (see `extra`), and travels with its sample; one whose
+name begins with `path_` has a row per path (see `paths`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ import numpy.typing as npt
 
 from megatron.packing.batch.columns import (
     AXIS_POSITIONS,
+    FIRST_PATH,
     NODE,
     NODE_LENGTHS,
     NUM_AXES,
     NUM_PATHS,
     PARENTS,
+    PATH,
     POSITION_IDS,
     Column,
     IntArray,
@@ -45,6 +48,7 @@ from megatron.packing.batch.columns import (
 from megatron.packing.batch.extra import column_of
 from megatron.packing.batch.huggingface import IGNORED
 from megatron.packing.batch.item import MAX_ID, Item, items_of, read_item
+from megatron.packing.batch.paths import with_path_tokens
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree import MergedPaths
 
@@ -120,7 +124,8 @@ class SampleReader:
         samples = Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids)
         if self._any_has("axis_positions"):
             samples = samples.with_columns({AXIS_POSITIONS: self._axis_positions(samples, ends)})
-        return self._with_nodes(samples, loss_mask, ends).with_columns(self._extra_columns())
+        samples = self._with_nodes(samples, loss_mask, ends).with_columns(self._extra_columns())
+        return self._with_paths(samples)
 
     def _with_nodes(
         self, samples: Samples, loss_mask: npt.NDArray[np.float32], ends: IntArray
@@ -141,6 +146,14 @@ class SampleReader:
         rows, parents, node_lengths = self._nodes(samples.lengths)
         columns = {PARENTS: parents, NODE_LENGTHS: node_lengths}
         return samples.with_columns(columns, {NODE: rows})
+
+    def _with_paths(self, samples: Samples) -> Samples:
+        """Returns the samples with the rows of their paths, where these have fields."""
+        rows = np.concatenate([item.num_paths for item in self._items])
+        if not rows.size:
+            return samples
+        first = self._column("first_path", lambda: np.zeros(samples.tokens.size, np.int32))
+        return with_path_tokens(samples.with_columns({FIRST_PATH: first}, {PATH: rows}))
 
     def _nodes(self, lengths: IntArray) -> tuple[IntArray, npt.NDArray[Any], npt.NDArray[Any]]:
         """Returns the nodes of all samples as columns: nodes of each, parents, lengths."""

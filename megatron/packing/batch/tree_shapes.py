@@ -26,6 +26,7 @@ from megatron.packing.batch.columns import (
     NODE_LENGTHS,
     NUM_PATHS,
     PARENTS,
+    PATH,
     SEQUENCE,
     TOKEN,
     WEIGHTS,
@@ -35,6 +36,7 @@ from megatron.packing.batch.columns import (
 )
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import Nodes
+from megatron.packing.batch.paths import with_path_tokens
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree import checked_trees
 
@@ -103,17 +105,19 @@ def shaped(samples: Samples, rules: TreeRules) -> ShapedTrees:
     """Returns the samples, of which trees are cut, joined or taken apart by `rules`.
 
     A tree over capacity becomes several whose nodes are those of neighbouring paths, as many as
-    fit. Deterministic; sequences are left as they are.
+    fit. Where paths have fields, a tree that fits stays one, so that they can be compared in its
+    pack. Deterministic; sequences are left as they are.
     """
     num_samples = samples.lengths.size
     if PARENTS not in samples.columns:
         return ShapedTrees(samples, np.arange(num_samples))
     nodes = Nodes.of(samples)
     bounds = np.searchsorted(nodes.sample, np.arange(num_samples + 1))
+    has_paths = PATH in samples.sizes.ragged
     trees: list[_Tree] = []
     part_of: list[int] = []
     for number, (start, end) in enumerate(zip(bounds.tolist(), bounds[1:].tolist())):
-        made = _shapes(_tree_of(nodes, start, end), rules)
+        made = _shapes(_tree_of(nodes, start, end), rules, has_paths)
         trees += made
         part_of += [number] * len(made)
     owner = np.array(part_of, np.int64)
@@ -123,7 +127,7 @@ def shaped(samples: Samples, rules: TreeRules) -> ShapedTrees:
 def truncated(samples: Samples, limit: int) -> Samples:
     """Returns all samples, each path truncated to `limit` tokens."""
     if PARENTS not in samples.columns:
-        return samples.first(limit)
+        return with_path_tokens(samples.first(limit))
     nodes = Nodes.of(samples)
     lengths = np.clip(limit - nodes.depths, 0, nodes.lengths)
     kept = np.flatnonzero(lengths)
@@ -132,7 +136,8 @@ def truncated(samples: Samples, limit: int) -> Samples:
     parents = np.where(nodes.parents[kept] < 0, -1, place[nodes.parents[kept]])
     ids = np.arange(samples.lengths.size)
     index = expand_ranges(starts, lengths[kept])
-    return _rebuilt(samples, ids, index, np.zeros(index.size, np.bool_), lengths[kept], parents)
+    cut = _rebuilt(samples, ids, index, np.zeros(index.size, np.bool_), lengths[kept], parents)
+    return with_path_tokens(cut)
 
 
 def _tree_of(nodes: Nodes, start: int, end: int) -> _Tree:
@@ -148,13 +153,13 @@ def _tree_of(nodes: Nodes, start: int, end: int) -> _Tree:
     ]
 
 
-def _shapes(tree: _Tree, rules: TreeRules) -> list[_Tree]:
+def _shapes(tree: _Tree, rules: TreeRules, has_paths: bool) -> list[_Tree]:
     if len(tree) == 1:
         return [tree]
     if not rules.keeps_trees:
         return [[_as_sequence(tree, leaf)] for leaf in _leaves(tree)]
     if rules.alignment.sequence > 1:
-        tree = _with_joined_nodes(tree, rules)
+        tree = _with_joined_nodes(tree, rules, keeps_root=has_paths)
     return list(_cut(tree, rules))
 
 
@@ -177,8 +182,9 @@ def _as_sequence(tree: _Tree, leaf: int) -> _Node:
     return _Node(pieces, tree[leaf].depth + tree[leaf].length, 0, -1)
 
 
-def _with_joined_nodes(tree: _Tree, rules: TreeRules) -> _Tree:
-    """Returns the tree, of which nodes are copied into their children where that costs less.
+def _with_joined_nodes(tree: _Tree, rules: TreeRules, keeps_root: bool) -> _Tree:
+    """Returns the tree, of which nodes are copied into their children where that costs less; with
+    its root, whose children then are roots, unless it is kept.
 
     Children come before their parents, as joining them changes what the parent's children are.
 
@@ -193,7 +199,7 @@ def _with_joined_nodes(tree: _Tree, rules: TreeRules) -> _Tree:
     for number in reversed(range(len(tree))):
         node = new[number]
         below = children[number]
-        if not below:
+        if not below or (keeps_root and node.parent < 0):
             continue
         kept = rules.cost(node.length, node.depth)
         kept += sum(rules.cost(new[child].length, new[child].depth) for child in below)

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron.packing.batch.paths import PATH_TOKENS
 from megatron.packing.model.tree_keys import PackTree
 from megatron.packing.model.zigzag import sent, shard_index
 from megatron.packing.step.groups import device_of
@@ -39,6 +40,21 @@ class BatchFields(NamedTuple):
     padding_mask: Tensor
 
 
+class PackPaths(NamedTuple):
+    """Which paths train which tokens of a pack whose samples have fields per path, n in all."""
+
+    token: Tensor
+    """int64 [m]: place in this rank's shard of a token that some path trains."""
+    path: Tensor
+    """int64 [m]: number of the path, in the order of `Batch.extra`."""
+    num_tokens: Tensor
+    """int64 [n]: tokens of each path that are trained, on all context-parallel ranks."""
+    are_whole: bool
+    """Whether the pack has all trained tokens of its paths: trees that no pack holds are cut, and
+    where prefixes are not shared, so are all.
+    """
+
+
 class Batch(BatchFields):
     """The seven values of `BatchFields`, and beside them the fields that the user's samples have
     besides.
@@ -51,8 +67,11 @@ class Batch(BatchFields):
 
     extra: Mapping[str, Tensor] = MappingProxyType({})
     """Extra columns by name, where `labels` are. Per token [1, T / context-parallel size, ...]; per
-    sequence [segments, ...], in the order of the pack, with zeros for padding at its end.
+    sequence [segments, ...], in the order of the pack, with zeros for padding at its end; per path
+    [n, ...].
     """
+    paths: PackPaths | None = None
+    """Where `labels` are, of samples with fields per path (see `path_log_probs`)."""
 
 
 def get_batch_on_this_rank_for_sequence_packing(
@@ -137,6 +156,8 @@ def get_batch_on_this_rank_for_sequence_packing(
         batch.extra = _extra_columns(microbatch, index, device)
         if "num_paths" in microbatch:
             batch.num_paths = params.num_paths = shard(microbatch["num_paths"])
+        if "path_pairs" in microbatch:
+            batch.paths = _paths_of(microbatch, index, device)
     return batch
 
 
@@ -155,6 +176,25 @@ def _extra_columns(
             shard = values if index is None else values.index_select(0, index)
             found[name] = sent(shard, device).unsqueeze(0)
     return found
+
+
+def _paths_of(microbatch: dict[str, Any], index: Tensor | None, device: torch.device) -> PackPaths:
+    """index: the tokens of this context-parallel rank, on the host; None for all."""
+    token, path = microbatch["path_pairs"]
+    expected = microbatch["extra_per_path"][PATH_TOKENS.name].long()
+    num_tokens = torch.bincount(path, minlength=expected.numel())
+    if index is not None:
+        place = torch.full((microbatch["padding_mask"].numel(),), -1)
+        place[index] = torch.arange(index.numel())
+        place = place[token]  # of each pair in this rank's shard; -1 where it is another's
+        token, path = place[place >= 0], path[place >= 0]
+    are_whole = torch.equal(num_tokens, expected)
+    return PackPaths(
+        token=sent(token, device),
+        path=sent(path, device),
+        num_tokens=sent(num_tokens, device),
+        are_whole=are_whole,
+    )
 
 
 def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection) -> Tensor:
