@@ -21,6 +21,8 @@ and as many as there are ranks, are not delayed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -39,6 +41,7 @@ def outliers_to_delay(
     pack_capacity: int,
     max_steps: int,
     squares: IntArray | None = None,
+    payload_costs: npt.NDArray[np.float64] | None = None,
 ) -> npt.NDArray[np.bool_]:
     """Chooses the sequences that are delayed to the next step: bool [N]. O(N log N).
 
@@ -48,14 +51,18 @@ def outliers_to_delay(
         pack_capacity: tokens of a pack, or those of all sequences where packs do not matter
             (`capacity_that_matters`).
         squares: int64 [N], see `PackCost.of_sequences`.
+        payload_costs: float64 [N], beside that of tokens; None where there are no payloads.
 
     From the costliest sequence down: one that must leave, or has company enough, leaves with that
     company; the others are delayed, until the first one that is no more than a fair share of the
     rest.
     """
-    order = np.lexsort((-steps_delayed, -lengths))  # of equals the oldest leave first
-    length = lengths[order]
-    costs = cost.of_sequences(length, squares=None if squares is None else squares[order])
+    of_all = cost.of_sequences(lengths, squares=squares)
+    by_size: npt.NDArray[Any] = lengths
+    if payload_costs is not None:
+        of_all = by_size = of_all + payload_costs
+    order = np.lexsort((-steps_delayed, -by_size))  # of equals the oldest leave first
+    length, costs = lengths[order], of_all[order]
     cost_before, tokens_before = (
         np.concatenate(([0.0], np.cumsum(costs))),
         np.concatenate(([0], np.cumsum(length))),

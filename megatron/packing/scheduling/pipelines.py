@@ -142,11 +142,14 @@ def _sample_of(request: ScheduleRequest, limits: PipelineLimits) -> ScheduleRequ
     if length.size <= limits.small_batch or num_ranks >= request.num_ranks:
         return None
     # 10 sequences, 5 ranks, a sample of 2    ->    [0, 5, 10, 15] // 2 = sequences 0, 2, 5, 7
-    chosen = length[np.arange(0, length.size * num_ranks, request.num_ranks) // num_ranks]
+    places = np.arange(0, length.size * num_ranks, request.num_ranks) // num_ranks
+    chosen = request.sorted.order[places]
     nowhere = np.zeros(chosen.size, np.int64)
     return replace(
         request,
-        lengths=chosen,
+        lengths=length[places],
+        squares=None if request.squares is None else request.squares[chosen],
+        payload_costs=None if request.payload_costs is None else request.payload_costs[chosen],
         source_rank=nowhere,
         source_fetch=nowhere,
         steps_delayed=None,

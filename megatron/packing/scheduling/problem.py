@@ -31,7 +31,9 @@ class CapacityError(ValueError):
 
 
 class Sorted(NamedTuple):
-    """The sequences of a request, the longest first, equal ones in global order."""
+    """The sequences of a request, the longest first, equal ones in global order. Where payloads
+    cost something the costliest come first, as a short text may have many images.
+    """
 
     order: IntArray
     """int64 [N], global number of each."""
@@ -69,6 +71,10 @@ class ScheduleRequest:
     """int64 [N], twice the pairs of tokens that attend in each sequence, alignment included; None
     where all are L^2, as where no sequence is a tree.
     """
+    payload_costs: FloatArray | None = None
+    """float64 [N], what each sequence costs beside its tokens, in the unit of `cost` (see
+    `payload_cost`); None where none has payloads.
+    """
     num_ranks: int
     """Data-parallel ranks."""
     num_fetches: int
@@ -105,9 +111,10 @@ class ScheduleRequest:
                 _check_array(name, getattr(self, name), len(self.lengths), low, high)
                 # A scheduler that sorts them in place would schedule other sequences than those
                 # that are packed.
-                read_only = getattr(self, name).view()
-                read_only.flags.writeable = False
-                object.__setattr__(self, name, read_only)
+                self._make_read_only(name)
+        if self.payload_costs is not None:
+            _check_costs("payload_costs", self.payload_costs, len(self.lengths))
+            self._make_read_only("payload_costs")
         if self.model.num_virtual_stages > 1 and self.microbatch_multiple % self.model.stage_group:
             raise ValueError(
                 "microbatch_multiple must be a multiple of the model's stage_group, "
@@ -121,22 +128,34 @@ class ScheduleRequest:
                 f"{self.capacity}; raise --max-seqlen-per-dp-cp-rank or truncate the sequence"
             )
 
+    def _make_read_only(self, name: str) -> None:
+        read_only = getattr(self, name).view()
+        read_only.flags.writeable = False
+        object.__setattr__(self, name, read_only)
+
     @cached_property
     def sorted(self) -> Sorted:
-        """The sequences, the longest first."""
-        order = sorted_order(-self.lengths)
+        """The sequences, the longest first; with payloads the costliest."""
+        if self.payload_costs is None:
+            order = sorted_order(-self.lengths)
+        else:
+            order = np.lexsort((-self.lengths, -self.sequence_costs))
         length = self.lengths[order]
         return Sorted(order, length, self.sequence_costs[order])
 
     @cached_property
     def sequence_costs(self) -> FloatArray:
-        """float64 [N], of each sequence alone."""
-        return self.cost.of_sequences(self.lengths, self.loss_tokens, self.squares)
+        """float64 [N], of each sequence alone, its payloads included."""
+        of_tokens = self.cost.of_sequences(self.lengths, self.loss_tokens, self.squares)
+        return of_tokens if self.payload_costs is None else of_tokens + self.payload_costs
 
     @cached_property
     def fewest_packs(self) -> int:
         """Lower bound of the packs of all ranks. It may be below what is possible."""
-        return fewest_packs(self.sorted.length, self.capacity)
+        length = self.sorted.length
+        if self.payload_costs is not None:
+            length = -np.sort(-length)
+        return fewest_packs(length, self.capacity)
 
     @cached_property
     def fewest_microbatches(self) -> int:
@@ -257,6 +276,15 @@ def check_capacity(request: ScheduleRequest, schedule: Schedule) -> None:
 def rounded_up(number: float, multiple: int) -> int:
     """`number` raised to the next positive multiple of `multiple`."""
     return max(1, math.ceil(number / multiple)) * multiple
+
+
+def _check_costs(name: str, values: object, size: int) -> None:
+    """Raises ValueError unless `values` is float64 [size], each at least 0 and finite."""
+    is_array = isinstance(values, np.ndarray) and values.dtype == np.float64
+    if not is_array or values.shape != (size,):  # type: ignore[attr-defined]
+        raise ValueError(f"{name} must be float64 [{size}], but is {values!r:.80}")
+    if size and not 0 <= values.min() <= values.max() < math.inf:  # type: ignore[attr-defined]
+        raise ValueError(f"{name} must be at least 0 and finite, but has {values!r:.80}")
 
 
 def _check_array(name: str, values: object, size: int, low: int, high: int | None) -> None:

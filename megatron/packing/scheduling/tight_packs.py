@@ -51,7 +51,20 @@ def tight_packs(
 
     Microbatches per rank are a multiple of `multiple`. The search ends at the bound of the request.
     """
-    length, capacity = request.sorted.length, request.capacity
+    length = request.sorted.length
+    if request.payload_costs is not None:  # packs are filled from the longest on all the same
+        order = np.argsort(-length, kind="stable")
+        packed = _tight_packs(request, length[order], multiple, limits)
+        pack = np.empty_like(packed.pack)
+        pack[order] = packed.pack
+        return packed._replace(pack=pack)
+    return _tight_packs(request, length, multiple, limits)
+
+
+def _tight_packs(
+    request: ScheduleRequest, length: IntArray, multiple: int, limits: CompletionLimits
+) -> TightPacks:
+    capacity = request.capacity
     at_a_time = request.num_ranks * multiple  # 2 ranks, multiple 3: packs come in sixes
     pack, num_packs = best_fit(length, capacity)
     number, fewest = (max(-(-n // at_a_time), 1) for n in (num_packs, request.fewest_packs))

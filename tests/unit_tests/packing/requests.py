@@ -49,6 +49,7 @@ def request(
     cost: PackCost = COST,
     model: StepModel | None = None,
     loss_tokens=None,
+    payload_costs=None,
 ) -> ScheduleRequest:
     """Sequences dealt to source ranks in equal shares, `per_fetch` of them by each `next`."""
     n = len(lengths)
@@ -59,6 +60,7 @@ def request(
         source_rank=np.arange(n) // max(per_rank, 1),
         source_fetch=position // per_fetch,
         loss_tokens=None if loss_tokens is None else np.array(loss_tokens, np.int64),
+        payload_costs=None if payload_costs is None else np.array(payload_costs, np.float64),
         num_ranks=num_ranks,
         num_fetches=-(-per_rank // per_fetch),
         capacity=capacity,
@@ -92,7 +94,14 @@ def requests(draw, *, models=MODELS[:1], whole_fetches_fit=False):
         ),
         model=model,
         loss_tokens=[draw(st.integers(0, length)) for length in lengths],
+        payload_costs=draw(st.none() | payload_costs_of(len(lengths))),
     )
+
+
+def payload_costs_of(num_sequences: int) -> st.SearchStrategy[list[float]]:
+    """Of text without images, and of short texts with costly ones."""
+    costs = st.sampled_from([0.0, 0.0, 1.0, 7.5, 400.0])
+    return st.lists(costs, min_size=num_sequences, max_size=num_sequences)
 
 
 def packs(schedule: Schedule) -> list[list[list[int]]]:
