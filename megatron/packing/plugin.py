@@ -50,6 +50,7 @@ from megatron.packing.step.delay import DelayQueue
 
 if TYPE_CHECKING:
     from megatron.packing.model.pipeline import PackedPasses
+    from megatron.packing.step.payloads import PayloadStore
     from megatron.packing.step.settings import PackingOptions
 
 # The other files of this package are imported when they are needed: older megatron-cores lack names
@@ -130,6 +131,7 @@ def install(
     arguments: argparse.Namespace | None = None,
     *,
     megatron_lm_calls: bool = False,
+    payloads: PayloadStore | None = None,
 ) -> ExitStack:
     """Makes models of `config` train packed.
 
@@ -144,6 +146,8 @@ def install(
         megatron_lm_calls: accept Megatron-LM's own calls (see `conventions`). The result of the
             forward-backward function then ends in two more entries: the sums of lengths and of
             their squares.
+        payloads: how payloads of samples (images) are made, moved and bounded; None for samples of
+            tokens alone.
 
     Returns:
         A context manager, whose end takes back a first installation.
@@ -154,7 +158,7 @@ def install(
     """
     check_version("the packing plug-in", "or leave plugin.install out")
     if arguments is None or _asks_for_packing(arguments):
-        _configure(config, arguments, megatron_lm_calls)
+        _configure(config, arguments, megatron_lm_calls, payloads)
         check_config(config)
     taken_back = ExitStack()
     if _replace_schedules():
@@ -287,7 +291,12 @@ def _asks_for_packing(arguments: argparse.Namespace) -> bool:
     return asks
 
 
-def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_calls: bool) -> None:
+def _configure(
+    config: Any,
+    arguments: argparse.Namespace | None,
+    megatron_lm_calls: bool,
+    payloads: PayloadStore | None,
+) -> None:
     """Writes the options to Megatron-LM's fields of `config`, the others as `PackingOptions`."""
     from megatron.packing.step.settings import PackingOptions
 
@@ -299,7 +308,11 @@ def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_ca
         config.sequence_packing_scheduler = "default"
     options = _options(PackingOptions.of(config), config, arguments)
     is_megatron_lm = megatron_lm_calls or options.megatron_lm_calls
-    config.sequence_packing_options = replace(options, megatron_lm_calls=is_megatron_lm)
+    config.sequence_packing_options = replace(
+        options,
+        megatron_lm_calls=is_megatron_lm,
+        payloads=options.payloads if payloads is None else payloads,
+    )
 
 
 def _options(options: PackingOptions, config: Any, arguments: object) -> PackingOptions:

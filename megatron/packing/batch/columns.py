@@ -18,6 +18,8 @@ an `extra` column when a sample has it.
     node_lengths    node        32  where a sequence is a tree              the sequence's length
     num_paths       token       32  where paths of a tree share tokens      flags
     first_path      token       32  where paths have fields (see `paths`)   0
+    payloads        sequence    64  where a sequence has a payload          -1
+    payload_costs   sequence    64  where a sequence has a payload          0
     extra ones      any        any  where the samples have them
 
 A sequence is a tree of one node. A tree's nodes are runs of tokens, one after the other, each
@@ -235,6 +237,14 @@ def _first_path(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
     return np.zeros(sizes.num_rows(TOKEN), np.int32)
 
 
+def _payloads(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return np.full(sizes.lengths.size, -1, np.int64)
+
+
+def _payload_costs(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return np.zeros(sizes.lengths.size, np.float64)
+
+
 def _num_paths(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
     return columns[FLAGS].astype(np.int32)
 
@@ -252,12 +262,16 @@ PARENTS = Column("parents", "int32", NODE, derive=_parents)
 NODE_LENGTHS = Column("node_lengths", "int32", NODE, derive=_node_lengths)
 NUM_PATHS = Column("num_paths", "int32", TOKEN, derive=_num_paths)
 FIRST_PATH = Column("first_path", "int32", TOKEN, derive=_first_path)
+PAYLOADS = Column("payloads", "int64", SEQUENCE, derive=_payloads)
+"""Numbers in the list of payloads that is kept beside the samples; -1 for none."""
+PAYLOAD_COSTS = Column("payload_costs", "float64", SEQUENCE, derive=_payload_costs)
 
 ALWAYS = (SOURCES, TOKENS, LAST_LABELS, WEIGHTS, FLAGS)
 """Columns that every batch has."""
 DERIVABLE = (
     *(LABELS, LOSS_MASK, POSITION_IDS, AXIS_POSITIONS),
     *(PARENTS, NODE_LENGTHS, NUM_PATHS, FIRST_PATH),
+    *(PAYLOADS, PAYLOAD_COSTS),
 )
 """Columns that a batch has where they do not follow from those that it always has."""
 

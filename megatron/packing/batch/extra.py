@@ -5,8 +5,8 @@ sequence.
                            one row per token           one per sequence
 
 A row may itself be an array. A sample with several sequences gives one number for all of them, or
-one row for each. Fields that Megatron-LM's and HuggingFace's samples have for their own purposes
-are RESERVED. A field without numbers is named once in a warning and does not travel.
+one row for each. Fields that samples of Megatron-LM, HuggingFace and energon have for their own
+purposes are RESERVED. A field without numbers is named once in a warning and does not travel.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ RESERVED = frozenset(
     (
         *("tokens", "input_ids", "labels", "loss_mask", "position_ids", "attention_mask", "source"),
         *("parents", "num_paths", "axis_positions", "first_path", "path_tokens"),
+        *("payloads", "payload_key", "costs"),
+        *("__key__", "__restore_key__", "__subflavors__", "__sources__"),
         *(
             "original_seq_len",
             "padded_seq_len",

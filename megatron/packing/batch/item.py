@@ -6,6 +6,7 @@ See `reading` for what a dict may hold.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron.packing.batch.columns import IntArray, expand_ranges
 from megatron.packing.batch.extra import Rows, extra_fields, rows_of
 from megatron.packing.batch.huggingface import as_megatron_sample
 from megatron.packing.batch.paths import PREFIX, rows_of_paths
+from megatron.packing.batch.payloads import Payload, payload_of
 from megatron.packing.batch.tree import Trees, checked_trees
 
 MAX_ID = 2**31 - 1
@@ -49,6 +51,10 @@ class Item(NamedTuple):
     """The nodes, where any sample has several."""
     num_paths: IntArray = NO_PATHS
     """Paths of each sequence or tree, where they have fields."""
+    payload: Payload | None = None
+    """What stands beside the tokens; the item is one sequence then."""
+    costs: Mapping[str, Any] = MappingProxyType({})
+    """Units of the payload by kind."""
 
     @property
     def size(self) -> int:
@@ -61,11 +67,13 @@ def items_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     shape: tuple[int, ...] = getattr(given.get("tokens", given.get("input_ids")), "shape", ())
     if len(shape) != 2 or shape[0] < 2:
         return [given]
+    payload_of(given, shape[0])  # refused: nothing says which row each is of
     return [_row(given, row, shape[0]) for row in range(shape[0])]
 
 
 def read_item(item: Mapping[str, Any]) -> Item:
     """Reads one dict; ValueError for what is no sample."""
+    whole = item
     if item.get("tokens") is None and item.get("input_ids") is not None:
         item = _from_huggingface(without_axes(item))
     fields = _given_fields(without_axes(item))
@@ -94,7 +102,10 @@ def read_item(item: Mapping[str, Any]) -> Item:
     rows = {name: rows_of(name, its, num_tokens, len(lengths)) for name, its in extra.items()}
     rows |= {name: Rows(None, None, its) for name, its in of_paths.items()}
     has_branches = trees is not None and trees.parents.size > trees.rows.size
-    return Item(fields, rows, lengths, source, trees if has_branches else None, num_paths)
+    payload = payload_of(whole, len(lengths))
+    costs = {} if payload is None else whole.get("costs") or {}
+    kept = trees if has_branches else None
+    return Item(fields, rows, lengths, source, kept, num_paths, payload, costs)
 
 
 def _is_per_token(name: str, values: npt.NDArray[Any], size: int) -> bool:

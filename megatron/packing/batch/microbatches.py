@@ -9,7 +9,8 @@ Padding is token 0, masked, and zero in extra columns.
 
 Where a pack holds trees, each node is a segment, and `parents` and `depths` (int64 [segments]) say
 what it continues. `num_paths` (int32 [T]) is there where tokens count other than once, and
-`axis_positions` (int64 [T, 3]) on all stages where samples have positions along axes.
+`axis_positions` (int64 [T, 3]) on all stages where samples have positions along axes. `payloads`
+(`PackPayloads`) is there on first stages where samples have some.
 
     fields of all microbatches are written once, by whole arrays; a microbatch is a view of them
 """
@@ -199,6 +200,8 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
                     if name in following
                 }
                 on_host = {"host_loss_mask": following.get("loss_mask")}
+                if "payloads" in following:  # whose placeholders are counted
+                    on_host["host_tokens"] = following.get("tokens")
                 upcoming = {**following, **fields, **on_host}, stream.record_event()
         if copied is not None:
             microbatch, is_there = copied

@@ -17,6 +17,8 @@ missing `source` is 0. A field is a numpy array, a tensor or a list, [L] or [1, 
 tensors [B, L] are B samples. `position_ids` may also be [3, L] (see `axes`). A dict with
 `input_ids` and no `tokens` comes from HuggingFace's collators (see `huggingface`).
 
+A sample may have payloads beside its tokens (see `payloads`).
+
 Any other field of numbers is an extra column (see `extra`), and travels with its sample; one whose
 name begins with `path_` has a row per path (see `paths`).
 """
@@ -38,6 +40,8 @@ from megatron.packing.batch.columns import (
     NUM_PATHS,
     PARENTS,
     PATH,
+    PAYLOAD_COSTS,
+    PAYLOADS,
     POSITION_IDS,
     Column,
     IntArray,
@@ -49,11 +53,16 @@ from megatron.packing.batch.extra import column_of
 from megatron.packing.batch.huggingface import IGNORED
 from megatron.packing.batch.item import MAX_ID, Item, items_of, read_item
 from megatron.packing.batch.paths import with_path_tokens
+from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree import MergedPaths
 
 Given = Mapping[str, Any] | MergedPaths
 """A sample of a user's iterator."""
+
+
+CostOfPayload = Callable[[Mapping[str, Any]], float]
+"""Function of what a sample has as `costs`: units of its payloads, by kind."""
 
 
 class SampleError(ValueError):
@@ -67,7 +76,13 @@ class SampleError(ValueError):
 class SampleReader:
     """Gathers the samples of many `next` calls; `samples` makes one `Samples` of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, payload_cost: CostOfPayload | None = None) -> None:
+        """Takes the function of a sample's `costs`; None where samples may have no payloads."""
+        self.payloads: list[Payload] = []
+        """Those of all samples; the column `payloads` has the number of each sequence's."""
+        self._payload_cost = payload_cost
+        self._of_payloads: dict[int, float] = {}
+        """Cost of each payload, by the number of its sequence."""
         self._items: list[Item] = []
         self._fetches: list[int] = []
         """Of each sequence or tree."""
@@ -80,7 +95,19 @@ class SampleReader:
         for one in (given,) if isinstance(given, Mapping | MergedPaths) else given:
             for item in items_of(one._asdict() if isinstance(one, MergedPaths) else one):
                 self._items.append(read_item(item))
+                if self._items[-1].payload is not None:
+                    self._add_payload(self._items[-1].payload, self._items[-1].costs)
                 self._fetches += [fetch] * len(self._items[-1].lengths)
+
+    def _add_payload(self, payload: Payload, costs: Mapping[str, Any]) -> None:
+        """Adds the payload of the sequence that is added next."""
+        if self._payload_cost is None:
+            raise ValueError(
+                "a sample has payloads, but there is nothing to move and bound them; pass "
+                "plugin.install(config, arguments, payloads=PayloadStore())"
+            )
+        self._of_payloads[len(self._fetches)] = self._payload_cost(costs)
+        self.payloads.append(payload)
 
     def samples(self) -> Samples:
         """Returns all sequences that were added.
@@ -124,8 +151,17 @@ class SampleReader:
         samples = Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids)
         if self._any_has("axis_positions"):
             samples = samples.with_columns({AXIS_POSITIONS: self._axis_positions(samples, ends)})
+        samples = samples.with_columns(self._payload_columns())
         samples = self._with_nodes(samples, loss_mask, ends).with_columns(self._extra_columns())
         return self._with_paths(samples)
+
+    def _payload_columns(self) -> dict[Column, npt.NDArray[Any]]:
+        if not self.payloads:
+            return {}
+        numbers, costs = np.full(len(self._fetches), -1, np.int64), np.zeros(len(self._fetches))
+        places = list(self._of_payloads)
+        numbers[places], costs[places] = np.arange(len(places)), [*self._of_payloads.values()]
+        return {PAYLOADS: numbers, PAYLOAD_COSTS: costs}
 
     def _with_nodes(
         self, samples: Samples, loss_mask: npt.NDArray[np.float32], ends: IntArray

@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron.packing.batch.paths import PATH_TOKENS
+from megatron.packing.model.embeddings import BatchPayloads
 from megatron.packing.model.tree_keys import PackTree
 from megatron.packing.model.zigzag import sent, shard_index
 from megatron.packing.step.groups import device_of
@@ -63,6 +64,11 @@ class Batch(BatchFields):
     num_paths: Tensor | None = None
     """int32 [1, T / context-parallel size], where `labels` are: how often each token counts in the
     number of tokens; None where all that have a loss count once.
+    """
+
+    payloads: BatchPayloads | None = None
+    """Payloads of the microbatch's sequences, on the first stage; None where no sequence of the
+    global batch has any.
     """
 
     extra: Mapping[str, Tensor] = MappingProxyType({})
@@ -152,6 +158,8 @@ def get_batch_on_this_rank_for_sequence_packing(
         packed_seq_params=params,
         padding_mask=shard(microbatch["padding_mask"]),
     )
+    if is_first and "payloads" in microbatch:
+        batch.payloads = BatchPayloads.of(microbatch, index, device)
     if fields["labels"] is not None:
         batch.extra = _extra_columns(microbatch, index, device)
         if "num_paths" in microbatch:

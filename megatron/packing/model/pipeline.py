@@ -112,7 +112,13 @@ class _Training:
             self._working_queue = None if self._queue is None else self._queue.copy()
         self._given = _only(data_iterator)
         self._last: GlobalBatch | None = None
-        self.batches = Prefetcher(self._prepare, self._ahead)
+        store = options.payloads
+        self.batches = Prefetcher(
+            self._prepare,
+            self._ahead,
+            size_of=None if store is None else _payload_bytes,
+            max_waiting=0 if store is None else store.max_waiting_bytes,
+        )
 
     def next(self, data_iterator: object, num_fetches: int) -> GlobalBatch:
         if not self._ahead:
@@ -146,6 +152,10 @@ class _Training:
         )
         self._step += 1
         return batch
+
+
+def _payload_bytes(batch: GlobalBatch) -> int:
+    return batch.stats.payload_bytes
 
 
 def _only(data_iterator: object) -> Any:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.columns import Form, IntArray, Sizes
+from megatron.packing.batch.columns import PAYLOAD_COSTS, Form, IntArray, Sizes
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.batch.samples import common_form
@@ -26,6 +26,8 @@ from megatron.packing.step.delay import Delayed
 from megatron.packing.step.load import Loaded
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats, packing_stats
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class RankReport:
     """0 for a whole sample, 1, 2, ... for the parts of one that was cut, which are trained in one
     step; None where all are whole.
     """
+    payload_costs: FloatArray | None = None
+    """float64 [n], where any has a payload."""
     num_dropped: int = 0
     num_truncated: int = 0
     ended: bool = False
@@ -69,6 +73,7 @@ class RankReport:
             ragged=samples.sizes.ragged,
             trees=SampleSizes.of_trees(samples, alignment),
             part=local.parts(),
+            payload_costs=samples.columns.get(PAYLOAD_COSTS),
             num_dropped=loaded.num_dropped,
             num_truncated=loaded.num_truncated,
             ended=loaded.ended,
@@ -87,6 +92,8 @@ class _Reports(NamedTuple):
     part: IntArray
     trees: SampleSizes | None
     """None where no rank has trees."""
+    payload_costs: FloatArray | None
+    """float64 [N]; None where no rank has payloads."""
 
     @classmethod
     def of(cls, reports: Sequence[RankReport], alignment: Alignment) -> _Reports:
@@ -107,8 +114,18 @@ class _Reports(NamedTuple):
                 for report in reports
             ]
             trees = SampleSizes(*(np.concatenate(values) for values in zip(*whole)))
-        source_rank = np.repeat(np.arange(len(reports)), sizes)
-        return cls(source_rank=source_rank, part=np.concatenate(parts), trees=trees, **of_sequences)
+        costs = [
+            np.zeros(size) if report.payload_costs is None else report.payload_costs
+            for size, report in zip(sizes, reports)
+        ]
+        has_costs = any(report.payload_costs is not None for report in reports)
+        return cls(
+            source_rank=np.repeat(np.arange(len(reports)), sizes),
+            part=np.concatenate(parts),
+            trees=trees,
+            payload_costs=np.concatenate(costs) if has_costs else None,
+            **of_sequences,
+        )
 
     def padded(self, alignment: Alignment) -> tuple[IntArray, IntArray | None]:
         """Returns the tokens that each occupies, and the squares where they are not L^2."""
@@ -121,7 +138,11 @@ class _Reports(NamedTuple):
         trees = self.trees
         if trees is not None:
             trees = SampleSizes(*(values[is_kept] for values in trees))
-        columns = {name: getattr(self, name)[is_kept] for name in self._fields if name != "trees"}
+        columns = {
+            name: values[is_kept]
+            for name, values in self._asdict().items()
+            if name != "trees" and values is not None
+        }
         return self._replace(**columns, trees=trees)
 
 
@@ -250,6 +271,7 @@ def _outliers(
         pack_capacity=capacity_that_matters(settings.model, settings.capacity, padded),
         max_steps=max_steps,
         squares=squares,
+        payload_costs=batch.payload_costs,
     )
 
 
@@ -264,6 +286,7 @@ def _request(
     return ScheduleRequest(
         lengths=padded,
         squares=squares,
+        payload_costs=kept.payload_costs,
         source_rank=kept.source_rank,
         source_fetch=kept.fetch,
         steps_delayed=kept.steps_delayed,

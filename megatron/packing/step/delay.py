@@ -13,17 +13,20 @@ import torch
 from megatron.packing.batch.columns import (
     ALWAYS,
     DERIVABLE,
+    PAYLOADS,
     SEQUENCE,
     TOKEN,
     Column,
     IntArray,
     Sizes,
 )
+from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples, joined
 
 _STATE_VERSION = 3
-_READ_VERSIONS = (2, 3)
-"""Version 2 has no "rows": no columns of further scopes."""
+_WITH_PAYLOADS = 4
+_READ_VERSIONS = (2, 3, 4)
+"""Version 2 has no "rows": no columns of further scopes. Version 4 has payloads beside them."""
 _EXTRA = "extra_per_"
 
 
@@ -32,6 +35,8 @@ class Delayed(NamedTuple):
 
     samples: Samples
     steps: IntArray
+    payloads: Sequence[Payload] = ()
+    """Those that the column `payloads` numbers; without tensors where a key makes them again."""
 
     @classmethod
     def none(cls) -> Delayed:
@@ -89,7 +94,7 @@ class DelayQueue:
 
         Columns are saved whole, one tensor each, and not in the wire's form, which may change.
         """
-        samples, steps = self._after
+        samples, steps, payloads = self._after
         state: dict[str, Any] = {
             "version": _STATE_VERSION,
             "steps": torch.from_numpy(steps),
@@ -101,6 +106,8 @@ class DelayQueue:
         for column, values in samples.columns.items():
             key = f"{_EXTRA}{column.scope}" if column.extra else "columns"
             state.setdefault(key, {})[column.name] = torch.from_numpy(values)
+        if payloads:
+            state |= {"version": _WITH_PAYLOADS, "payloads": [_saved(one) for one in payloads]}
         return state
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> None:
@@ -122,12 +129,53 @@ class DelayQueue:
             )
         mine = [*states] if len(states) != num_ranks else [states[rank]]
         loaded = [_loaded(state) for state in mine]
-        samples = joined([delayed.samples for delayed in loaded])
+        samples, payloads = with_payloads([(each.samples, each.payloads) for each in loaded])
         steps = np.concatenate([delayed.steps for delayed in loaded])
         if len(states) != num_ranks:  # 5 sequences, 2 ranks: 0 1 and 2 3 4
             first, last = (len(steps) * edge // num_ranks for edge in (rank, rank + 1))
             samples, steps = samples.take(np.arange(first, last)), steps[first:last]
-        self._before = self._after = Delayed(samples, steps)
+            samples, payloads = used_payloads(samples, payloads)
+        self._before = self._after = Delayed(samples, steps, payloads)
+
+
+def with_payloads(
+    parts: Sequence[tuple[Samples, Sequence[Payload]]],
+) -> tuple[Samples, Sequence[Payload]]:
+    """Returns all sequences, one part after the other, with the list of their payloads."""
+    if not any(payloads for _, payloads in parts):
+        return joined([samples for samples, _ in parts]), ()
+    numbered, all_payloads = [], list[Payload]()
+    for samples, payloads in parts:
+        numbers = samples.in_form((PAYLOADS,)).columns[PAYLOADS]
+        moved = np.where(numbers < 0, -1, numbers + len(all_payloads))
+        numbered.append(samples.with_columns({PAYLOADS: moved}))
+        all_payloads += payloads
+    return joined(numbered), all_payloads
+
+
+def used_payloads(
+    samples: Samples, payloads: Sequence[Payload]
+) -> tuple[Samples, Sequence[Payload]]:
+    """Returns sequences that wait with their payloads alone; tensors go where a key makes them
+    again.
+    """
+    if PAYLOADS not in samples.columns:
+        return samples, ()
+    numbers = samples.columns[PAYLOADS]
+    used = numbers[numbers >= 0]
+    renumbered = np.full_like(numbers, -1)
+    renumbered[numbers >= 0] = np.arange(used.size)
+    kept = [payloads[number] for number in used.tolist()]
+    kept = [one if one.key is None else one._replace(tensors=None) for one in kept]
+    return samples.with_columns({PAYLOADS: renumbered}), kept
+
+
+def _saved(payload: Payload) -> dict[str, Any]:
+    """Returns a payload as tensors and plain values."""
+    if payload.tensors is None:
+        return {"key": payload.key}
+    tensors = payload.tensors.items()
+    return {"tensors": {name: [torch.as_tensor(one) for one in its] for name, its in tensors}}
 
 
 def _loaded(state: dict[str, Any]) -> Delayed:
@@ -157,4 +205,8 @@ def _loaded(state: dict[str, Any]) -> Delayed:
         is_whole &= values.shape == shape and values.dtype == column.dtype
     if not is_whole:
         raise ValueError("the checkpoint's delayed sequences are damaged; take another checkpoint")
-    return Delayed(Samples(sizes=sizes, columns=columns), steps)
+    payloads = [Payload(one.get("tensors"), one.get("key")) for one in state.get("payloads", ())]
+    numbers = columns.get(PAYLOADS, np.empty(0))
+    if numbers.size and not -1 <= numbers.min() <= numbers.max() < len(payloads):
+        raise ValueError("the checkpoint's delayed sequences are damaged; take another checkpoint")
+    return Delayed(Samples(sizes=sizes, columns=columns), steps, payloads)

@@ -8,6 +8,8 @@
                `samples`)
     broadcast  each sends its replica the plan and the samples: one broadcast of about 5 bytes per
                token
+    payloads   the data ranks exchange keys or tensors, and send first stages the tensors; only in
+               steps in which samples have some (see `payloads`)
     pack       every rank makes the microbatches that its pipeline stage needs, padded
 
 All of it is on the host and over gloo. The number of collectives does not depend on the number of
@@ -19,8 +21,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +31,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.columns import AXIS_POSITIONS, Form, IntArray, Sizes, num_words
+from megatron.packing.batch.columns import (
+    AXIS_POSITIONS,
+    PAYLOADS,
+    IntArray,
+    num_words,
+)
 from megatron.packing.batch.microbatches import (
     Microbatch,
     copied_ahead,
@@ -37,12 +44,22 @@ from megatron.packing.batch.microbatches import (
     layouts_of_samples,
     pack,
 )
+from megatron.packing.batch.payload_bytes import payloads_of_packs
+from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples, joined
 from megatron.packing.batch.tree_shapes import shaped
 from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
-from megatron.packing.step.delay import Delayed, DelayQueue
-from megatron.packing.step.groups import DataGroups, data_groups
+from megatron.packing.step.delay import Delayed, DelayQueue, used_payloads, with_payloads
+from megatron.packing.step.groups import data_groups
 from megatron.packing.step.load import Loaded, load_samples
+from megatron.packing.step.payloads import (
+    Moved,
+    PayloadError,
+    PayloadStore,
+    Restore,
+    move_payloads,
+)
+from megatron.packing.step.replica import Part, StepPlan, broadcast, broadcast_part
 from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
 from megatron.packing.step.trees import reason_against, warn_of_paths_apart
@@ -100,28 +117,6 @@ class GlobalBatch:
         return [PackedIterator(self.microbatches, device) for _ in range(num_virtual_stages)]
 
 
-class StepPlan(NamedTuple):
-    """The part of the schedule that the ranks of a replica receive beside the samples."""
-
-    stats: PackingStats
-    num_sequences: IntArray
-    """int64 [microbatches]"""
-    sizes: Sizes
-    """Sizes of the sequences of this replica, by microbatch."""
-    form: Form
-
-
-class _Part(NamedTuple):
-    """The outcome of a step on a data rank: its replica's part, or the error, or None at the end of
-    the data.
-    """
-
-    plan: StepPlan | str | None
-    samples: Samples
-    decision: Decision | None = None
-    """On the scheduling rank."""
-
-
 def schedule_global_batch(
     data_iterator: object,
     config: TransformerConfig,
@@ -141,10 +136,13 @@ def schedule_global_batch(
     """
     settings = PackingSettings.of(config, groups, scheduler_type, step)
     own = data_groups(groups)
-    part = _Part(None, Samples.none())
+    part = Part(None, Samples.none())
     if own.exchange is not None:
-        part = _load_and_place(data_iterator, num_microbatches, settings, own.exchange, queue)
-    plan, samples = _broadcast_part(part, own)
+        store = PackingOptions.of(config).payloads
+        part = _load_and_place(
+            data_iterator, num_microbatches, settings, own.exchange, queue, store
+        )
+    plan, samples, payloads = broadcast_part(part, own)
     if plan is None:
         raise StopIteration
     if isinstance(plan, str):
@@ -156,10 +154,18 @@ def schedule_global_batch(
         samples = samples.in_form((AXIS_POSITIONS,))
     layouts = layouts_of_samples(samples, plan.num_sequences, settings.alignment)
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
-    return GlobalBatch(
-        microbatches=pack(samples, plan.num_sequences, layouts)
+    microbatches = (
+        pack(samples, plan.num_sequences, layouts)
         if has_tokens
-        else layout_microbatches(layouts, samples),
+        else layout_microbatches(layouts, samples)
+    )
+    if payloads:
+        of_packs = payloads_of_packs(payloads, plan.num_sequences)
+        microbatches = [
+            {**one, "payloads": its} for one, its in zip(microbatches, of_packs, strict=True)
+        ]
+    return GlobalBatch(
+        microbatches=microbatches,
         stats=plan.stats,
         settings=settings,
         decision=part.decision,
@@ -173,20 +179,28 @@ def _load_and_place(
     settings: PackingSettings,
     exchange: dist.ProcessGroup,
     queue: DelayQueue | None,
-) -> _Part:
+    store: PayloadStore | None,
+) -> Part:
     """Runs load, gather, decide and move on a data rank; collective over the data ranks."""
     iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
     name = f"data-parallel rank {exchange.rank()} (rank {dist.get_rank()})"
     loaded = load_samples(
-        iterator, num_fetches, settings.capacity, settings.over_length_policy, name
+        iterator,
+        num_fetches,
+        settings.capacity,
+        settings.over_length_policy,
+        name,
+        None if store is None else store.cost_of,
     )
-    delayed, local = None, loaded.samples
+    delayed, local, held = None, loaded.samples, loaded.payloads
     if queue is not None:
         # megatron-core's RerunDataIterator gives the samples of the step before once more while
         # `replaying`. The queue then begins where that step began.
         delayed = queue.begin(is_repeated=getattr(iterator, "replaying", False))
         try:
-            local = joined([delayed.samples, loaded.samples])
+            local, held = with_payloads(
+                [(delayed.samples, delayed.payloads), (loaded.samples, loaded.payloads)]
+            )
         except ValueError as failure:
             loaded = Loaded.failed(f"{name}: {failure}")
     # The queue holds trees as they were loaded; their shape is that of this layout.
@@ -196,16 +210,48 @@ def _load_and_place(
     report = RankReport.of(loaded, delayed, own, settings.alignment)
     decision = _decide(report, num_fetches, settings, exchange, queue)
     if not isinstance(decision, Decision):
-        return _Part(decision, Samples.none())
+        return Part(decision, Samples.none())
+    samples = own.samples.in_form(decision.form)
+    stats, moved = decision.stats, None
+    if PAYLOADS in decision.form:
+        try:
+            moved = _move_payloads(samples, held, decision, exchange, store, iterator)
+        except PayloadError as failure:
+            return Part(str(failure), Samples.none())
+        stats = replace(
+            stats,
+            payloads=moved.number,
+            payload_bytes=moved.max_bytes,
+            moved_payload_bytes=moved.sent_bytes,
+        )
     if queue is not None and delayed is not None:
         waits = own.part_of[decision.rank[decision.source_rank == exchange.rank()] < 0]
-        queue.finish(_left_behind(waits, delayed, local))
-    samples, microbatch = _move(own.samples.in_form(decision.form), decision, exchange)
+        queue.finish(_left_behind(waits, delayed, local, held))
+    samples, microbatch = _move(samples, decision, exchange)
     order = np.argsort(microbatch, kind="stable")
     samples = samples.take(order)
     num_sequences = np.bincount(microbatch, minlength=decision.stats.microbatches)
-    plan = StepPlan(decision.stats, num_sequences, samples.sizes, samples.form)
-    return _Part(plan, samples, decision if exchange.rank() == 0 else None)
+    plan = StepPlan(stats, num_sequences, samples.sizes, samples.form)
+    of_sequences = () if moved is None else [moved.held[i] for i in order.tolist()]
+    return Part(plan, samples, decision if exchange.rank() == 0 else None, of_sequences)
+
+
+def _move_payloads(
+    samples: Samples,
+    held: Sequence[Payload],
+    decision: Decision,
+    exchange: dist.ProcessGroup,
+    store: PayloadStore | None,
+    iterator: Any,
+) -> Moved:
+    """Moves the payloads of this rank's sequences; see `payloads.move_payloads`."""
+    store = store or PayloadStore()  # delayed ones of a run that had one
+    reader = getattr(iterator, "iterable", iterator)  # of megatron-core's RerunDataIterator
+    restore: Restore | None = store.restore or getattr(reader, "restore_sample", None)
+    target = decision.rank[decision.source_rank == exchange.rank()].astype(np.int64)
+    numbers = samples.columns[PAYLOADS].tolist()
+    of_sequences = [None if number < 0 else held[number] for number in numbers]
+    return move_payloads(of_sequences, target, exchange, store, restore)
 
 
 def _decide(
@@ -224,7 +270,7 @@ def _decide(
             decision = decide(reports, num_fetches, settings, max_delay)
         except GlobalBatchError as failure:  # the other data ranks wait for an answer
             decision = str(failure)
-    return _broadcast(decision, 0, exchange)
+    return broadcast(decision, 0, exchange)
 
 
 def _gather(report: RankReport, exchange: dist.ProcessGroup) -> list[RankReport] | None:
@@ -249,22 +295,16 @@ def _gather(report: RankReport, exchange: dist.ProcessGroup) -> list[RankReport]
     return reports
 
 
-def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
-    """Returns `value` of group rank `source` on every rank of the group."""
-    if group.size() == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=dist.get_global_rank(group, source), group=group)
-    return values[0]
-
-
-def _left_behind(stays: IntArray, delayed: Delayed, local: Samples) -> Delayed:
+def _left_behind(
+    stays: IntArray, delayed: Delayed, local: Samples, held: Sequence[Payload]
+) -> Delayed:
     """Returns the local sequences `stays`, which wait for a later step, one step later than
     before.
     """
     steps = np.zeros(local.lengths.size, np.int64)
     steps[: delayed.steps.size] = delayed.steps  # those that waited come first in `local`
-    return Delayed(local.take(stays), steps[stays] + 1)
+    samples, payloads = used_payloads(local.take(stays), held)
+    return Delayed(samples, steps[stays] + 1, payloads)
 
 
 def _move(
@@ -300,21 +340,3 @@ def _move(
     received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
     arrived = [Samples.from_words(part, its, decision.form) for part, its in zip(received, sizes)]
     return joined(arrived), decision.microbatch[mine]
-
-
-def _broadcast_part(part: _Part, own: DataGroups) -> tuple[StepPlan | str | None, Samples]:
-    """Returns the plan and the samples of this replica on each of its ranks."""
-    group = own.replica
-    if group.size() == 1:
-        return part.plan, part.samples
-    plan = _broadcast(part.plan, dist.get_group_rank(group, own.data_rank), group)
-    if not isinstance(plan, StepPlan):
-        return plan, part.samples
-    if own.exchange is not None:
-        words = torch.from_numpy(part.samples.to_words())
-    else:
-        words = torch.empty(num_words(plan.sizes, plan.form), dtype=torch.int32)
-    dist.broadcast(words, src=own.data_rank, group=group)
-    if own.exchange is not None:
-        return plan, part.samples
-    return plan, Samples.from_words(words.numpy(), plan.sizes, plan.form)

@@ -32,6 +32,9 @@ class DataGroups:
     """The ranks of this data-parallel replica."""
     data_rank: int
     """Global rank of this replica's data rank."""
+    first_stage: tuple[int, ...] = ()
+    """Global ranks of this replica's first pipeline stage, ascending; the data rank is among them.
+    """
 
 
 def is_data_rank(groups: Any) -> bool:
@@ -64,12 +67,12 @@ def _made(
     dp: dist.ProcessGroup,
     mp: dist.ProcessGroup,
 ) -> DataGroups:
-    loads = tp.rank() == cp.rank() == pp.rank() == 0
+    loads, is_first = tp.rank() == cp.rank() == pp.rank() == 0, pp.rank() == 0
     # mp holds a replica's tensor and pipeline ranks of one context rank; cp joins them over context
     # ranks. So two gathers list the replica's members, each with whether it loads data.
-    stages = _gather_all((dist.get_rank(), loads), mp)
+    stages = _gather_all((dist.get_rank(), (loads, is_first)), mp)
     members = dict(member for shard in _gather_all(stages, cp) for member in shard)
-    (data_rank,) = (rank for rank, its_loads in members.items() if its_loads)
+    (data_rank,) = (rank for rank, (its_loads, _) in members.items() if its_loads)
     data_ranks = tuple(dist.get_process_group_ranks(dp)) if loads else ()
     if list(data_ranks) != sorted(data_ranks):
         raise ValueError("the data-parallel group must list its ranks in ascending order")
@@ -84,6 +87,7 @@ def _made(
         exchange=mine[0, data_ranks] if loads else None,
         replica=mine[1, tuple(sorted(members))],
         data_rank=data_rank,
+        first_stage=tuple(sorted(rank for rank, (_, first) in members.items() if first)),
     )
 
 

@@ -5,16 +5,17 @@ An error is recorded instead of raised, since all ranks must receive it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from megatron.packing.batch.columns import IntArray
+from megatron.packing.batch.columns import PAYLOADS, IntArray
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.nodes import Nodes
-from megatron.packing.batch.reading import SampleError, SampleReader
+from megatron.packing.batch.payloads import Payload
+from megatron.packing.batch.reading import CostOfPayload, SampleError, SampleReader
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import truncated
 
@@ -26,6 +27,8 @@ class Loaded:
     samples: Samples
     fetch: IntArray
     """int64 [n]: number of the `next` call that gave each, from 0."""
+    payloads: Sequence[Payload] = ()
+    """Those that the column `payloads` numbers."""
     num_dropped: int = 0
     num_truncated: int = 0
     ended: bool = False
@@ -44,19 +47,21 @@ def load_samples(
     longest: int,
     policy: OverLengthPolicy,
     rank_name: str,
+    payload_cost: CostOfPayload | None = None,
 ) -> Loaded:
     """Calls `next` up to `num_fetches` times and returns all sequences.
 
     Args:
         longest: tokens. A longer sequence is an error, truncated or dropped, by `policy`.
         rank_name: first words of an error.
+        payload_cost: see `SampleReader`.
     """
     if iterator is None:
         return Loaded.failed(
             f"{rank_name} must have a data iterator, but has none; build one where is_data_rank() "
             "is true"
         )
-    reader, ended = SampleReader(), False
+    reader, ended = SampleReader(payload_cost), False
     for number in range(num_fetches):
         try:
             reader.add(next(iterator), number)
@@ -71,7 +76,9 @@ def load_samples(
         samples = reader.samples()
     except SampleError as failure:
         return Loaded.failed(f"{rank_name}, fetch {failure.fetch}: ValueError: {failure}")
-    loaded = Loaded(samples=samples, fetch=reader.fetch, ended=ended)
+    loaded = Loaded(
+        samples=samples, fetch=reader.fetch, payloads=tuple(reader.payloads), ended=ended
+    )
     return _within(loaded, longest, policy, rank_name)
 
 
@@ -83,6 +90,14 @@ def _within(loaded: Loaded, longest: int, policy: OverLengthPolicy, rank_name: s
     num_long = int(is_long.sum())
     if not num_long:
         return loaded
+    numbers = samples.columns.get(PAYLOADS)
+    if policy == "truncate" and numbers is not None and (numbers[is_long] >= 0).any():
+        place = int((is_long & (numbers >= 0)).argmax())
+        return Loaded.failed(
+            f"{rank_name}, fetch {fetch[place]}: a sample of {path_lengths[place]} tokens with "
+            f"payloads cannot be truncated to {longest}, as its images would have no place; raise "
+            "--max-seqlen-per-dp-cp-rank, or pass --over-length-policy drop"
+        )
     if policy == "truncate":
         return replace(loaded, samples=truncated(samples, longest), num_truncated=num_long)
     if policy == "drop":

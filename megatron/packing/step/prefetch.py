@@ -32,12 +32,22 @@ class Prefetcher(Iterator[T], Generic[T]):
     first `next`. With `ahead` 0 there is none.
     """
 
-    def __init__(self, prepare: Callable[[], T], ahead: int, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[], T],
+        ahead: int,
+        limit: int | None = None,
+        *,
+        size_of: Callable[[T], int] | None = None,
+        max_waiting: int = 0,
+    ) -> None:
         """Takes the function.
 
         Args:
             ahead: calls before their `next`.
             limit: `next` calls at most; no more is prepared.
+            size_of: bytes of a value, the same on all ranks. Another value is prepared ahead only
+                while those that wait have at most `max_waiting` of them.
         """
         if ahead < 0:
             raise ValueError(f"--prefetch-global-batches must be at least 0, but is {ahead}")
@@ -46,6 +56,9 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._prepare = prepare
         self._ahead = ahead
         self._limit = limit
+        self._size_of, self._max_waiting = size_of, max_waiting
+        self._sizes: deque[int] = deque()
+        """Bytes of the values prepared for calls of `next` that were not made yet."""
         self._changed = threading.Condition()
         self._ready: deque[T] = deque()
         self._failure: BaseException | None = None
@@ -60,6 +73,11 @@ class Prefetcher(Iterator[T], Generic[T]):
             return self._next() if self._ahead else self._prepare()
         finally:
             self.seconds_waited = time.perf_counter() - start
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the values that wait, by `size_of`."""
+        return sum(self._sizes)
 
     def settle(self) -> None:
         """Waits until the thread is idle. It stays idle until the next `next`, so its groups may be
@@ -90,6 +108,8 @@ class Prefetcher(Iterator[T], Generic[T]):
             raise RuntimeError("the prefetcher was closed")
         with self._changed:
             self._num_asked += 1
+            if self._sizes:
+                self._sizes.popleft()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="prefetch of global batches", daemon=True
@@ -108,6 +128,9 @@ class Prefetcher(Iterator[T], Generic[T]):
         permitted = self._num_asked + self._ahead
         if self._limit is not None:
             permitted = min(permitted, self._limit)
+        # Sizes are of values that all ranks prepared, so this too depends on the number asked for.
+        if self.waiting_bytes > self._max_waiting:
+            permitted = min(permitted, max(self._num_prepared, self._num_asked))
         return self._failure is not None or self._num_prepared >= permitted
 
     def _run(self) -> None:
@@ -127,5 +150,7 @@ class Prefetcher(Iterator[T], Generic[T]):
                 if failure is None:
                     self._ready.append(value)  # type: ignore[arg-type]
                     self._num_prepared += 1
+                    if self._size_of is not None and self._num_prepared > self._num_asked:
+                        self._sizes.append(self._size_of(value))  # type: ignore[arg-type]
                 self._failure = failure
                 self._changed.notify_all()

@@ -19,6 +19,7 @@ from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost, layers_pac
 from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.delay import DelayQueue
+from megatron.packing.step.payloads import PayloadStore
 from megatron.packing.step.trees import why_paths_stay_apart
 
 UNKNOWN_MODEL = PackCost(linear=1.0, quadratic=1 / 60_000)
@@ -40,6 +41,8 @@ class PackingOptions:
     """Cost of packs; None takes FLOPs."""
     delay_queue: DelayQueue | None = None
     """Queue of outliers, whose state belongs in a script's checkpoints. None delays nothing."""
+    payloads: PayloadStore | None = None
+    """How payloads are made, moved and bounded. None takes samples of tokens alone."""
     seed: int = 0
     step: int = 0
     """Number of the step. A scheduler's random choices come from it and from `seed`, so that a

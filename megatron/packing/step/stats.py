@@ -61,6 +61,15 @@ class PackingStats:
     """Tokens of sequences that are trained on another data-parallel rank than loaded, without
     padding, which does not travel.
     """
+    payload_cost: float = 0.0
+    """Part of all packs' cost that payloads have, in the unit of `step_cost`; 0 without payloads.
+    """
+    payloads: int = 0
+    """Sequences with a payload."""
+    payload_bytes: int = 0
+    """Bytes of decoded payloads on the data rank that holds most."""
+    moved_payload_bytes: int = 0
+    """Bytes that payloads take between data ranks, whether as keys or as tensors."""
     dropped_samples: int = 0
     """Samples that were skipped: too long, broken, or without a token that counts."""
     truncated_samples: int = 0
@@ -155,6 +164,7 @@ def packing_stats(
         microbatches=num_microbatches,
         num_ranks=num_ranks,
         moved_tokens=int(length[request.source_rank != schedule.rank].sum()),
+        payload_cost=0.0 if request.payload_costs is None else float(request.payload_costs.sum()),
         step_cost=time,
         step_cost_bound=request.bound,
         bubble=max(1 - float(costs.sum()) / (time * num_ranks * request.model.num_stages), 0.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from megatron.packing.batch.columns import AXIS_POSITIONS, NUM_PATHS, PARENTS, Form
+from megatron.packing.batch.columns import AXIS_POSITIONS, NUM_PATHS, PARENTS, PAYLOADS, Form
 from megatron.packing.batch.samples import Samples
 from megatron.packing.step.transformer_engine import transformer_engine_installed
 
@@ -39,6 +39,11 @@ def reason_against(config: Any, form: Form, megatron_lm_calls: bool) -> str | No
         return (
             "positions along axes cannot be trained with multi-token prediction, which moves "
             "positions within a pack; give one position per token, or leave out --mtp-num-layers"
+        )
+    if PAYLOADS in form and (PARENTS in form or megatron_lm_calls):
+        return (
+            "samples with payloads cannot be trained beside trees, nor through Megatron-LM's own "
+            "calls; give each path as a sequence, and call as docs/howto/plugin.md says"
         )
     if not {PARENTS, NUM_PATHS} & set(form):
         return None

@@ -25,7 +25,7 @@ def delayed(*lengths: int, steps: int = 1) -> Delayed:
 
 
 def content(queue: DelayQueue) -> list[tuple[int, list[int]]]:
-    samples, steps = queue.begin(is_repeated=False)
+    samples, steps, _ = queue.begin(is_repeated=False)
     return [(step, part[0]) for step, part in zip(steps.tolist(), parts_of(samples), strict=True)]
 
 
@@ -113,7 +113,7 @@ def test_trees_and_references_wait_with_their_sequences() -> None:
         DelayQueue(1).load_state_dict([state], 0, 1)
 
 
-@pytest.mark.parametrize("version", [{}, {"version": 1}, {"version": 4}])
+@pytest.mark.parametrize("version", [{}, {"version": 1}, {"version": 5}])
 def test_a_state_of_another_version_is_refused(version: dict[str, int]) -> None:
     """Its numbers mean something else; read as ours they would be other tokens."""
     queue = DelayQueue(1)

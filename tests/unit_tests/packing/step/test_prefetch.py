@@ -46,6 +46,31 @@ def test_values_come_in_order_and_as_many_are_prepared_as_was_said(ahead: int) -
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+def test_what_waits_is_bounded_alike_on_all_ranks(pause: float) -> None:
+    """By the bytes of values that all ranks know, so that fast and slow ranks prepare as many: one
+    more would wait for the others for ever.
+    """
+    sizes = [5, 1, 1, 9, 1, 1, 1, 20, 1, 1, 1, 1]
+    #  waiting after each call, at most 5 bytes and the one that goes beyond, of at most 3 values:
+    #  1 1 9 | 1 9 | 9 | 1 1 1 | 1 1 20 | 1 20 | 20 | 1 1 1 | 1 1 1
+    expected = [4, 4, 4, 7, 8, 8, 8, 11, 12]
+    numbers = iter(range(len(sizes)))
+
+    def prepare() -> int:
+        time.sleep(pause)
+        return next(numbers)
+
+    prefetcher = Prefetcher(prepare, 3, size_of=sizes.__getitem__, max_waiting=5)
+    for asked, prepared in enumerate(expected, start=1):
+        assert next(prefetcher) == asked - 1
+        if pause == 0 or asked % 3 == 0:
+            prefetcher.settle()
+            assert prefetcher.waiting_bytes == sum(sizes[asked:prepared])
+    prefetcher.close()
+    assert next(numbers, None) is None
+
+
 def test_no_more_is_prepared_than_will_be_asked_for() -> None:
     """The last step takes all delayed sequences: a batch drawn after it would be missing in what
     was consumed.
