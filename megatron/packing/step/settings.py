@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, OverLengthPolicy
-from megatron.packing.batch.tree_shapes import TreeRules
+from megatron.packing.batch.tree_cuts import TreeRules
 from megatron.packing.layers import LayerKind
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost, layers_pack_cost
 from megatron.packing.scheduling.fitted_cost import FittedCost
@@ -87,6 +87,9 @@ class PackingSettings:
     paths_apart: str = ""
     """Why each path of a tree becomes a sequence; "" where shared prefixes are computed once."""
 
+    tree_keys_per_token: float = 32.0
+    """See `TreeRules.keys_per_token`."""
+
     @property
     def trees(self) -> TreeRules:
         """Rules by which trees are shaped."""
@@ -95,6 +98,7 @@ class PackingSettings:
             capacity=self.capacity,
             linear=self.cost.linear,
             quadratic=self.cost.quadratic,
+            keys_per_token=self.tree_keys_per_token,
             keeps_trees=not self.paths_apart,
         )
 
@@ -135,6 +139,7 @@ class PackingSettings:
             seed=options.seed,
             step=options.step if step is None else step,
             paths_apart=why_paths_stay_apart(config),
+            tree_keys_per_token=_tree_keys_per_token(config),
             model=StepModel(
                 num_stages=groups.pp.size(),
                 num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
@@ -167,6 +172,23 @@ def _capacity_of(
             "context-parallel size"
         )
     return per_rank * groups.cp.size() // alignment.pack * alignment.pack
+
+
+def _tree_keys_per_token(config: TransformerConfig) -> float:
+    """Returns how many keys and values take as much memory as what a layer keeps of a token for the
+    backward pass: 34 bytes per channel (arXiv 2205.05198, equation 1 without attention), beside 4
+    per channel of a group's key and value.
+
+    Zigzag context parallel gathers a node's path for both of a rank's pieces of it, which are
+    1 / cp of its tokens. At least 8, at which a chat of ten turns is not cut.
+    """
+    if not hasattr(config, "num_layers"):
+        return 32.0
+    shape = _shape_of(config)
+    of_token = 34 * shape["hidden_size"]
+    of_key = 4 * shape["num_query_groups"] * shape["kv_channels"]
+    cp = config.context_parallel_size
+    return max(8.0, of_token / of_key / (2 * cp if cp > 1 else 1))
 
 
 def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:

@@ -120,16 +120,19 @@ class _Report:
         self._marks = marks
         self._lengths: list[list[int]] = [[] for _ in names]
         self._num_trained = [0] * len(names)
+        self._num_apart = [0] * len(names)
+        """Tokens of all paths, as separate sequences."""
 
     def add(self, samples: Sequence[Mapping[str, Any]]) -> None:
         for sample in samples:
             source, length = sample["source"], len(sample["tokens"])
             trained = int((sample["loss_mask"] > 0).sum())
             self._lengths[source].append(length)
+            apart = path_tokens(sample)
             self._num_trained[source] += trained
+            self._num_apart[source] += apart
             if self._left_to_print:
                 self._left_to_print -= 1
-                apart = path_tokens(sample)
                 saved = f"; {apart:,} as sequences, {apart / length:.1f} times as many"
                 print(
                     f"--- {self._names[source]}: {length:,} tokens, {trained:,} trained"
@@ -155,6 +158,12 @@ class _Report:
             )
             for reason, times in dropped.items():
                 print(f"{name:{width}}  dropped for {reason}: {times:,}")
+            num_tokens, num_apart = int(lengths.sum()), self._num_apart[number]
+            if num_apart > num_tokens:
+                print(
+                    f"{name:{width}}  shared prefixes are computed once: {num_tokens:,} tokens; "
+                    f"as sequences {num_apart:,}, {num_apart / num_tokens:.2f} times as many"
+                )
 
 
 def path_tokens(sample: Mapping[str, Any]) -> int:

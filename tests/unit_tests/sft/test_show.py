@@ -50,6 +50,21 @@ def test_shows_samples_and_shares(options, capsys):
     assert summary.splitlines()[2] == "chats  dropped for no loss token: 1"
 
 
+def test_shows_what_shared_prefixes_save(tmp_path, capsys):
+    """Whether trees are worth it depends on the data alone."""
+    path = tmp_path / "answers.jsonl"
+    asked = [{"role": "user", "content": "q"}]
+    records = [{"prompt": asked, "responses": ["a", "b"]}, {"prompt": asked, "responses": ["a"]}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    show.main(["--data-path", str(path), "--split", "1", "--samples", "2"], "show")
+    told = capsys.readouterr().out
+    assert "--- answers: 7 tokens, 4 trained; 10 as sequences, 1.4 times as many\n" in told
+    assert told.endswith(
+        "answers  shared prefixes are computed once: 12 tokens; as sequences 15, "
+        "1.25 times as many\n"
+    )
+
+
 def test_counts_no_more_than_asked(options, capsys):
     """A million records would be tokenized to show three."""
     show.main([*options, "--samples", "0", "--count", "1"], "show")

@@ -17,7 +17,8 @@ from megatron.packing.batch.paths import merge_with_fields, trained_by
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree import Path, TreeError
-from megatron.packing.batch.tree_shapes import TreeRules, shaped, truncated
+from megatron.packing.batch.tree_cuts import TreeRules
+from megatron.packing.batch.tree_shapes import shaped, truncated
 
 
 def path_of(tokens: list[int], mask: list[float], last: int = 0) -> Path:
@@ -102,7 +103,9 @@ def test_sums_of_paths_are_those_of_each_alone(
     read = read_samples(samples)
     sent = Samples.from_words(read.to_words(), read.sizes, read.form)
     layout = Alignment(sequence=alignment, pack=alignment)
-    rules = TreeRules(alignment=layout, capacity=capacity, linear=1, quadratic=0.1)
+    rules = TreeRules(
+        alignment=layout, capacity=capacity, linear=1, quadratic=0.1, keys_per_token=32
+    )
     cut = shaped(sent, rules).samples
     for each in (read, sent, cut):
         assert sums_by_id(packed(each, layout)) == expected

@@ -16,7 +16,8 @@ from megatron.packing.batch.nodes import Nodes, SampleSizes
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree import Path, merge
-from megatron.packing.batch.tree_shapes import TreeRules, shaped, truncated
+from megatron.packing.batch.tree_cuts import TreeRules
+from megatron.packing.batch.tree_shapes import shaped, truncated
 
 EXACT = Alignment()
 
@@ -27,6 +28,7 @@ def rules(**changes: Any) -> TreeRules:
         "capacity": 1000,
         "linear": 1.0,
         "quadratic": 0.001,
+        "keys_per_token": 32,
     }
     return TreeRules(**(plain | changes))
 
@@ -123,20 +125,23 @@ def test_padding_that_costs_more_than_sharing_saves_is_left_out() -> None:
     assert after.lengths.tolist() == [4, 4]
 
 
-def test_keys_bound_a_tree() -> None:
-    """A long trunk with many branches would gather its keys once for each, beyond any memory."""
-    trunk = [1] * 500
-    record = sample_of([[*trunk, 2, branch] for branch in range(3, 103)])
+@pytest.mark.parametrize("bound", [4, 8, 32])
+def test_keys_bound_a_tree(bound: int) -> None:
+    """A trunk of 100,000 tokens with 40 branches would gather 4 million keys in each layer."""
+    trunk = [1] * 100_001
+    record = sample_of([[*trunk, 2, branch] for branch in range(3, 43)])
     samples = read_samples([record])
-    after, part_of = shaped(samples, rules(capacity=10**6))
-    assert part_of.size > 1
+    after, part_of = shaped(samples, rules(capacity=10**6, keys_per_token=bound))
     nodes = Nodes.of(after)
     keys = np.zeros(part_of.size)
     np.add.at(keys, nodes.sample, nodes.depths + nodes.lengths)
-    assert (keys <= 32 * after.lengths).all()
+    assert (keys <= bound * after.lengths).all()
+    assert keys.max() < bound * 100_200
     sizes = SampleSizes.of_trees(samples, EXACT)
     assert sizes is not None
-    assert after.lengths.sum() < 0.15 * sizes.path_tokens.sum()
+    num_parts = -(-40 // (bound - 1))  # the trunk itself, then once for each branch
+    assert part_of.size == num_parts
+    assert after.lengths.sum() < 1.01 * num_parts / 40 * sizes.path_tokens.sum()
 
 
 @given(PATHS, st.integers(1, 8))

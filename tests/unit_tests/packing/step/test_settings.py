@@ -21,3 +21,18 @@ def test_packs_are_what_fp8_takes(recipe, pack):
     settings = PackingSettings.of(config, groups)
     assert (settings.alignment.sequence, settings.alignment.pack) == (4, pack)
     assert settings.capacity == 100 // pack * pack
+
+
+@pytest.mark.parametrize(
+    ("channels", "cp", "expected"), [(4, 1, 17), (1, 1, 68), (1, 2, 17), (1, 8, 8)]
+)
+def test_keys_of_trees_take_no_more_memory_than_their_tokens(channels, cp, expected):
+    """Wide keys that are gathered for each branch would not fit beside the model."""
+    config = make_config(
+        max_seqlen_per_dp_cp_rank=64,
+        num_query_groups=1,
+        kv_channels=channels,
+        context_parallel_size=cp,
+    )
+    ranks = SimpleNamespace(tp=Ranks(), cp=Ranks(cp), pp=Ranks(), dp=Ranks())
+    assert PackingSettings.of(config, ranks).trees.keys_per_token == expected
