@@ -50,8 +50,8 @@ def short_help(parser: argparse.ArgumentParser, command: Command) -> str:
     for title, rows in groups.items():
         lines += ["", f"{title}:"]
         for name, text in rows:
-            told = textwrap.shorten(text, _WIDTH - width, placeholder=" ...")
-            lines.append(f"{'':{_INDENT}}{name}".ljust(width) + told)
+            summary = textwrap.shorten(text, _WIDTH - width, placeholder=" ...")
+            lines.append(f"{'':{_INDENT}}{name}".ljust(width) + summary)
     lines += ["", f"All options: {parser.prog} --help-all", *filter(None, [command.footer])]
     return "\n".join(lines) + "\n"
 

@@ -252,8 +252,10 @@ def _values_of_yaml(
     try:
         options = read_yaml(path)
     except ValueError as failure:
-        told = str(failure)
-        raise FlagError(f"--config {path}{told if told.startswith(':') else f': {told}'}") from None
+        cause = str(failure)
+        raise FlagError(
+            f"--config {path}{cause if cause.startswith(':') else f': {cause}'}"
+        ) from None
     if not isinstance(options, dict):
         raise FlagError(
             f"--config {path} must map options to values, but holds {type(options).__name__}"

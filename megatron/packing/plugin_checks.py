@@ -35,7 +35,7 @@ def check_config(config: Any) -> None:
         and config.sequence_packing_scheduler == "empty"
     ):
         raise ValueError(
-            "--outlier-delay-steps needs a scheduler that mixes what was drawn; "
+            "--outlier-delay-steps needs a scheduler that mixes what was loaded; "
             "pass --sequence-packing-scheduler default"
         )
     if getattr(config, "max_seqlen_per_dp_cp_rank", None) is None:

@@ -48,8 +48,8 @@ def shortened(message: str, most: int = 1000) -> str:
 def disk_fault(error: OSError) -> str:
     """Returns what is wrong with the place that could not be written, in the words of its owner."""
     full = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota of the disk is used up"}
-    told = error.strerror or str(error)
-    return f"{full[error.errno]} ({told})" if error.errno in full else told
+    cause = error.strerror or str(error)
+    return f"{full[error.errno]} ({cause})" if error.errno in full else cause
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MAX_BYTES) -> str:

@@ -47,9 +47,9 @@ def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], wh
         for name, loss in zip(names, reduced.source_losses[0].tolist())
         if not math.isfinite(loss)
     ]
-    told = f", source {', '.join(sources)}" if sources else ""
+    origin = f", source {', '.join(sources)}" if sources else ""
     raise NonFiniteError(
-        f"{where}: the loss is {reduced.loss_sum} on rank {', '.join(ranks)}{told}"
+        f"{where}: the loss is {reduced.loss_sum} on rank {', '.join(ranks)}{origin}"
     )
 
 
@@ -73,11 +73,11 @@ def guard_step(
         check()
         if not math.isfinite(norm):
             found = enumerate(gathered(_first_bad_gradient(model)))
-            told = next(
+            origin = next(
                 (f", first in {name} of rank {rank}" for rank, name in found if name is not None),
                 "",
             )
-            raise NonFiniteError(f"{where()}: the gradient norm is {norm}{told}")
+            raise NonFiniteError(f"{where()}: the gradient norm is {norm}{origin}")
         return norm
 
     optimizer.get_grad_norm = finite_norm  # type: ignore[method-assign]

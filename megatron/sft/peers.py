@@ -68,7 +68,7 @@ class Peers:
         missing = self._missing(_STOP)
         if missing != [] and not is_agreed.wait(max(0.0, end - time.monotonic())):
             self._end(
-                _told(missing)
+                _not_answering(missing)
                 if missing
                 else f"rank {self._rank}: nobody can be asked whether to stop"
             )
@@ -96,7 +96,7 @@ class Peers:
             missing = self._missing(_LOST)
             if missing == []:
                 cause += "; all ranks answer, so one of them came too late"
-            cause = _told(missing) if missing else cause
+            cause = _not_answering(missing) if missing else cause
         elif isinstance(failure, ValueError):  # what a user can mend
             cause = f"rank {self._rank}: {failure}"
         elif not isinstance(failure, OSError):  # which says itself what the matter is, with a path
@@ -140,7 +140,7 @@ class Peers:
                 store.set(f"{call} {self._rank}", "")
 
 
-def _told(missing: list[int]) -> str:
+def _not_answering(missing: list[int]) -> str:
     those = (
         f"rank {missing[0]} does"
         if len(missing) == 1

@@ -72,7 +72,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.read_files import fingerprints
         from megatron.sft.report.report import report
         from megatron.sft.report.run_folder import RUNS, prepare_output
-        from megatron.sft.samples_of_run import told_of_samples, with_samples_of_checkpoint
+        from megatron.sft.samples_of_run import notes_on_samples, with_samples_of_checkpoint
         from megatron.sft.stop import StopSignals
         from megatron.sft.train import Trainer
 
@@ -84,7 +84,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             prepare_output(config.output)
             given, config = config, with_samples_of_checkpoint(config)
             datasets = build_datasets(config)
-            for line in told_of_samples(given, config, datasets.train_turns) if rank == 0 else ():
+            for line in notes_on_samples(given, config, datasets.train_turns) if rank == 0 else ():
                 print(line, flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))

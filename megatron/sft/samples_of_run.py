@@ -51,7 +51,7 @@ def _saved(config: SFTConfig) -> dict[str, Any] | None:
     return found
 
 
-def told_of_samples(given: SFTConfig, resolved: SFTConfig, turns: TrainTurns) -> Iterator[str]:
+def notes_on_samples(given: SFTConfig, resolved: SFTConfig, turns: TrainTurns) -> Iterator[str]:
     """Yields the lines that say how samples are made of conversations.
 
     Args:

@@ -59,7 +59,7 @@ class Reduced(NamedTuple):
         return self.num_right_tokens / self.num_loss_tokens if self.num_loss_tokens else math.nan
 
     def by_source(self, names: Sequence[str]) -> dict[str, SourceMetrics]:
-        """Returns what each source had that was drawn from; {} where there is one."""
+        """Returns what each source had that was read; {} where there is one."""
         sequences, tokens = self.counts.of("sequences").tolist(), self.counts.of("tokens").tolist()
         sums, numbers = self.source_losses.tolist()
         return {
@@ -239,14 +239,14 @@ class StepAccount:
         flops = self._cost.of_batch(
             stats.tokens, stats.square_sum, stats.num_loss_tokens, stats.window_square_sums
         )
-        told = replace(
+        reported = replace(
             stats,
             num_loss_tokens=reduced.num_loss_tokens,
             dropped_samples=reduced.counts.num_dropped + stats.dropped_samples,
             truncated_samples=reduced.counts.num_cut + stats.truncated_samples,
         )
         return StepMetrics(
-            **vars(told),
+            **vars(reported),
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             epoch=progress.consumed_samples / self._num_records if self._num_records else math.nan,

@@ -85,7 +85,7 @@ class StepBatches(Iterator[StepBatch]):
         queue: DelayQueue | None = None,
     ) -> None:
         """Collective at the first one. `num_batches` will be asked for, or fewer; the last of them
-        leaves none in `queue`. progress: of a training that goes on with them; None reads the
+        leaves none in `queue`. progress: of a training that continues with them; None reads the
         samples once, from the start.
         """
         data = config.data

@@ -28,7 +28,7 @@ from megatron.sft.model.checkpoint import Progress, restored_queue
 from megatron.sft.model.forward import forward_step
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
-from megatron.sft.model.lora.names import told_of_adapters
+from megatron.sft.model.lora.names import summary_of_adapters
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.output_check import check_output
 from megatron.sft.report.metrics import Evaluation
@@ -79,7 +79,7 @@ class Trainer:
         )
         self._num_skipped = 0
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
-            print(told_of_adapters(pretrained.weights, config.lora), flush=True)
+            print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
         self._saved = SavedRun(companions, datasets, self._training, locks)
         self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
@@ -321,7 +321,7 @@ class Trainer:
         _, optimizer, scheduler, _ = self._training
         lr = optimizer.param_groups[0][
             "lr"
-        ]  # that of this step; the scheduler goes on to the next one's
+        ]  # that of this step; the scheduler continues to the next one's
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)

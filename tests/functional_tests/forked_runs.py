@@ -169,7 +169,7 @@ def _become_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
     os.chdir(ROOT)
     torch.set_num_threads(
         torch.get_num_threads()
-    )  # a fork's pool is remade by its first user: threads must not race to
+    )  # a fork's pool is rebuilt by its first user: threads must not race to
     _speak_as_a_script()
     sys.modules["megatron.sft.report.plot"] = NO_PLOT
     os.environ.update(

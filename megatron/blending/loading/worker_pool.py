@@ -154,9 +154,8 @@ class WorkerProcess:
             )
 
     def _wait(self) -> None:
-        waited = (
-            0.0  # by the polls and not by a clock, which goes on while all processes are suspended
-        )
+        # By the polls and not by a clock, which runs while all processes are suspended.
+        waited = 0.0
         while True:
             # Outputs first: it may have sent something on its way out.
             ready = [file for file, _ in self._poll.poll(self._slow * 1000)]

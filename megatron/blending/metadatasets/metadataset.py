@@ -161,19 +161,19 @@ def load_metadataset(
     path: str | os.PathLike[str],
     split: str,
     *,
-    told: Reference | None = None,
+    settings: Reference | None = None,
     files: _Files | None = None,
 ) -> Node:
     """Return the tree of `split` of the metadataset at `path`; a path that is data is a
     SourceEntry.
 
-    `told`: what is said of the whole, as an outer metadataset would. `files`: content of files that
+    `settings`: of the whole, as an outer metadataset would set them. `files`: content of files that
     need not be there. ValueError, one line that names file, line and key, for anything that the
     grammar does not have, a path where nothing is, a split that a file lacks, or files that name
     one another in a circle.
     """
     path = os.fspath(path)
-    reference = Reference(path=path) if told is None else replace(told, path=path)
+    reference = Reference(path=path) if settings is None else replace(settings, path=path)
     return _follow(reference, path, _Outer(split), {} if files is None else dict(files))
 
 
@@ -206,7 +206,7 @@ def source_entries(node: Node) -> Iterator[SourceEntry | Join]:
 
 def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> Node:
     split = reference.split_part or outer.split
-    outer = replace(_told(reference, outer), split=split)
+    outer = replace(_combined(reference, outer), split=split)
     if not is_metadataset(path) and path not in files:
         return _source_entry(reference, path, outer)
     for key in ("dataset_config", "split_config", "aux"):
@@ -290,10 +290,10 @@ def _store(store: str, beside: str) -> str:
 
 
 def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
-    told = replace(_told(entry, outer), split=entry.split_part or outer.split)
+    settings = replace(_combined(entry, outer), split=entry.split_part or outer.split)
     legs: list[JoinLeg] = []
     # The order is the primary's, so what it says of that is said of the join.
-    primary = _told(entry.legs[0][1], replace(told, subflavors={}))
+    primary = _combined(entry.legs[0][1], replace(settings, subflavors={}))
     for name, reference, nonmatch in entry.legs:
         leg_path = resolve_path(reference.path, path)
         if is_metadataset(leg_path):
@@ -304,20 +304,20 @@ def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
                 "subset is for the first source of a join, or for the join; remove it",
             )
         leg = replace(
-            _told(reference, _Outer(reference.split_part or told.split)), subset=EVERYTHING
+            _combined(reference, _Outer(reference.split_part or settings.split)), subset=EVERYTHING
         )
         legs.append(JoinLeg(name, _source_entry(reference, leg_path, leg), nonmatch))
     return Join(
         legs=tuple(legs),
         joiner=entry.joiner,
-        subflavors=told.subflavors,
+        subflavors=settings.subflavors,
         shuffle_over_epochs_multiplier=primary.multiplier,
         subset=primary.subset,
         where=entry.where,
     )
 
 
-def _told(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
+def _combined(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
     """Return what holds within `entry`, which says less than what is outside of it does."""
     return replace(
         outer,

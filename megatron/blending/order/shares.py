@@ -99,7 +99,7 @@ class Shares:
         return release, deadline
 
     def first_cut(self, number: int) -> int:
-        """Return where the first output is released whose window goes on behind a segment."""
+        """Return where the first output is released whose window continues behind a segment."""
         if number + 1 == len(self.starts):
             return NEVER
         shares = self._at_starts[number + 1]

@@ -153,7 +153,7 @@ class LimitDataset(PositionsDataset):
 
 class EpochizeDataset(PositionsDataset):
     """Its epoch has `length` outputs, or `num_epochs` times the data's own length; the next pass
-    goes on from there.
+    continues from there.
 
     A finite data set is repeated for ever within. `length` is of each rank where only maps are
     above (as energon's virtual epochs), else of the whole stream; together with `num_epochs` it is
@@ -187,7 +187,7 @@ class EpochizeDataset(PositionsDataset):
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         for node in binding.nodes[self.number :]:
             if hasattr(node, "is_outermost"):
-                # Below, no pass ends: the data goes on in the next epoch.
+                # Below, no pass ends: the data continues in the next epoch.
                 node.is_outermost = False
         if is_outermost and self.length is not None:
             self.size = self.num_epochs * self.length * binding.world_size

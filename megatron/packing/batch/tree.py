@@ -214,7 +214,7 @@ def _insert(siblings: list[_Run], rest: _Run) -> None:
         if common < len(run.weights):
             run.split(common)
         rest = rest.tail(common)
-        if not run.children:  # goes on where a shorter path ended: one run
+        if not run.children:  # continues where a shorter path ended: one run
             run.pairs = np.concatenate((run.pairs, rest.pairs))
             run.weights = np.concatenate((run.weights, rest.weights))
             run.counts = np.concatenate((run.counts, rest.counts))

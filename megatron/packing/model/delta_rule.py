@@ -117,7 +117,7 @@ def _ends(lengths: Lengths, device: torch.device) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """Cuts of sequences: the longest first, so that those that go on are always the first."""
+    """Cuts of sequences: the longest first, so that those that continue are always the first."""
 
     size: int
     num_chunks: int

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_INTERFACE_VERSION = 7
+_INTERFACE_VERSION = 8
 """Must equal that of core.cpp."""
 _INTEGER, _REAL, _ARRAY = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[str, Any]] = {
     # Function: arguments (n a number, r a real one, i and f arrays of either), and what it returns.
-    "spread": ("nfinnnrfi", _REAL),
+    "place_longest_first": ("nfinnnrfi", _REAL),
     "first_fit": ("nfinnnrrrri", _INTEGER),
     "best_fit": ("nini", _INTEGER),
     "complete_packs": ("ninnnni", _INTEGER),

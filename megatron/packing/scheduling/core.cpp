@@ -1,7 +1,7 @@
 // The inner loops of scheduling: plain C functions over arrays, called through ctypes (see
 // compiled.py, which must name the same arguments), so that no Python headers are needed to build
 // them. The Python function of the same name in placement.py, tight_packs.py, step_time.py or
-// moved_tokens.py documents each; `spread` is place_longest_first, `keep` serves moved_tokens._keep.
+// moved_tokens.py documents each; `keep` serves moved_tokens._keep.
 //
 // Sequences come in descending order of length, and so, but for masked tokens, of cost. Pack
 // numbers are rank * per_rank + position.
@@ -124,9 +124,9 @@ class FreeRanks {
   std::vector<std::pair<double, Int>> tree_;
 };
 
-// See `spread`; -1 where a sequence finds no pack. With a limit of ranks' costs such a sequence is
+// See `place_longest_first`; -1 where a sequence finds no pack. With a limit of ranks' costs such a sequence is
 // passed over.
-double spread_over(Int n, const double* cost, const Int* length, Int num_ranks, Int per_rank,
+double place_over(Int n, const double* cost, const Int* length, Int num_ranks, Int per_rank,
                    Int capacity, double limit, std::vector<double> loads,
                    const std::vector<Int>* tokens, Int* pack) {
   PackHeaps packs =
@@ -499,9 +499,9 @@ std::vector<Pass> passes_of(Int num_stages, Int num_chunks, Int stage_group, Int
 extern "C" {
 
 // Raised with every change of a function's arguments or results: compiled.py must ask for the same.
-Int interface_version() { return 7; }
+Int interface_version() { return 8; }
 
-double spread(Int n, const double* cost, const Int* length, Int num_ranks, Int per_rank,
+double place_longest_first(Int n, const double* cost, const Int* length, Int num_ranks, Int per_rank,
               Int capacity, double limit, const double* initial, Int* pack) {
   std::vector<Int> tokens(num_ranks * per_rank);
   std::vector<double> loads(initial, initial + num_ranks);
@@ -512,7 +512,7 @@ double spread(Int n, const double* cost, const Int* length, Int num_ranks, Int p
       tokens[pack[i]] += length[i];
       is_begun = true;
     }
-  return spread_over(n, cost, length, num_ranks, per_rank, capacity, limit, std::move(loads),
+  return place_over(n, cost, length, num_ranks, per_rank, capacity, limit, std::move(loads),
                      is_begun ? &tokens : nullptr, pack);
 }
 
@@ -603,7 +603,7 @@ void split_ranks(Int n, const double* cost, const Int* length, const Int* pack, 
     }
     const double share = std::accumulate(costs.begin(), costs.end(), 0.0) / sum_of_weights;
     for (Int m = 0; m < per_rank; ++m) loads[m] = (heaviest - weights[m]) * share;
-    bool is_taken = spread_over(size, costs.data(), lengths.data(), per_rank, 1, capacity,
+    bool is_taken = place_over(size, costs.data(), lengths.data(), per_rank, 1, capacity,
                                 kInfinity, loads, nullptr, position.data()) >= 0;
     if (is_taken && only_where_lower) {
       std::fill(after.begin(), after.end(), 0);

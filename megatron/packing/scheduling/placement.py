@@ -115,7 +115,7 @@ def place_longest_first(
     loads = np.zeros(packs.num_ranks) if loads is None else loads
     if compiled.CORE is not None:
         sizes = length.size, cost, length, *packs
-        done = compiled.CORE.call("spread", *sizes, float(limit), loads, pack)
+        done = compiled.CORE.call("place_longest_first", *sizes, float(limit), loads, pack)
         return pack if done >= 0 else None
     per_rank = packs.num_microbatches
     is_begun = pack >= 0

@@ -62,8 +62,8 @@ def choice_notes(given: Mapping[str, Any]) -> list[str]:
     chosen = chosen_options(given)
     notes = []
     if chosen:
-        told = " ".join(f"{flag_of(name)} {value:g}" for name, value in chosen.items())
-        notes.append(f"chosen, as they are not given: {told}")
+        listed = " ".join(f"{flag_of(name)} {value:g}" for name, value in chosen.items())
+        notes.append(f"chosen, as they are not given: {listed}")
     positions = positions_of(given.get("pretrained_checkpoint"))
     seq_length = given.get("seq_length")
     if positions is not None and seq_length is not None and seq_length > positions:

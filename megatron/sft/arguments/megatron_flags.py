@@ -1,5 +1,5 @@
-"""pure. Options of Megatron-LM that its recipes have and that are none here, so that a recipe runs
-or says why not.
+"""pure. Options of Megatron-LM that its recipes have and that are not supported: a recipe runs, or
+says why not.
 
 Four kinds: they are read as options of ours; what they ask for is always so here; they have no
 effect here, since they tune or log what is done in another way; they are refused, with what to do
@@ -412,16 +412,16 @@ def _tokenizer(name: str) -> str:
     ours = TOKENIZERS.get(name, name)
     if ours is None:
         raise FlagError(
-            f"--tokenizer-type {name} is none here: pass --tokenizer-model with a HuggingFace "
+            f"--tokenizer-type {name} is not supported: pass --tokenizer-model with a HuggingFace "
             "folder"
         )
     return ours
 
 
 def megatron_flag_notes(arguments: Sequence[str]) -> list[str]:
-    """Return a line for each kind of options that are among the arguments, but are none here."""
+    """Returns a line for each kind of options among the arguments that are not supported."""
     names = [flag.split("=", 1)[0] for flag, _ in _by_flag(arguments)]
-    texts = {True: "as it always is here", False: "without effect here"}
+    texts = {True: "as is the default", False: "without effect here"}
     read = [f"{name} as {READ_AS[name].others}" for name in dict.fromkeys(names) if name in READ_AS]
     lines = [f"options of Megatron-LM, read as ours: {'; '.join(read)}"] if read else []
     for always_so, text in texts.items():

@@ -95,7 +95,9 @@ def parse_with_notes(
     except FlagError as failure:
         if "arguments are required" not in str(failure):
             raise
-        hint = "or pass --pretrained-checkpoint FOLDER, a released model, which tells most of them"
+        hint = (
+            "or pass --pretrained-checkpoint FOLDER, a released model, which decides most of them"
+        )
         raise FlagError(f"{failure}; {hint}") from None
     config = SFTConfig.of(parts)
     # A dry run needs no launcher: one process checks the layout of many.

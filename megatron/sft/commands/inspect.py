@@ -123,9 +123,9 @@ def _shape(folder: Path) -> Iterator[str]:
         "vocabulary": "vocab_size",
         "experts": "num_local_experts" if "num_local_experts" in text else "num_experts",
     }
-    told = [f"{title} {text[name]}" for title, name in names.items() if text.get(name) is not None]
+    parts = [f"{title} {text[name]}" for title, name in names.items() if text.get(name) is not None]
     positions = positions_of(str(folder))
-    yield f"  shape      {', '.join([*told, f'positions {positions}'])}"
+    yield f"  shape      {', '.join([*parts, f'positions {positions}'])}"
 
 
 def _template(folder: Path) -> str:
@@ -191,14 +191,14 @@ def _sources(path: str, split: str, node: Node) -> Iterator[str]:
         Blend: ", blended by weight",
         Epochized: ", each repeated as often as it says",
     }
-    told = how.get(kind, "") if len(shares) > 1 else ""
-    yield f"{path}, split {split}: {count(len(shares), 'source')}, {sum(sizes):,} records{told}"
+    how_read = how.get(kind, "") if len(shares) > 1 else ""
+    yield f"{path}, split {split}: {count(len(shares), 'source')}, {sum(sizes):,} records{how_read}"
     width = max(len(_path_of(entry)) for entry, _ in shares)
     for (entry, share), records in zip(shares, sizes):
         part = f"{float(share):7.2f} x" if kind is Epochized else f"{float(share / total):7.1%}"
         place = Path(_path_of(entry))
-        told = size(_bytes_below(place)) if place.exists() else "elsewhere"
-        yield f"  {part}  {_path_of(entry):{width}}  {records:>12,} records  {told}"
+        held = size(_bytes_below(place)) if place.exists() else "elsewhere"
+        yield f"  {part}  {_path_of(entry):{width}}  {records:>12,} records  {held}"
 
 
 def _tree(node: Node, indent: str) -> Iterator[str]:

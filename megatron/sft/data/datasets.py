@@ -71,8 +71,10 @@ class Datasets(NamedTuple):
         """Returns what a checkpoint must share with the run that loads it: with other tokens, its
         weights mean nothing.
         """
-        told: dict[str, Any] = {"vocab_size": self.vocab_size}
-        return told if self.tokenizer is None else {**told, "tokenizer": self.tokenizer.fingerprint}
+        facts: dict[str, Any] = {"vocab_size": self.vocab_size}
+        return (
+            facts if self.tokenizer is None else {**facts, "tokenizer": self.tokenizer.fingerprint}
+        )
 
 
 def build_datasets(config: SFTConfig) -> Datasets:
@@ -356,7 +358,7 @@ def _build_mock(config: SFTConfig) -> Datasets:
     vocab_size = config.data.vocab_size or MOCK_VOCAB_SIZE
     training = config.training
 
-    def made_up(seed: int, num_samples: int, order: int | None = None) -> SampleSet:
+    def mock(seed: int, num_samples: int, order: int | None = None) -> SampleSet:
         if not num_samples:
             return concatenated([], [])
         lengths = config.data.sft_mock_dataset_config_json
@@ -367,15 +369,15 @@ def _build_mock(config: SFTConfig) -> Datasets:
         return concatenated(["mock"], [source], order)
 
     return Datasets(
-        made_up(training.seed, _MOCK_SAMPLES, training.seed),
-        made_up(training.seed + 1, training.eval_iters * training.global_batch_size),
+        mock(training.seed, _MOCK_SAMPLES, training.seed),
+        mock(training.seed + 1, training.eval_iters * training.global_batch_size),
         concatenated([], []),
         vocab_size,
     )
 
 
 def mock_sample(record: Record, key: object) -> tuple[int, EncodedSample]:
-    """Returns a made-up sample as `ChatLoad` returns others; all its tokens count in the loss."""
+    """Returns a mock sample as `ChatLoad` returns others; all its tokens count in the loss."""
     return 0, EncodedSample(
         record["tokens"].astype(np.int32),
         record["labels"].astype(np.int32),

@@ -101,7 +101,7 @@ class _Marks:
         """Called from the template; returns what it writes, which is nothing."""
         self._num_reached += 1
         if self._num_reached > _MAX_PASSES:
-            raise EndlessTemplateError("it goes on for ever")
+            raise EndlessTemplateError("it never ends")
         self._check_time()
         if kind == "turn":
             message = self._number_of.get(id(item))

@@ -248,8 +248,8 @@ def _either(turn: Mapping[str, Any], names: Sequence[str | None]) -> tuple[str |
     all.
     """
     there = [name for name in names if name is not None and name in turn]
-    told = [name for name in there if turn[name] is not None] or there
-    return (told[0], turn[told[0]]) if told else (None, None)
+    filled = [name for name in there if turn[name] is not None] or there
+    return (filled[0], turn[filled[0]]) if filled else (None, None)
 
 
 def _append(messages: list[Message], message: Message) -> None:

@@ -101,7 +101,7 @@ def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         ]
     old = {source["name"]: source for source in before["sources"]}
     new = {source["name"]: source for source in after["sources"]}
-    changes = [f"source {name} is gone" for name in old if name not in new]
+    changes = [f"source {name} is missing" for name in old if name not in new]
     changes += [f"source {name} is new" for name in new if name not in old]
     if not changes and list(old) != list(new):
         changes.append(f"the order of the sources was {', '.join(old)}, is {', '.join(new)}")

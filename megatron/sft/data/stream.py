@@ -2,11 +2,10 @@
 layout.
 
 The global stream of samples is one for all numbers of ranks and workers; a global batch is the next
-`global_batch_size` positions of it, of which each data-parallel rank draws its share. So the place
-to resume from is one number, the samples consumed. A record that makes no sample leaves a hole in
-its global batch, which is counted
-here: nothing takes its place (a loader's batches, in megatron.blending, are filled with what
-follows).
+`global_batch_size` positions of it, of which each data-parallel rank loads its share. So the place
+to resume from is one number, the samples consumed. A record that makes no sample leaves a skip
+marker in its global batch, which is counted here: nothing takes its place (a loader's batches, in
+megatron.blending, are filled with what follows).
 """
 
 from __future__ import annotations
@@ -152,24 +151,24 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             samples.append({**fields, "source": source})
         return samples
 
-    def _reason(self, hole: SkippedSample) -> str:
+    def _reason(self, skipped: SkippedSample) -> str:
         """Why a record makes no sample; ValueError where it is broken, and no more of these may be
         skipped.
         """
-        if hole.reason is not None:
-            return hole.reason
-        fault = hole.fault.removeprefix(f"{hole.place}: ")
+        if skipped.reason is not None:
+            return skipped.reason
+        fault = skipped.fault.removeprefix(f"{skipped.place}: ")
         if self._failures is None:
-            raise ValueError(f"{hole.place}: {fault}; or pass --skip-bad-samples")
-        where = f"{self._samples.names[hole.source]}: {hole.place}"
+            raise ValueError(f"{skipped.place}: {fault}; or pass --skip-bad-samples")
+        where = f"{self._samples.names[skipped.source]}: {skipped.place}"
         try:
             self._failures.leave_out(
                 SampleError(fault),
-                hole.source,
+                skipped.source,
                 ChatEncoder.encode,
                 lambda: where,
                 None,
-                lambda: {hole.source},
+                lambda: {skipped.source},
             )
         except FatalSampleError as fatal:
             raise ValueError(f"{fatal}; see --max-bad-samples-in-a-row") from None

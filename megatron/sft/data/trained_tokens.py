@@ -97,7 +97,7 @@ def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
     """
     found: _Untrained | None = None
     for source in sources:
-        for index in _spread(len(source)):
+        for index in _probed(len(source)):
             place = source.source.describe(index)
             if found is None:
                 found = _Untrained(place, sum(map(len, sources)))
@@ -120,7 +120,7 @@ def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
     return found
 
 
-def _spread(num_records: int) -> Iterator[int]:
+def _probed(num_records: int) -> Iterator[int]:
     """Up to `MAX_PROBED` indices, in order: 2,500 records -> 0, 2, 5, 7, ..."""
     num_probed = min(num_records, MAX_PROBED)
     return (at * num_records // num_probed for at in range(num_probed))

@@ -60,7 +60,7 @@ class AroundAnswers(NamedTuple):
             return Place(begin, end - len(found), end)
         if self.end_of_earlier is None or not text[start:end].endswith(self.end_of_earlier):
             return None
-        # Trained, it would be generated, and generation would go on behind it.
+        # Trained, it would be generated, and generation would continue behind it.
         body = end - len(self.end_of_earlier)
         return Place(begin, body, body)
 
@@ -91,7 +91,7 @@ def find_ends(source: str, prompt: str, last: str, earlier: str) -> AroundAnswer
     Args:
         prompt: what generation starts from.
         last, earlier: what stands behind the text of an answer in its turn, where it is the last,
-            and where the conversation goes on; empty for nothing.
+            and where the conversation continues; empty for nothing.
     """
     if _NEXT_MESSAGE in source and not last:
         return AroundAnswers(prompt, (_AFTER_ANSWER, _AFTER_CALL), is_of_next=True)

@@ -96,7 +96,7 @@ def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
     """Returns what is delayed on all data-parallel ranks, for `Progress`; [] if nothing is.
     Collective, with a queue.
 
-    Right on drawing ranks, as rank 0 is, whose `Progress` is saved. All that is delayed goes to
+    Right on data ranks, as rank 0 is, whose `Progress` is saved. All that is delayed goes to
     each of them.
     """
     if queue is None:
@@ -326,7 +326,7 @@ def _random_states() -> dict[str, Any]:
 def _restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     if (states["cuda"] is None) == torch.cuda.is_available():
-        # the run goes on with another kind of device, whose generators cannot take these states
+        # the run continues with another kind of device, whose generators cannot take these states
         return
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])

@@ -41,7 +41,7 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
     is_collective: what is done is so itself. Then only what it raises alike on all ranks is shared
     so; else the others are somewhere in it, and this rank raises on its own.
     """
-    told = f"{unfinished.with_suffix('')} could not be saved"
+    message = f"{unfinished.with_suffix('')} could not be saved"
     failure = None
     try:
         yield
@@ -50,14 +50,14 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
         cause = f"{type(root).__name__}: {' '.join(str(root).split())}"[:500]
         if is_collective and not isinstance(error, CheckpointException):
             if isinstance(root, OSError):
-                raise OSError(f"{told}: {cause}") from None
+                raise OSError(f"{message}: {cause}") from None
             raise
         failure = f"rank {dist.get_rank()}: {cause}"
     failures = [text for text in gathered(failure) if text is not None]
     if failures:
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(f"{told}: {failures[0]}; what was saved before is intact")
+        raise CheckpointError(f"{message}: {failures[0]}; what was saved before is intact")
 
 
 def _root_of(error: BaseException, folder: Path) -> BaseException:
@@ -111,14 +111,14 @@ def check_shared(flag: str, folder: str | Path) -> None:
     """Raise CheckpointError unless rank 0 can write to a folder, and all ranks see it there;
     collective.
     """
-    told = None
+    message = None
     probe = Path(folder) / f".seen-by-all-{os.getpid()}"
     if dist.get_rank() == 0:
         try:
             probe.touch()
         except OSError as error:
-            told = str(error)
-    told, of_first = gathered((told, probe))[0]
+            message = str(error)
+    message, of_first = gathered((message, probe))[0]
     missing = [
         rank
         for rank, found in enumerate(gathered((Path(folder) / of_first.name).exists()))
@@ -126,13 +126,13 @@ def check_shared(flag: str, folder: str | Path) -> None:
     ]
     if dist.get_rank() == 0:
         probe.unlink(missing_ok=True)
-    if told is None and missing:
-        told = (
+    if message is None and missing:
+        message = (
             f"{flag} {of_first.parent} is another folder on rank {missing[0]} than on rank 0; "
             "pass one that all share"
         )
-    if told is not None:
-        raise CheckpointError(told)
+    if message is not None:
+        raise CheckpointError(message)
 
 
 def found_faults(path: Path) -> list[str] | None:

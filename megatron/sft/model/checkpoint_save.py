@@ -56,7 +56,7 @@ class CheckpointSave:
     ) -> None:
         """model_options: what a run that loads it must share; data: what it is told of if it does
         not; companions: files that the export as a HuggingFace folder will need; in_background:
-        write a copy in host memory, in a thread, while training goes on.
+        write a copy in host memory, in a thread, while training continues.
         """
         self.iteration = progress.iteration
         self._folder, self._companions = folder, companions

@@ -89,9 +89,9 @@ class CheckpointWeights:
         try:
             self._read(blocks)
         except (OSError, RuntimeError, CheckpointException, EOFError, KeyError) as error:
-            told = " ".join(str(error).split())
+            cause = " ".join(str(error).split())
             raise ValueError(
-                f"{self._path} is damaged: {told:.200}; pass another --pretrained-checkpoint"
+                f"{self._path} is damaged: {cause:.200}; pass another --pretrained-checkpoint"
             ) from error
 
     def values_of(self, name: str) -> Tensor:

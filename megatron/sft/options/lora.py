@@ -74,11 +74,11 @@ class LoraConfig:
         self._check_names("lora_target_modules", (*_EVERY, _ALL), (*_EVERY, *_MIXTRAL, _ALL))
         self._check_names("lora_modules_to_save", _WHOLE, _WHOLE)
 
-    def _check_names(self, option: str, told: tuple[str, ...], known: tuple[str, ...]) -> None:
+    def _check_names(self, option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
         unknown = [name for name in getattr(self, option) if name not in known]
         if unknown:
             raise ValueError(
-                f"{flag_of(option)} must be of {', '.join(told)}, but has {unknown[0]}"
+                f"{flag_of(option)} must be of {', '.join(given)}, but has {unknown[0]}"
             )
 
     @property

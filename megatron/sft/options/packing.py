@@ -42,7 +42,7 @@ class PackingConfig:
             raise ValueError("--outlier-delay-steps needs --sequence-packing")
         if self.outlier_delay_steps and self.sequence_packing_scheduler == "empty":
             raise ValueError(
-                "--outlier-delay-steps needs a scheduler that mixes what was drawn; pass "
+                "--outlier-delay-steps needs a scheduler that mixes what was loaded; pass "
                 "--sequence-packing-scheduler default"
             )
         check_range(self, 1, None, "max_seqlen_per_dp_cp_rank")

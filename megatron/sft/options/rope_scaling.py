@@ -45,8 +45,8 @@ class RopeScaling(NamedTuple):
     def to_json(self) -> str:
         """The text of --rope-scaling; equal for equal scalings."""
         plain = RopeScaling(self.rope_type, self.factor)._asdict()
-        told = {name: value for name, value in self._asdict().items() if value != plain[name]}
-        return json.dumps({"rope_type": self.rope_type, "factor": self.factor, **told})
+        changed = {name: value for name, value in self._asdict().items() if value != plain[name]}
+        return json.dumps({"rope_type": self.rope_type, "factor": self.factor, **changed})
 
 
 def parse_rope_scaling(text: str) -> RopeScaling:

@@ -202,10 +202,10 @@ class Evaluation:
         """Returns the evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
         left_out += f", {self.truncated_samples} cut" * bool(self.truncated_samples)
-        told = [f"perplexity {self.perplexity:,.4g}", *accuracy_parts(self.token_accuracy)]
+        parts = [f"perplexity {self.perplexity:,.4g}", *accuracy_parts(self.token_accuracy)]
         line = (
             f"{self.split} loss {self.loss:.4f} after step {self.iteration} "
-            f"({self.num_tokens:,} loss tokens{left_out}, {', '.join(told)})"
+            f"({self.num_tokens:,} loss tokens{left_out}, {', '.join(parts)})"
         )
         return f"{line} | {sources_line(self.sources)}" if self.sources else line
 

@@ -129,7 +129,7 @@ class MetricsWriter:
                 Exception
             ) as error:  # of a library and of its files or service: no reason to end a run
                 self._boards.remove(board)
-                print(f"note: {_failed(board, error)}; training goes on without it", flush=True)
+                print(f"note: {_failed(board, error)}; training continues without it", flush=True)
 
     def close(self) -> None:
         """Closes the file, the boards and the progress bar."""

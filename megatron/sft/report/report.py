@@ -52,15 +52,15 @@ def report(run_dir: Path | str) -> None:
 
     lines = read_jsonl(run_dir / PACKS_FILE, is_packs) if (run_dir / PACKS_FILE).is_file() else []
     packs = [line for line in lines if any(any(rank) for rank in line["packs"])]
-    told = f"plot: {run_dir / PLOT_FILE}"
+    line = f"plot: {run_dir / PLOT_FILE}"
     try:
         plot(run_dir / PLOT_FILE, metrics, packs, padding_without_packing(metrics))
     except (
         Exception
     ) as error:  # numbers beyond what can be drawn, a full disk: the run is done all the same
-        told = f"no plot: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+        line = f"no plot: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     print_rows([*rows, files_row(run_dir)])
-    print(told)
+    print(line)
 
 
 def table(metrics: Metrics, run_dir: Path) -> Rows:
@@ -117,11 +117,11 @@ def source_rows(steps: Sequence[StepMetrics]) -> Rows:
         before, after = mean_of_tokens(with_loss[:count]), mean_of_tokens(with_loss[-count:])
         samples = sum(part.sequences for part in parts[name])
         share = ratio(tokens[name], sum(step.tokens for step in steps))
-        told = (
+        line = (
             f"{samples:,} samples, {tokens[name]:,} tokens ({share:.1%}), loss {before:.4f} -> "
             f"{after:.4f}"
         )
-        rows.append((f"source {name}", told))
+        rows.append((f"source {name}", line))
     left = len(parts) - len(rows)
     return [*rows, ("", f"and {left} sources more")] if left else rows
 
@@ -227,8 +227,8 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
         share = ratio(
             sum(step.passes_seconds for step in steps), sum(step.step_seconds for step in steps)
         )
-        told = f"{error:.1%} mean absolute error of the passes, which were {share:.0%} of the time"
-        rows.append(("prediction", told))
+        line = f"{error:.1%} mean absolute error of the passes, which were {share:.0%} of the time"
+        rows.append(("prediction", line))
     delays = [sum(counts) for counts in zip_longest(*(step.delays for step in steps), fillvalue=0)]
     if delays:
         histogram = ", ".join(

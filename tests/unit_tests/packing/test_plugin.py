@@ -136,7 +136,7 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     plugin.install(plain, parse("--sequence-packing"))
     assert plain.sequence_packing_options.delay_queue is None
     with pytest.raises(
-        ValueError, match="--outlier-delay-steps needs a scheduler that mixes what was drawn"
+        ValueError, match="--outlier-delay-steps needs a scheduler that mixes what was loaded"
     ):
         plugin.install(config, parse("--sequence-packing --sequence-packing-scheduler empty"))
 

@@ -1,6 +1,6 @@
 """pure. A rank's cells: the positions of a part of the stream that it takes, one after the other.
 
-Rank r of R begins with cell r and goes on with every R-th. When other ranks go on from a saved
+Rank r of R begins with cell r and continues with every R-th. When other ranks continue from a saved
 state, cells are dealt again from the first one on that some rank had not begun, and rows say which
 of those behind it are gone. Worked example: two ranks saved the next cells 4 and 9. Rank 0 had
 begun 0 and 2, rank 1 had begun 1, 3, 5 and 7. Of the cells from 4 on the row [4, 9] leaves 4, 6, 8,
@@ -48,7 +48,7 @@ class CellState(NamedTuple):
 
 
 def dealt_again(states: Sequence[CellState], rank: int, num_ranks: int) -> CellState:
-    """Return where a rank begins that goes on from the states of all ranks of another number."""
+    """Return where a rank begins that continues from the states of all ranks of another number."""
     row = [state.next for state in states]
     first = min(row)
     rows = [list(one) for one in {tuple(one) for state in states for one in state.taken}]

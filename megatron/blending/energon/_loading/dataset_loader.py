@@ -31,8 +31,8 @@ from megatron.blending.streams.worker_config import WorkerConfig
 class DatasetLoaderInterface:
     """Sources can be read from it."""
 
-    def node(self, split_part: str, told: Reference) -> Node:
-        """Return the tree of sources of a split; `told`: what holds for all of it."""
+    def node(self, split_part: str, settings: Reference) -> Node:
+        """Return the tree of sources of a split; `settings`: what holds for all of it."""
         raise NotImplementedError
 
     def get_datasets(
@@ -49,10 +49,10 @@ class DatasetLoaderInterface:
         """Return the sources, opened: for training endless, unless repetitions say how often each
         is read per epoch.
         """
-        told = Reference(
+        settings = Reference(
             path="", subflavors=subflavors or {}, multiplier=shuffle_over_epochs_multiplier
         )
-        node = self.node(split_part, told)
+        node = self.node(split_part, settings)
         if reading is None:
             reading = Reading(encoder=PlainReader(), is_shuffled=training)
         kind, entries = flattened(node)
@@ -90,15 +90,15 @@ class DatasetLoader(DatasetLoaderInterface):
         self._dataset_config = dataset_config
         self._split_config = split_config
 
-    def node(self, split_part: str, told: Reference) -> Node:
+    def node(self, split_part: str, settings: Reference) -> Node:
         own = Reference(
             path=self.path,
-            subflavors={**self._subflavors, **told.subflavors},
-            multiplier=multiplied(told.multiplier, self._multiplier),
-            dataset_config=self._dataset_config or told.dataset_config,
-            split_config=self._split_config or told.split_config,
+            subflavors={**self._subflavors, **settings.subflavors},
+            multiplier=multiplied(settings.multiplier, self._multiplier),
+            dataset_config=self._dataset_config or settings.dataset_config,
+            split_config=self._split_config or settings.split_config,
         )
-        return load_metadataset(self.path, self.split_part or split_part, told=own)
+        return load_metadataset(self.path, self.split_part or split_part, settings=own)
 
 
 class _Metadataset(DatasetLoaderInterface):
@@ -117,8 +117,10 @@ class _Metadataset(DatasetLoaderInterface):
             content = as_tables({"__class__": type(self).__name__, "splits": dict(splits)})
         self._splits: dict[str, Entry] = parse_metadataset(self.path, content)
 
-    def node(self, split_part: str, told: Reference) -> Node:
-        return load_metadataset(self.path, split_part, told=told, files={self.path: self._splits})
+    def node(self, split_part: str, settings: Reference) -> Node:
+        return load_metadataset(
+            self.path, split_part, settings=settings, files={self.path: self._splits}
+        )
 
 
 class Metadataset(_Metadataset):

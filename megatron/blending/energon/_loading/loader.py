@@ -35,7 +35,7 @@ def get_loader(
 ) -> "Loader[T_co]":
     """Return an iterable over this rank's batches.
 
-    Of endless data each `for` goes on where the last one stopped; of finite data each is a new
+    Of endless data each `for` continues where the last one stopped; of finite data each is a new
     pass. `worker_config`: by default that of the data sets, else one without workers.
     `prefetch_factor`: batches that each worker makes ahead. `pin_memory`: None where there is CUDA,
     and workers.
@@ -47,7 +47,7 @@ def get_loader(
 def get_savable_loader(
     dataset: SavableDataset[T_co], worker_config: WorkerConfig | None = None, **options: Any
 ) -> "Loader[T_co]":
-    """Return as `get_loader` does one of which also of finite data a `for` goes on where the last
+    """Return as `get_loader` does one of which also of finite data a `for` continues where the last
     one stopped.
     """
     loader = get_loader(dataset, worker_config, **options)

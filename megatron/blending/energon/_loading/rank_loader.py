@@ -8,9 +8,8 @@ Invariants, for any numbers of workers before and after:
   left out, and packs, hold the same samples; what changes is the step in which they come;
 - where nothing is left out or packed, rank r of R gives the outputs r, r + R, r + 2 R, ... of one
   stream;
-- of data that goes on, every rank gets as many outputs per epoch. What is left of an epoch after a
-  restore is dealt out evenly: the remainder, fewer than there are ranks, comes first in the next
-  epoch.
+- of data that continues, every rank gets as many outputs per epoch. After a restore the rest of an
+  epoch is dealt out evenly: the remainder, fewer than there are ranks, comes first in the next one.
 """
 
 import functools
@@ -281,7 +280,7 @@ class Loader(Generic[T_co]):
         if self._stream.is_finite:
             self._begin_pass(self._epoch + 1)
             return
-        # The stream just goes on: workers are not even told.
+        # The stream just continues: workers are not even told.
         self._epoch += 1
         self._given = self._count = 0
         self._is_over = False

@@ -15,7 +15,7 @@ from megatron.blending.energon._loading.cells import CellState
 from megatron.blending.energon._loading.lanes import Lane, has_counted, is_counted
 from megatron.blending.energon._loading.server import leave_out
 from megatron.blending.energon._streams.collecting import CollectingDataset, Group
-from megatron.blending.energon._streams.references import at_of, nodes_above, raised, remade
+from megatron.blending.energon._streams.references import at_of, nodes_above, raised, rebuilt
 from megatron.blending.loading.messages import END, Message
 from megatron.blending.loading.worker_pool import WorkerPool
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
@@ -108,7 +108,7 @@ class Gatherer:
 
     def _made_again(self, node: SavableDataset[Any], refs: Sequence[Ref]) -> Group:
         made: Group = []
-        for ref, value in zip(refs, remade(node, refs)):
+        for ref, value in zip(refs, rebuilt(node, refs)):
             if type(value) is SkipMarker:
                 leave_out(self._failures, value)
             else:

@@ -44,7 +44,8 @@ def check_stream(saved: State, now: State) -> None:
         if names_before.count(name) > names_here.count(name):
             near = difflib.get_close_matches(name, names_here, 1)
             raise _differs(
-                f"source {name!r} is gone" + (f"; did {near[0]!r} take its place?" if near else "")
+                f"source {name!r} is missing"
+                + (f"; was it renamed to {near[0]!r}?" if near else "")
             )
         if names_before.count(name) < names_here.count(name):
             raise _differs(f"source {name!r} was added")
@@ -93,8 +94,8 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
         "world_size": num_ranks,
         "given": states[0]["given"] + sum(state["count"] for state in states),
         "count": 0,
-        # Of data that goes on, one may have noticed that an epoch is over. Finite data is over when
-        # all have.
+        # Of data that continues, one rank may have noticed that an epoch is over. Finite data is
+        # over when all have.
         "is_over": all(state["is_over"] for state in states)
         or (
             any(state["is_over"] for state in states)

@@ -134,7 +134,7 @@ def source_positions(root: SavableDataset[Any], position: int) -> list[int]:
 
 def remapped(state: State, now: State) -> tuple[dict[str, str], dict[str, int], str]:
     """Return for a changed stream: by place of each source the place that its order is of, and
-    where it goes on.
+    where it continues.
 
     Sources are recognised by name, those of one name by their order. The text says what became of
     them.
@@ -155,8 +155,8 @@ def remapped(state: State, now: State) -> tuple[dict[str, str], dict[str, int], 
         )
         taken.add(salts[place])
     summary = (
-        f"{len(bases)} sources go on, {len(now['sources']) - len(bases)} are new, "
-        f"{num_before - len(bases)} are gone"
+        f"{len(bases)} sources continue, {len(now['sources']) - len(bases)} are new, "
+        f"{num_before - len(bases)} are missing"
     )
     if state["held"] or any(cells[1] for cells in state["cells"]):
         summary += "; samples that waited for others are given up"

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.blending.arguments import check_function, check_no_more, check_one_of, check_whole
 from megatron.blending.energon._streams.collecting import BlocksPlan, CollectingDataset, Group
-from megatron.blending.energon._streams.references import at_of, entries_of, remade
+from megatron.blending.energon._streams.references import at_of, entries_of, rebuilt
 from megatron.blending.streams.failures import FatalSampleError, NotChosen
 from megatron.blending.streams.items import (
     Deferred,
@@ -254,7 +254,7 @@ class PackingDataset(CollectingDataset):
 
     def _pack_of(self, refs: list[Ref]) -> Iterator[Any]:
         group: Group = []
-        for ref, sample in zip(refs, remade(self.children[0], refs)):
+        for ref, sample in zip(refs, rebuilt(self.children[0], refs)):
             if type(sample) is SkipMarker:
                 yield sample
             else:

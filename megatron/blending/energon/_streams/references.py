@@ -74,7 +74,7 @@ def entries_of(root: SavableDataset[Any], refs: Sequence[Ref]) -> list[tuple[Any
     return found
 
 
-def remade(root: SavableDataset[Any], refs: Sequence[Ref]) -> Iterator[Any]:
+def rebuilt(root: SavableDataset[Any], refs: Sequence[Ref]) -> Iterator[Any]:
     """Yield the samples of references again, or a SkipMarker in the place of one that fails.
 
     What stands at one position is made once, for all that refer to it one after the other.
@@ -87,7 +87,7 @@ def remade(root: SavableDataset[Any], refs: Sequence[Ref]) -> Iterator[Any]:
             known = (number, position) if is_position else None, _outputs(root, ref)
         part = last if is_position else position
         missing = ValueError("a sample that a saved state holds is left out now")
-        yield known[1].get(part, SkipMarker(number, remade, missing))
+        yield known[1].get(part, SkipMarker(number, rebuilt, missing))
 
 
 def _outputs(root: SavableDataset[Any], ref: Ref) -> dict[int, Any]:
@@ -98,7 +98,7 @@ def _outputs(root: SavableDataset[Any], ref: Ref) -> dict[int, Any]:
         value = node.plan(np.array([position], np.int64), Block()).values(0, 1)[0]
         at: At = (number, position)
     else:
-        made = zip(last, remade(node.children[0], last))
+        made = zip(last, rebuilt(node.children[0], last))
         group = [(one, sample) for one, sample in made if type(sample) is not SkipMarker]
         value, at = MultiOutput(node.outputs_of(group) if group else ()), at_of(ref)
     return {

@@ -74,7 +74,7 @@ def _fault_of_offsets(offsets: npt.NDArray[np.uint64], file: File, num_samples: 
     if end > file.size or (offsets > end).any():
         return f"goes beyond its end, byte {end}, or that of the archive, {file.size}"
     if file.read(end, min(end + BLOCK, file.size)).strip(b"\0"):
-        return f"ends at byte {end}, but the archive goes on"
+        return f"ends at byte {end}, but the archive continues"
     if num_samples and not file.read(last := int(offsets[-2]), min(last + BLOCK, end)).strip(b"\0"):
         return f"goes to byte {end}, but the archive ends before {last}"
     return ""

@@ -119,7 +119,7 @@ def _renamed(weight: Weight) -> Weight:
     )
 
 
-def told_of_adapters(weights: Weights, lora: LoraConfig) -> str:
+def summary_of_adapters(weights: Weights, lora: LoraConfig) -> str:
     """Returns a line for the user: how many weights are trained, and how many are not."""
     trained, frozen = (
         sum(math.prod(part.shape) for weight in tensors.all() for part in weight.parts)

@@ -419,7 +419,7 @@ def _pair(first, second, weight=0.5):
 @pytest.mark.parametrize(
     ("tree", "fault"),
     [
-        (lambda: _pair("a", "c"), "source 'b' is gone"),
+        (lambda: _pair("a", "c"), "source 'b' is missing"),
         (
             lambda: BatchDataset(
                 BlendDataset((endless("a"), 1), (endless("b"), 1), (endless("c"), 1)), 4

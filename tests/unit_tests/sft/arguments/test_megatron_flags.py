@@ -108,7 +108,7 @@ def test_recipe_trains_as_if_they_were_not_there() -> None:
     assert without_megatron_flags(recipe.split()) == ["--lr-decay-style", "cosine"]
     assert parse(recipe) == parse("--lr-decay-style cosine")
     assert megatron_flag_notes(recipe.split()) == [
-        "options of Megatron-LM, as it always is here: --sft --ckpt-format",
+        "options of Megatron-LM, as is the default: --sft --ckpt-format",
         "options of Megatron-LM, without effect here: --transformer-impl --timing-log-level",
     ]
     assert megatron_flag_notes(["--train-data-path", "a"]) == [
@@ -210,7 +210,7 @@ def test_tokenizers_of_megatron_lm() -> None:
     ]
     with pytest.raises(
         FlagError,
-        match="TikTokenizer is none here: pass --tokenizer-model with a HuggingFace folder",
+        match="TikTokenizer is not supported: pass --tokenizer-model with a HuggingFace folder",
     ):
         without_megatron_flags(["--tokenizer-type", "TikTokenizer"])
 

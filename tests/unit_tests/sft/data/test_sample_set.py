@@ -88,8 +88,8 @@ def test_changes_are_named():
     cases = {
         ("the weight of a was 5, is 4",): blend_of((4, 3, 2)),
         ("source b has other records",): blend_of((5, 3, 2), sizes=(10, 8, 4)),
-        ("source b is gone", "source x is new"): blend_of((5, 3, 2), names="axc"),
-        ("source c is gone",): blend_of((5, 3), names="ab"),
+        ("source b is missing", "source x is new"): blend_of((5, 3, 2), names="axc"),
+        ("source c is missing",): blend_of((5, 3), names="ab"),
         ("--blend-mode was exact, is random",): blend_of((5, 3, 2), mode="random"),
     }
     for expected, now in cases.items():
