@@ -13,6 +13,7 @@ import math
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from schedule_cases import COST, DISTRIBUTIONS, TIMED, Case, cases_of
@@ -28,10 +29,11 @@ except ImportError:  # before 2026-11-22
     from megatron.packing.scheduling.schedule import ScheduleRequest  # type: ignore[import-not-found,no-redef]
 
 # Checkouts before 2026-11-24 name the field ranks_meet.
-_SYNC = "sync_every_microbatch" if hasattr(StepModel(), "sync_every_microbatch") else "ranks_meet"
+_HAS_NAME = hasattr(StepModel(), "sync_every_microbatch")
+_SYNC: Any = {"sync_every_microbatch" if _HAS_NAME else "ranks_meet": True}
 MODES = {
     "ranks": StepModel(),
-    "synchronous": StepModel(**{_SYNC: True}),
+    "synchronous": StepModel(**_SYNC),
     "8 stages": StepModel(num_stages=8),
     "8 stages, interleaved twice": StepModel(num_stages=8, num_virtual_stages=2, stage_group=8),
 }

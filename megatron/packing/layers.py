@@ -102,6 +102,11 @@ class LayerKind:
         channels = 2 * shape.key_size + shape.value_size
         return 3 * state + shape.linear_conv_kernel_dim * channels
 
+    def per_token(self, hidden_size: int, is_gated: bool) -> int:
+        """Multiply-adds of each token, but for pairs of tokens."""
+        used, _ = self.mlp_weights(hidden_size, is_gated)
+        return self.mixer_weights(hidden_size) + self.recurrence() + used
+
     def per_square(self) -> int:
         """Multiply-adds of each squared token of a sequence within the window: scores and their
         product with the values, over half of the L^2 pairs.

@@ -32,6 +32,8 @@ class Beside(NamedTuple):
     context_parallel_size: int
     num_layers: int | None = None
     """None where it is not known."""
+    has_equal_stages: bool = True
+    """Whether all pipeline stages have as many layers, and so may be divided alike."""
     sync_below: int | None = None
     """Context-parallel size from which experts lie within a data-parallel rank, so that ranks do
     not wait for one another at each microbatch; None where it is not known.
@@ -177,8 +179,13 @@ class Adviser:
         saved = 1 - _cost_per_token(larger, layout) / _cost_per_token(self._pairs, layout)
         remedies = [f"--global-batch-size {size} would {_percent(saved)} per token"]
         virtual = _more_virtual_stages(model, self._beside.num_layers)
-        if virtual is not None:
-            interleaved = replace(model, num_virtual_stages=virtual, stage_group=model.num_stages)
+        if virtual is not None and self._beside.has_equal_stages:
+            interleaved = replace(
+                model,
+                num_virtual_stages=virtual,
+                stage_group=model.num_stages,
+                shares=_divided_shares(model, virtual),
+            )
             saved = self._change(
                 replace(layout, model=interleaved, microbatch_multiple=model.num_stages)
             )
@@ -194,6 +201,19 @@ class Adviser:
 
 def _cost_per_token(batches: Sequence[IntArray], layout: StepLayout) -> float:
     return modelled_cost(batches, layout, default) / sum(int(batch.sum()) for batch in batches)
+
+
+def _divided_shares(model: StepModel, num_virtual_stages: int) -> tuple[float, ...]:
+    """Returns the shares of equally many layers in so many chunks of each stage; the output layer
+    stays with the last one.
+
+        2 stages, shares 0.4 0.6, 2 chunks    ->    0.2 0.2 | 0.2 0.4
+    """
+    if not model.shares:
+        return ()
+    count, least = model.num_stages * num_virtual_stages, min(model.shares)
+    layers = least * len(model.shares) / count
+    return (layers,) * (count - 1) + (1 - layers * (count - 1),)
 
 
 def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None:

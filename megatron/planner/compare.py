@@ -242,6 +242,6 @@ def _time_of(costs: npt.NDArray[np.float64], layout: StepLayout) -> float:
     few = 4 * model.num_stages * layout.microbatch_multiple
     if model.num_stages == 1 or costs.shape[1] <= few or costs.min() != costs.max():
         return model.time_of(costs)
-    return model.time_of(costs[:1, :few]) + float(costs[0, 0]) / model.num_stages * (
+    return model.time_of(costs[:1, :few]) + float(costs[0, 0]) / model.effective_stages * (
         costs.shape[1] - few
     )

@@ -148,10 +148,13 @@ def _plan(
     count = _num_batches(options, layout)
     batches = list(drawn(found.lengths, layout.batch_size, count, lengths.seed))
     beside = Beside(
-        layout.cp, num_layers=model.shape().num_layers, sync_below=-(-layout.ep // layout.tp)
+        layout.cp,
+        num_layers=model.shape().num_layers,
+        has_equal_stages=layout.stage_layers.are_equal,
+        sync_below=-(-layout.ep // layout.tp),
     )
     lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
-    return Plan(found, batches, layout.step_layout(capacity, cost, seconds), beside, lead)
+    return Plan(found, batches, layout.step_layout(model, capacity, cost, seconds), beside, lead)
 
 
 def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:

@@ -11,10 +11,11 @@ from typing import Any
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import ModelShape, Split, check_splits
-from megatron.packing.scheduling.cost import PackCost, layers_pack_cost
+from megatron.packing.scheduling.cost import PackCost, layers_pack_cost, part_shares
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.stages import StageLayers
 from megatron.packing.user_files import read_json, shown
 from megatron.planner.step_record import StepLayout, read_cost
 
@@ -30,6 +31,13 @@ DEFAULT_VOCABULARY = 128256
 DEFAULT_MODEL_IN_WORDS = (
     "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
 )
+STAGE_OPTIONS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Options of the planner and of runs alike that say how many layers a pipeline stage has."""
 _PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -126,17 +134,39 @@ class ModelOptions(ModelShape):
         """Returns the cost of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
             return read_pack_cost(self.pack_cost)[0]
-        vocab_size = self.vocab_size or (DEFAULT_VOCABULARY if self.num_layers is None else 0)
         shape = self.shape()
         assert shape.hidden_size is not None
         cost = layers_pack_cost(
             shape.layer_kinds(),
             hidden_size=shape.hidden_size,
-            vocab_size=vocab_size,
+            vocab_size=self._output_rows,
             is_gated=shape.is_gated,
             mtp_num_layers=shape.mtp_num_layers or 0,
         )
         return cost.at_loss_share(self.loss_share)
+
+    def shares(self, stages: StageLayers) -> tuple[float, ...]:
+        """Returns the share of a pack's time of each part of a pipeline; () where the shape is not
+        known.
+        """
+        shape = self.shape()
+        if stages.num_stages == 1 or None in (shape.num_layers, shape.hidden_size):
+            return ()
+        assert shape.num_layers is not None
+        assert shape.hidden_size is not None
+        return part_shares(
+            shape.layer_kinds(),
+            stages.of_parts(shape.num_layers),
+            hidden_size=shape.hidden_size,
+            vocab_size=self._output_rows,
+            is_gated=shape.is_gated,
+            mtp_num_layers=shape.mtp_num_layers or 0,
+            loss_share=self.loss_share,
+        )
+
+    @property
+    def _output_rows(self) -> int:
+        return self.vocab_size or (DEFAULT_VOCABULARY if self.num_layers is None else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +181,15 @@ class LayoutOptions:
     """Pipeline-parallel size."""
     vpp: int = 1
     """Virtual pipeline stages of each rank (interleaving)."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline stage (default: as many as the others)."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline stage (default: as many as the others)."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first pipeline stage, which gets one fewer."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count output layer and loss as a layer of the last pipeline stage, which gets one fewer.
+    """
     cp: int = 1
     """Context-parallel size."""
     ep: int = 1
@@ -169,6 +208,10 @@ class LayoutOptions:
         check_range(self, 1, None, "global_batch_size", "max_seqlen_per_dp_cp_rank")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"--vpp {self.vpp} needs --pp of at least 2")
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+            check_range(self, 1, None, name)
+            if getattr(self, name) is not None and self.pp == 1:
+                raise ValueError(f"{flag_of(name)} needs --pp of at least 2")
         if self.dp * self.tp * self.cp % self.ep:
             raise ValueError(
                 f"--ep {self.ep} must divide --dp x --tp x --cp, {self.dp * self.tp * self.cp}"
@@ -188,12 +231,25 @@ class LayoutOptions:
             )
         check_splits(
             shape,
-            stages=Split("--pp", self.pp),
+            stages=self.stage_layers,
+            stages_flag="--pp",
             virtual=Split("--vpp", self.vpp),
             tensor=Split("--tp", self.tp),
             experts=Split("--ep", self.ep),
             sequence_parallel=self.sequence_parallel,
             origin=model.origin,
+        )
+
+    @property
+    def stage_layers(self) -> StageLayers:
+        """How layers are shared out over pipeline stages."""
+        return StageLayers(
+            num_stages=self.pp,
+            num_virtual_stages=self.vpp,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            counts_embedding=self.account_for_embedding_in_pipeline_split,
+            counts_loss=self.account_for_loss_in_pipeline_split,
         )
 
     @property
@@ -226,9 +282,9 @@ class LayoutOptions:
         return capacity
 
     def step_layout(
-        self, capacity: int, cost: PackCost, seconds_per_unit: float | None
+        self, model: ModelOptions, capacity: int, cost: PackCost, seconds_per_unit: float | None
     ) -> StepLayout:
-        """Returns the layout as schedulers need it."""
+        """Returns the layout of a model as schedulers need it."""
         multiple = self.pp if self.vpp > 1 else 1
         return StepLayout(
             num_ranks=self.dp,
@@ -241,6 +297,7 @@ class LayoutOptions:
                 num_virtual_stages=self.vpp,
                 stage_group=multiple,
                 sync_every_microbatch=self.dp > 1 and self.ep > self.tp * self.cp,
+                shares=model.shares(self.stage_layers),
             ),
             seconds_per_unit=seconds_per_unit,
         )

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 from megatron.packing.flags import flag_of
 from megatron.packing.user_files import read_json
 from megatron.planner.lengths import RunSource
-from megatron.planner.plan_options import LayoutOptions, ModelOptions, read_pack_cost
+from megatron.planner.plan_options import (
+    STAGE_OPTIONS,
+    LayoutOptions,
+    ModelOptions,
+    read_pack_cost,
+)
 
 OPTIONS_FILE = "options.json"
 
@@ -97,11 +102,17 @@ def _layout_of(options: Mapping[str, Any], run: RunSource) -> LayoutOptions:
         parallel["num_layers_per_virtual_pipeline_stage"],
         parallel["context_parallel_size"],
     )
+    # Runs made before stages could be uneven do not have these options.
+    of_stages = {name: parallel[name] for name in STAGE_OPTIONS if name in parallel}
+    counted = options["model"]["num_layers"]
+    counted += sum(is_on is True for is_on in of_stages.values())
+    chunks = parallel.get("num_virtual_stages_per_pipeline_rank") or 1
     return LayoutOptions(
         dp=run.num_ranks,
         tp=parallel["tensor_model_parallel_size"],
         pp=stages,
-        vpp=1 if per_chunk is None else options["model"]["num_layers"] // stages // per_chunk,
+        vpp=chunks if per_chunk is None else counted // stages // per_chunk,
+        **of_stages,
         cp=context,
         ep=parallel["expert_model_parallel_size"],
         sequence_parallel=parallel["sequence_parallel"],

@@ -152,8 +152,10 @@ class StepRecord:
             packs = _checked_packs(values["packs"])
             windows = _checked_windows(values["cost"].get("windows", []))
             cost_terms = {key: term for key, term in values["cost"].items() if key != "windows"}
+            shares = _checked_shares(values["model"].get("shares", []))
+            model_terms = {key: term for key, term in values["model"].items() if key != "shares"}
             alignment, cost, model = (
-                _checked_numbers(one) for one in (values["alignment"], cost_terms, values["model"])
+                _checked_numbers(one) for one in (values["alignment"], cost_terms, model_terms)
             )
             model = {_FORMER_NAMES.get(name, name): value for name, value in model.items()}
             layout = StepLayout(
@@ -163,7 +165,7 @@ class StepRecord:
                 ),
                 alignment=Alignment(**alignment),
                 cost=PackCost(**cost, windows=windows),
-                model=StepModel(**model),
+                model=StepModel(**model, shares=shares),
                 seconds_per_unit=values.get("seconds_per_unit"),
             )
             if model.get("num_stages", 1) * model.get("num_virtual_stages", 1) > _MAX_STAGES:
@@ -212,6 +214,13 @@ def _checked_windows(values: Any) -> tuple[tuple[int, float], ...]:
                 f"{[window, factor]!s:.60}"
             )
     return tuple((window, float(factor)) for window, factor in values)
+
+
+def _checked_shares(values: Any) -> tuple[float, ...]:
+    """Reads the shares of a step-time model."""
+    if not isinstance(values, list) or any(type(share) not in (int, float) for share in values):
+        raise ValueError(f"shares must be a list of numbers, but are {values!s:.60}")
+    return tuple(map(float, values))
 
 
 def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -120,6 +120,13 @@ def _cases() -> dict[str, Case]:
         "vpp2": Case(
             2, f"{PACKED} {ROPE} {PP2} --num-layers-per-virtual-pipeline-stage 1 --bf16", FOUR, 4
         ),
+        "pp2-uneven": Case(
+            2,
+            f"{PACKED} {ROPE} {PP2} --num-virtual-stages-per-pipeline-rank 2 "
+            "--account-for-loss-in-pipeline-split --bf16",
+            FOUR,
+            3,
+        ),
         "pp2-further": Case(2, f"{PACKED} {ROPE} {PP2} --mtp-num-layers 1 --bf16"),
         "pp2-tied": Case(2, f"{PACKED} --position-embedding-type rope {PP2} --bf16"),
         "pp2-padded": Case(2, f"{ROPE} {PP2} --micro-batch-size 2", _padded()),

@@ -233,3 +233,33 @@ MECHANISM_LAYOUTS = [
     Layout(tensor=2, sequence=True, pipeline=2, context=2, optimizer="overlapped"),
 ]
 """For each of `MECHANISMS`: every run does the first two, with LAYOUTS=all it does all."""
+
+
+class Uneven(NamedTuple):
+    """A pipeline whose stages have unequal numbers of layers."""
+
+    model: str
+    num_layers: int
+    num_stages: int
+    split: str
+
+    @property
+    def flags(self) -> str:
+        """The options that make it."""
+        return f"--sequence-packing --pipeline-model-parallel-size {self.num_stages} {self.split}"
+
+
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+EMBEDDING = "--account-for-embedding-in-pipeline-split"
+LOSS = "--account-for-loss-in-pipeline-split"
+UNEVEN = [
+    Uneven("qwen3.5", 4, 2, f"{FIRST} 1 --recompute-granularity full --use-distributed-optimizer"),
+    Uneven("experts", 6, 4, f"{EMBEDDING} {LOSS}"),
+    Uneven("grouped", 6, 2, f"{FIRST} 4 {LAST} 2 --num-virtual-stages-per-pipeline-rank 2"),
+    Uneven("tied", 2, 4, f"{EMBEDDING} {LOSS}"),  # no layer on the first stage and on the last
+    Uneven("gemma", 4, 3, f"{EMBEDDING} {LOSS}"),
+    Uneven("grouped", 6, 2, f"{EMBEDDING} {LOSS} --num-layers-per-virtual-pipeline-stage 2"),
+    Uneven("further", 3, 2, LOSS),
+    Uneven("grouped", 9, 4, f"{FIRST} 1 {LAST} 2"),
+]
+"""Every run does the first four, with LAYOUTS=all it does all."""

@@ -18,7 +18,9 @@ from tests.functional_tests.layouts import (
     MECHANISM_LAYOUTS,
     MECHANISMS,
     MODELS,
+    UNEVEN,
     Layout,
+    Uneven,
 )
 from tests.functional_tests.oracle import (
     EXACT,
@@ -83,6 +85,17 @@ def test_mechanisms_train_like_each_sequence_alone(model: str, layout: Layout) -
         flags += f" --recompute-granularity selective --recompute-modules {RECOMPUTED[model]}"
     steps = assemble(run_ranks(train_packed, layout.world_size, flags, BATCHES[:2]))
     assert_same(steps, reference_of_mechanism(model), relative=1e-12)
+
+
+@pytest.mark.parametrize("case", UNEVEN if CHOSEN is MATRIX else UNEVEN[:4], ids=str)
+def test_stages_of_unequal_depth_train_like_each_sequence_alone(case: Uneven) -> None:
+    """A layer that is built twice or never, or with the window of another, trains on."""
+    model = f"{(MODELS | MECHANISMS)[case.model]} --num-layers {case.num_layers}"
+    has_own_layers = case.model in MECHANISMS
+    (reference,) = run_ranks(train_one_by_one, 1, model, BATCHES[:2], EXACT, has_own_layers)
+    flags = f"{model} {case.flags}"
+    steps = assemble(run_ranks(train_packed, case.num_stages, flags, BATCHES[:2]))
+    assert_same(steps, reference, relative=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ LAYOUTS = {
         2,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
+    "pp2-uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
 }
 
 

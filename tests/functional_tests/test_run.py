@@ -331,32 +331,34 @@ def test_continues_in_another_layout(
         assert found[iteration]["predicted_seconds"] == found[iteration]["step_cost"] > 0
 
 
-@pytest.mark.parametrize(
-    "further",
-    [
-        "--async-save",
-        "--bf16",
-        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-    ],
+INTERLEAVED = (
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 )
+UNEVEN = "--num-layers 4 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3"
+
+
+@pytest.mark.parametrize("further", ["--async-save", "--bf16", INTERLEAVED])
 def test_distributed_optimizer_continues(chats: Path, tmp_path: Path, further: str) -> None:
     """megatron-core's own restore gives Adam one step counter for all parameters; with the gather
     of parameters overlapped, what is saved without it are other ranks' weights of the step before;
     what is saved in the background is the next step's, unless it is copied; and tied embeddings are
-    in buckets behind padding, which shifts them.
+    in buckets behind padding, which shifts them. Other numbers of layers on the stages move layers
+    between ranks.
     """
-    sharded = [
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        *further.split(),
-    ]
+    overlapped = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+    sharded = [*overlapped, *further.split()]
     train(2, *options(chats, tmp_path), *sharded)
     expected = steps_of(tmp_path)
     (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
     train(2, *options(chats, tmp_path), *sharded)
     found = steps_of(tmp_path)
     assert [found[i]["loss"] for i in range(1, 7)] == [expected[i]["loss"] for i in range(1, 7)]
+    if further == INTERLEAVED:
+        (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
+        train(2, *options(chats, tmp_path), *overlapped, *UNEVEN.split())
+        found = steps_of(tmp_path)
+        for i in range(3, 7):
+            assert found[i]["loss"] == pytest.approx(expected[i]["loss"], rel=1e-5)
 
 
 def test_continued_run_follows_its_own_learning_rate(

@@ -152,6 +152,7 @@ FOLDERS = {
         "flag_help",
         "flags",
         "layers",
+        "stages",
         "batch",
         "scheduling",
         "step",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.layers import DeltaNetShape, ExpertsShape, LayerKind, flags_of_layers
+from megatron.packing.stages import StageLayers
 
 _DELTA_NET = (
     "linear_num_key_heads",
@@ -237,7 +238,8 @@ class Split(NamedTuple):
 def check_splits(
     shape: ModelShape,
     *,
-    stages: Split,
+    stages: StageLayers,
+    stages_flag: str,
     virtual: Split,
     tensor: Split,
     experts: Split,
@@ -247,17 +249,13 @@ def check_splits(
     """Raises ValueError for a layout that does not divide `shape`; what the shape leaves open is
     taken to fit.
 
+    stages_flag: of the number of stages.
+    virtual: the flag of virtual stages, by their number or their layers.
     origin: where the shape is from but from flags, as in " (the default model's)".
     """
-
-    layers = shape.num_layers or 0
-    if layers % (stages.size * virtual.size):
-        units = f"{stages.flag} {stages.size}"
-        if layers % stages.size == 0:
-            units = f"{units} times {virtual.flag} {virtual.size}"
-        raise ValueError(
-            f"--num-layers {layers}{origin} must be a multiple of {units}: stages are alike; "
-            "change one"
+    if shape.num_layers is not None:
+        _check_stages(
+            shape.num_layers, stages, Split(stages_flag, stages.num_stages), virtual, origin
         )
     widths = {
         "num_attention_heads": shape.num_attention_heads,
@@ -289,6 +287,41 @@ def check_splits(
             f"--num-experts {shape.num_experts} must be a multiple of {experts.flag} "
             f"{experts.size}; lower {experts.flag}"
         )
+
+
+def _check_stages(
+    num_layers: int, stages: StageLayers, number: Split, virtual: Split, origin: str
+) -> None:
+    layers, counted = f"--num-layers {num_layers}{origin}", stages.num_counted(num_layers)
+    ends = {
+        "--decoder-first-pipeline-num-layers": stages.first,
+        "--decoder-last-pipeline-num-layers": stages.last,
+    }
+    counts = {
+        "--account-for-embedding-in-pipeline-split": stages.counts_embedding,
+        "--account-for-loss-in-pipeline-split": stages.counts_loss,
+    }
+    of_ends = [f"{flag} {end}" for flag, end in ends.items() if end is not None]
+    of_counts = [flag for flag, is_given in counts.items() if is_given]
+    if of_ends and of_counts:
+        raise ValueError(f"{of_ends[0]} and {of_counts[0]} exclude one another; drop one")
+    if not of_ends and counted % (number.size * virtual.size):
+        units = f"{number.flag} {number.size}"
+        if counted % number.size == 0:
+            units = f"{units} times {virtual.flag} {virtual.size}"
+        if of_counts:
+            layers = f"{layers} and {' and '.join(of_counts)}, {counted} together,"
+        raise ValueError(
+            f"{layers} must be a multiple of {units}: stages are alike; change one, or pass "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    try:
+        stages.of_parts(num_layers)
+    except ValueError as failure:
+        given = " and ".join(of_ends or of_counts)
+        raise ValueError(
+            f"{given} with {layers} and {number.flag} {number.size} {failure}; change one"
+        ) from None
 
 
 def ffn_hidden_size(hidden_size: int, is_gated: bool) -> int:

@@ -69,22 +69,43 @@ def step_bound(
 ) -> float:
     """Lower bound of the step time with at least `fewest` microbatches, in the unit of the cost.
 
-    cost: float64 [N], of the sequences; fixed: of a microbatch besides.
+    cost: float64 [N], of the sequences; fixed: of a microbatch besides. The largest of all stages'
+    bounds: each does its share of all packs, after the first pack has come to it and before the
+    last one has gone back.
+    """
+    of_rank = _rank_bound(cost, num_ranks, model)
+    return max(
+        _stage_bound(cost, of_rank, fixed, fewest, more, model) / stages
+        for stages, more in model.stage_paces()
+    )
+
+
+def _rank_bound(cost: FloatArray, num_ranks: int, model: StepModel) -> float:
+    """Lower bound of the costliest rank's sum of packs as they run."""
+    if cost.size and model.sync_every_microbatch:
+        # The costliest packs of all microbatches make up one rank.
+        return max(float(cost.sum()) / num_ranks, float(cost.max()))
+    return rank_cost_bound(cost, num_ranks)
+
+
+def _stage_bound(
+    cost: FloatArray, of_rank: float, fixed: float, fewest: int, more: float, model: StepModel
+) -> float:
+    """Lower bound of the time of a stage for which filling and draining last as long as `more`
+    packs, over its share of a pack.
     """
     if cost.size == 0:
-        return fixed * (fewest + model.bubble_packs) / model.num_stages
-    more, costliest = model.bubble_packs, float(cost.max())
+        return fixed * (fewest + more)
+    costliest = float(cost.max())
     longest = costliest * (1 + more)
     # Time falls with the number of microbatches, as there is less to fill and drain, and grows by
     # their fixed costs. The best number, were it any from the fewest on:
-    if model.sync_every_microbatch:  # the costliest packs of all microbatches make up one rank
-        of_rank = max(float(cost.sum()) / num_ranks, costliest)
+    if model.sync_every_microbatch:
         best = of_rank / costliest
     else:
-        of_rank = rank_cost_bound(cost, num_ranks)
         best = more * of_rank / (longest - of_rank) if longest > of_rank else math.inf
     best = min(best, math.sqrt(more * of_rank / fixed) if fixed > 0 else math.inf)
     number = max(fewest, min(best, cost.size))
     mean = of_rank / number
     filling = more * (max(mean, costliest) if model.sync_every_microbatch else mean)
-    return (max(of_rank + filling, longest) + fixed * (number + more)) / model.num_stages
+    return max(of_rank + filling, longest) + fixed * (number + more)

@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, tuple[str, Any]] = {
     "keep": ("nfiinnnri", None),
     "trade": ("nfinnnfrnnni", None),
     "split_ranks": ("nfiinnnfni", None),
-    "simulate": ("nnfnnnf", _INTEGER),
+    "simulate": ("nnfnnnff", _INTEGER),
     "match": ("niini", None),
 }
 _KINDS = {"n": _INTEGER, "r": _REAL, "i": _ARRAY, "f": _ARRAY}

@@ -441,7 +441,7 @@ class Completion {
 // A pass of one stage, after the one whose result it takes in: their ends are kept at `at` and
 // `need`.
 struct Pass {
-  Int stage, at, need, microbatch, thirds;
+  Int stage, place, at, need, microbatch, thirds;
 };
 
 // All passes of all stages in an order in which they can run, fewer where stages wait for one
@@ -488,7 +488,7 @@ std::vector<Pass> passes_of(Int num_stages, Int num_chunks, Int stage_group, Int
         if (!is_done[need]) break;
         const Int at = step.is_backward ? backward : forward;
         is_done[at] = true;
-        passes.push_back({stage, at, need, step.microbatch, step.is_backward ? 2 : 1});
+        passes.push_back({stage, place, at, need, step.microbatch, step.is_backward ? 2 : 1});
       }
   }
   return passes;
@@ -616,7 +616,7 @@ void split_ranks(Int n, const double* cost, const Int* length, const Int* pack, 
 }
 
 Int simulate(Int num_ranks, Int num_microbatches, const double* costs, Int num_stages,
-             Int num_chunks, Int stage_group, double* end) {
+             Int num_chunks, Int stage_group, const double* shares, double* end) {
   constexpr Int at_once =
       8;  // ranks: each pass of one waits for the one before it, which leaves the processor idle
   const std::vector<Pass> passes = passes_of(num_stages, num_chunks, stage_group, num_microbatches);
@@ -634,7 +634,7 @@ Int simulate(Int num_ranks, Int num_microbatches, const double* costs, Int num_s
     for (const Pass& pass : passes) {
       double *ready = &free[pass.stage * at_once], *done = &ends[pass.at * at_once];
       const double *need = &ends[pass.need * at_once], *cost = &third[pass.microbatch * at_once];
-      const double thirds = pass.thirds;
+      const double thirds = pass.thirds * shares[pass.place];
       for (Int r = 0; r < at_once; ++r)
         ready[r] = done[r] = std::max(ready[r], need[r]) + thirds * cost[r];
     }

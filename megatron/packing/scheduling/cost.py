@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -163,22 +164,18 @@ def gpt_pack_cost(
     two hidden states by a projection, and has an output layer of its own for all tokens, masked
     ones too.
     """
-    dense = LayerKind(
+    layers = gpt_layers(
+        num_layers=num_layers,
         num_attention_heads=num_attention_heads,
         num_query_groups=num_query_groups,
         kv_channels=kv_channels,
         ffn_hidden_size=ffn_hidden_size,
+        num_experts=num_experts,
+        moe_router_topk=moe_router_topk,
+        moe_ffn_hidden_size=moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=moe_shared_expert_intermediate_size,
+        num_dense_layers=num_dense_layers,
     )
-    layers = [dense] * num_layers
-    if num_experts is not None:
-        experts = ExpertsShape(
-            num_experts=num_experts,
-            topk=moe_router_topk,
-            width=moe_ffn_hidden_size or ffn_hidden_size,
-            shared_width=moe_shared_expert_intermediate_size or 0,
-        )
-        num_mixtures = num_layers - num_dense_layers
-        layers[num_dense_layers:] = [replace(dense, experts=experts)] * num_mixtures
     return layers_pack_cost(
         layers,
         hidden_size=hidden_size,
@@ -186,6 +183,38 @@ def gpt_pack_cost(
         is_gated=swiglu,
         mtp_num_layers=mtp_num_layers or 0,
     )
+
+
+def gpt_layers(
+    *,
+    num_layers: int,
+    num_attention_heads: int,
+    num_query_groups: int,
+    kv_channels: int,
+    ffn_hidden_size: int,
+    num_experts: int | None = None,
+    moe_router_topk: int = 2,
+    moe_ffn_hidden_size: int | None = None,
+    moe_shared_expert_intermediate_size: int | None = None,
+    num_dense_layers: int = 0,
+) -> list[LayerKind]:
+    """The layers of such a GPT; see `gpt_pack_cost`."""
+    dense = LayerKind(
+        num_attention_heads=num_attention_heads,
+        num_query_groups=num_query_groups,
+        kv_channels=kv_channels,
+        ffn_hidden_size=ffn_hidden_size,
+    )
+    if num_experts is None:
+        return [dense] * num_layers
+    experts = ExpertsShape(
+        num_experts=num_experts,
+        topk=moe_router_topk,
+        width=moe_ffn_hidden_size or ffn_hidden_size,
+        shared_width=moe_shared_expert_intermediate_size or 0,
+    )
+    mixture = replace(dense, experts=experts)
+    return [dense] * num_dense_layers + [mixture] * (num_layers - num_dense_layers)
 
 
 def layers_pack_cost(
@@ -225,3 +254,30 @@ def layers_pack_cost(
             for window, factor in sorted(of_window.items())
         ),
     )
+
+
+def part_shares(
+    layers: Sequence[LayerKind],
+    of_parts: Sequence[int],
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    is_gated: bool,
+    mtp_num_layers: int = 0,
+    loss_share: float = 1.0,
+) -> tuple[float, ...]:
+    """Share of a token's FLOPs that each part of a pipeline does, for `StepModel.shares`.
+
+    Pairs of tokens are left out: they are shared as layers are, but for the output layer's part.
+
+    Args:
+        of_parts: layers of each part, in the order of the layers (see `StageLayers.of_parts`).
+        loss_share: share of the tokens that need the output layer, which the last part has.
+    """
+    sums = [0, *accumulate(kind.per_token(hidden_size, is_gated) for kind in layers)]
+    ends = list(accumulate(of_parts))
+    flops = [float(sums[end] - sums[end - count]) for end, count in zip(ends, of_parts)]
+    head = hidden_size * vocab_size
+    further = layers[-1].per_token(hidden_size, is_gated) + 2 * hidden_size**2 + head
+    flops[-1] += head * loss_share + mtp_num_layers * further
+    return tuple(each / sum(flops) for each in flops)

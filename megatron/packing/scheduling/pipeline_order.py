@@ -101,7 +101,8 @@ def order_each_rank(
         costs = pack_costs(cost, pack, packs, request.cost.fixed)
         # The flow shop: beside its own sum, a rank's costliest pack passes all further stages
         # alone.
-        ends = (costs.sum(axis=1) + (model.num_stages - 1) * costs.max(axis=1)) / model.num_stages
+        stages = model.effective_stages
+        ends = (costs.sum(axis=1) + (stages - 1) * costs.max(axis=1)) / stages
         return PlacedPipelines(ends, number, pack)
     ways = [pack, renumber(pack, place_by_cost(costs, _by_size(shapes[0])))]
     for shape in shapes:

@@ -19,6 +19,7 @@ With a 100 on each rank, both ranks would take (400 + 3 * 100) / 4 instead of le
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -247,7 +248,7 @@ def _trade(
     for _ in range(limits.max_trade_rounds):
         # What a rank's pipeline takes beside its sequences: bubbles and fixed costs.
         of_rank = pack_costs(cost, placed.pack, packs).sum(axis=1)
-        loads = placed.ends * request.model.num_stages - of_rank
+        loads = placed.ends * request.model.effective_stages - of_rank
         pack = trade(length, cost, placed.pack, packs, loads=loads)
         traded = order_each_rank(request, pack, packs, num_shapes)
         if traded.time >= placed.time:
@@ -261,13 +262,14 @@ def _flow_shop_bound(request: ScheduleRequest, number: int) -> float:
     # Even packs of interleaved pipelines make smaller bubbles (`bubble_packs`), but a costly pack
     # among others passes all further stages alone.
     even = request.rank_cost_bound * (1 + request.model.bubble_packs / number)
-    return max(even, float(request.sorted.cost.max()) * request.model.num_stages)
+    return max(even, float(request.sorted.cost.max()) * request.model.effective_stages)
 
 
 def _flow_shop_time(request: ScheduleRequest, pack: IntArray, packs: Packs) -> float:
     """Time in the flow shop times the number of stages, without fixed costs."""
     costs = pack_costs(request.sorted.cost, pack, packs)
-    return float((costs.sum(axis=1) + (request.model.num_stages - 1) * costs.max(axis=1)).max())
+    more = request.model.effective_stages - 1
+    return float((costs.sum(axis=1) + more * costs.max(axis=1)).max())
 
 
 def _bisect_flow_shop(
@@ -293,7 +295,7 @@ def _group_long_sequences(request: ScheduleRequest, packs: Packs, time: float) -
     Long sequences are grouped on the first ranks, and the others make even packs.
     """
     _, length, cost = request.sorted
-    number, more = packs.num_microbatches, request.model.num_stages - 1
+    number, more = packs.num_microbatches, request.model.effective_stages - 1
     # A rank of even packs takes number + more of them. A costlier sequence is long.
     fair_pack = time / (number + more)
     pack, in_use = first_fit(
@@ -309,8 +311,9 @@ def _group_long_sequences(request: ScheduleRequest, packs: Packs, time: float) -
         if others.num_ranks == 0:
             return None
         # A rank of mean cost has `time - mean` left for its costliest pack on the further stages.
-        limit = (time - cost[rest].sum() / others.num_ranks) / more
-        if limit < cost[rest].max():
+        slack = time - cost[rest].sum() / others.num_ranks
+        limit = slack / more if more else math.inf  # one stage may take all of a pack's time
+        if slack < 0 or limit < cost[rest].max():
             return None
         even, _ = first_fit(length[rest], cost[rest], others.each_alone(), limit=limit)
         if even.min() < 0:

@@ -4,16 +4,18 @@ A pack costs the sum of its sequences' costs and a fixed cost per microbatch. In
 takes
 
     one stage           the costliest rank's sum over its packs
-    several stages      the slowest rank's 1F1B pipeline, simulated; each stage does an equal part
+    several stages      the slowest rank's 1F1B pipeline, simulated; each stage does its share
     ranks in step       the time of one rank that runs the costliest pack of each microbatch
 
 A pipeline of `stages` whose packs are even takes (sum + (stages - 1) / chunks * costliest pack) /
 stages, a flow shop, which bounds and placements start from. With small packs first and last 1F1B
-takes less, and with unequal packs in a bad order more.
+takes less, and with unequal packs in a bad order more. Where stages are unequal, `stages` is how
+many as slow as the slowest make up a pack.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,6 +46,10 @@ class StepModel:
     """
     sync_every_microbatch: bool = False
     """Data-parallel ranks wait for one another at each microbatch, as with expert parallelism."""
+    shares: tuple[float, ...] = ()
+    """Share of a pack's time of each chunk of each stage, in the order of the layers (chunk *
+    num_stages + stage); they add up to 1. Empty where all are equal.
+    """
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_virtual_stages", "stage_group"):
@@ -54,11 +60,59 @@ class StepModel:
                 f"stage_group must be at least num_stages, {self.num_stages}, in an interleaved "
                 f"pipeline, but is {self.stage_group}"
             )
+        if self.shares:
+            self._check_shares()
+
+    def _check_shares(self) -> None:
+        count = self.num_stages * self.num_virtual_stages
+        if len(self.shares) != count or min(self.shares) < 0:
+            raise ValueError(
+                f"shares must be {count} numbers of at least 0, one for each chunk of each stage, "
+                f"but are {self.shares}"
+            )
+        if not math.isclose(sum(self.shares), 1, rel_tol=1e-6):
+            raise ValueError(f"shares must add up to 1, but are {self.shares}")
+        if math.isclose(min(self.shares), max(self.shares), rel_tol=1e-9):
+            object.__setattr__(self, "shares", ())  # equal stages are one model, however written
+
+    @property
+    def relative_shares(self) -> tuple[float, ...]:
+        """Share of each chunk of each stage over the mean share: all 1.0 where they are equal."""
+        count = self.num_stages * self.num_virtual_stages
+        return tuple(share * count for share in self.shares) or (1.0,) * count
+
+    @property
+    def effective_stages(self) -> float:
+        """Stages as slow as the slowest that a pack's time would make: `num_stages` where they are
+        equal.
+
+            3 stages with shares 0.2 0.3 0.5    ->    2
+        """
+        if not self.shares:
+            return self.num_stages
+        return 1 / max(
+            sum(self.shares[stage :: self.num_stages]) for stage in range(self.num_stages)
+        )
 
     @property
     def bubble_packs(self) -> float:
-        """Packs' time that a pipeline of even packs spends on filling and draining."""
-        return (self.num_stages - 1) / self.num_virtual_stages
+        """Packs' time that a pipeline of even packs spends on filling and draining, at most."""
+        return (self.effective_stages - 1) / self.num_virtual_stages
+
+    def stage_paces(self) -> list[tuple[float, float]]:
+        """Returns of each stage how many such would take a pack's time, and how many packs it could
+        do while the first one comes to it and the last one goes back through the stages before.
+
+        Of equal stages only the last one, which is busy for the longest.
+        """
+        if not self.shares:
+            return [(self.num_stages, self.bubble_packs)]
+        of_stage = [sum(self.shares[stage :: self.num_stages]) for stage in range(self.num_stages)]
+        return [
+            (1 / share, sum(self.shares[:stage]) / share)
+            for stage, share in enumerate(of_stage)
+            if share > 0
+        ]
 
     def run_packs(self, pack_costs: FloatArray) -> FloatArray:
         """Costs of the packs as they run, [ranks, microbatches].
@@ -86,7 +140,8 @@ class StepModel:
         """
         packs = self.run_packs(pack_costs)
         return float(
-            (packs.sum(axis=1) + self.bubble_packs * packs.max(axis=1)).max() / self.num_stages
+            (packs.sum(axis=1) + self.bubble_packs * packs.max(axis=1)).max()
+            / self.effective_stages
         )
 
 
@@ -113,8 +168,8 @@ def simulate(pack_costs: FloatArray, model: StepModel) -> FloatArray:
     Args:
         pack_costs: [ranks, microbatches], in the order in which they run.
 
-    A stage does its part of a pack, one of `num_stages`: a third of it forward and two backward.
-    Sending takes no time.
+    A stage does its share of a pack: a third of it forward and two thirds backward. Sending takes
+    no time.
     """
     num_ranks, num_microbatches = pack_costs.shape
     if model.num_stages == 1:
@@ -123,9 +178,11 @@ def simulate(pack_costs: FloatArray, model: StepModel) -> FloatArray:
     if compiled.CORE is not None:
         costs = np.ascontiguousarray(pack_costs, np.float64)
         shape = (model.num_stages, model.num_virtual_stages, model.stage_group)
-        assert compiled.CORE.call("simulate", num_ranks, num_microbatches, costs, *shape, end), (
-            "stages wait for one another"
+        shares = np.array(model.relative_shares)
+        is_done = compiled.CORE.call(
+            "simulate", num_ranks, num_microbatches, costs, *shape, shares, end
         )
+        assert is_done, "stages wait for one another"
         return end
     for timed in timeline(pack_costs, model):
         end = np.maximum(end, timed.end)
@@ -139,6 +196,7 @@ def timeline(pack_costs: FloatArray, model: StepModel) -> Iterator[TimedOperatio
     One chunk of an interleaved stage takes its share of the stage's time.
     """
     num_ranks, num_microbatches = pack_costs.shape
+    shares = model.relative_shares
     ends: dict[tuple[int, Operation], FloatArray] = {}
     free = [np.zeros(num_ranks) for _ in range(model.num_stages)]
     third = pack_costs / (3 * model.num_stages * model.num_virtual_stages)
@@ -147,7 +205,8 @@ def timeline(pack_costs: FloatArray, model: StepModel) -> Iterator[TimedOperatio
     ):
         before = _needs(stage, operation, model.num_stages, model.num_virtual_stages)
         start = free[stage] if before is None else np.maximum(free[stage], ends[before])
-        end = start + third[:, operation.microbatch] * (2 if operation.backward else 1)
+        share = shares[operation.chunk * model.num_stages + stage]
+        end = start + third[:, operation.microbatch] * ((2 if operation.backward else 1) * share)
         free[stage] = ends[stage, operation] = end
         yield TimedOperation(stage, operation, start, end)
 

@@ -6,18 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, OverLengthPolicy
 from megatron.packing.batch.tree_cuts import TreeRules
 from megatron.packing.layers import LayerKind
-from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost, layers_pack_cost
+from megatron.packing.scheduling.cost import (
+    PackCost,
+    gpt_layers,
+    layers_pack_cost,
+    part_shares,
+)
 from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.stages import StageLayers
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.payloads import PayloadStore
 from megatron.packing.step.trees import why_paths_stay_apart
@@ -26,6 +34,9 @@ UNKNOWN_MODEL = PackCost(linear=1.0, quadratic=1 / 60_000)
 """For a config that describes no model: attention costs what all else does at 60,000 tokens, as
 with 8B parameters.
 """
+
+
+_NAMES_OF_LAYERS = tuple(signature(gpt_layers).parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +62,10 @@ class PackingOptions:
     """
     prefetch_global_batches: int = 0
     """Global batches that the hook prepares before training asks for them (see `step.prefetch`)."""
+    vocab_size: int = 0
+    """Rows of the output layer, which the last pipeline stage has besides its layers; 0 leaves it
+    out.
+    """
     logits_of_masked_tokens: bool = False
     """Compute the output layer and the loss of masked tokens as well (see `model.head`)."""
     megatron_lm_calls: bool = False
@@ -145,6 +160,7 @@ class PackingSettings:
                 num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
                 stage_group=multiple,
                 sync_every_microbatch=groups.dp.size() > 1 and _experts_span_ranks(config, groups),
+                shares=_shares_of(config, groups.pp.size(), options.vocab_size),
             ),
         )
 
@@ -200,18 +216,54 @@ def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
     Args:
         vocab_size: no config has it; without it the output layer is not counted.
     """
-    kinds: Sequence[LayerKind] | None = getattr(config, "layer_kinds", None)
-    if kinds is None:
-        cost = gpt_pack_cost(**_shape_of(config), vocab_size=vocab_size)
-    else:
-        cost = layers_pack_cost(
-            kinds,
-            hidden_size=config.hidden_size,
-            vocab_size=vocab_size,
-            is_gated=config.gated_linear_unit,
-            mtp_num_layers=config.mtp_num_layers or 0,
-        )
+    cost = layers_pack_cost(
+        _kinds_of(config),
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size,
+        is_gated=config.gated_linear_unit,
+        mtp_num_layers=config.mtp_num_layers or 0,
+    )
     return replace(cost, fixed=cost.fixed * config.context_parallel_size)
+
+
+def _shares_of(config: TransformerConfig, num_stages: int, vocab_size: int) -> tuple[float, ...]:
+    """Returns the shares of `StepModel`, of a config that describes a model; else ()."""
+    if num_stages == 1 or not hasattr(config, "num_layers"):
+        return ()
+    return part_shares(
+        _kinds_of(config),
+        _layers_of_parts(config, num_stages),
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size,
+        is_gated=config.gated_linear_unit,
+        mtp_num_layers=config.mtp_num_layers or 0,
+    )
+
+
+def _layers_of_parts(config: TransformerConfig, num_stages: int) -> Sequence[int]:
+    """Returns the layers of each chunk of each stage, in the order of the layers."""
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is not None:  # layout[stage][chunk] lists the layers, embedding and loss among them
+        return [
+            chunk.count(LayerType.decoder) for chunks in zip(*layout.layout) for chunk in chunks
+        ]
+    return StageLayers(
+        num_stages=num_stages,
+        num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
+        first=getattr(config, "num_layers_in_first_pipeline_stage", None),
+        last=getattr(config, "num_layers_in_last_pipeline_stage", None),
+        counts_embedding=getattr(config, "account_for_embedding_in_pipeline_split", False),
+        counts_loss=getattr(config, "account_for_loss_in_pipeline_split", False),
+    ).of_parts(config.num_layers)
+
+
+def _kinds_of(config: TransformerConfig) -> Sequence[LayerKind]:
+    """Returns a config's layers: our own field of it, or what megatron-core's fields say."""
+    kinds: Sequence[LayerKind] | None = getattr(config, "layer_kinds", None)
+    if kinds is not None:
+        return kinds
+    shape = _shape_of(config)
+    return gpt_layers(**{name: shape[name] for name in _NAMES_OF_LAYERS if name in shape})
 
 
 def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[str, Any]:

@@ -57,6 +57,14 @@ def _one_file(values: list[str]) -> str:
 
 READ_AS = {
     "--data-args-path": ReadAs("--data-path, with what stands in the file", _data_args),
+    "--num-layers-in-first-pipeline-stage": ReadAs(
+        "--decoder-first-pipeline-num-layers",
+        lambda values: ["--decoder-first-pipeline-num-layers", *values],
+    ),
+    "--num-layers-in-last-pipeline-stage": ReadAs(
+        "--decoder-last-pipeline-num-layers",
+        lambda values: ["--decoder-last-pipeline-num-layers", *values],
+    ),
     "--per-split-data-args-path": ReadAs(
         "--data-path and --valid-data-path, by the JSON file", _per_split_data_args
     ),
@@ -179,8 +187,7 @@ _REFUSED = {
         --megatron-fsdp-* --outer-dp-sharding-strategy --torch-fsdp2-* --use-custom-fsdp
         --use-layer-wise-distributed-optimizer --use-megatron-fsdp --use-torch-fsdp2
     """,
-    "layers are shared out equally; drop it": """
-        --account-for-* --decoder-*-pipeline-num-layers --num-layers-in-*-pipeline-stage
+    "pass --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers": """
         --pipeline-model-parallel-layout
     """,
     "models of this kind are not computed; use another": """
@@ -297,9 +304,7 @@ _REFUSED = {
     "weights are scaled as the model says; drop it": "--mup-* --use-mup",
     "pass --skip-nan-steps N to leave some steps out": "--no-check-for-nan-in-loss-and-grad",
     "checkpoints are whole; drop it": "--no-save-optim --no-save-rng",
-    "pass --num-layers-per-virtual-pipeline-stage": """
-        --num-virtual-stages-per-pipeline-rank --virtual-pipeline-model-parallel-size
-    """,
+    "pass --num-virtual-stages-per-pipeline-rank": "--virtual-pipeline-model-parallel-size",
     "pass --ckpt-step": "--override-ckpt-iteration",
     "packs are padded as the layout needs it; drop it": "--pad-packed-seq-alignment",
     "the vocabulary is padded as the layout needs it; drop it": "--pad-vocab-size "

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.planner.plan import plan
-from megatron.planner.plan_options import ModelOptions
+from megatron.planner.plan_options import STAGE_OPTIONS, ModelOptions
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.environment import exit_with_message, outlive_output
@@ -21,6 +21,8 @@ _LAYOUT = {
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
+    "num_virtual_stages_per_pipeline_rank": "vpp",
+    **{name: name for name in STAGE_OPTIONS},
 }
 """Option of a run -> the planner's."""
 _SHAPE = {field.name for field in fields(ModelOptions)}
@@ -53,6 +55,7 @@ def implied(given: Mapping[str, Any]) -> dict[str, Any]:
     layers = given.get("num_layers", found.get("num_layers"))
     per_stage = given.get("num_layers_per_virtual_pipeline_stage")
     if layers is not None and per_stage is not None:
+        layers += sum(found.get(name) is True for name in STAGE_OPTIONS)
         found["vpp"] = max(layers // found.get("pp", 1) // per_stage, 1)
     paths = given.get("data_path")
     if isinstance(paths, str) or (isinstance(paths, list) and len(paths) == 1):

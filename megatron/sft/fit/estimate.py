@@ -19,7 +19,8 @@ from megatron.sft.fit.stages import (
     Stage,
     at_depth,
     depths_of,
-    layers_per_chunk,
+    kinds_of,
+    layers_of,
     one_step,
     stages_of,
 )
@@ -121,7 +122,7 @@ and capacity alone.
 
 
 def estimates(request: Request, shared: Shared | None = None) -> list[StageEstimate]:
-    """Returns the bytes of each stage. Middle stages of equal depth share their traces."""
+    """Returns the bytes of each stage. Middle stages of equal layers share their traces."""
     shared = {} if shared is None else shared
     return [
         _estimate(request, stage, shared) for stage in stages_of(request.config, request.world_size)
@@ -134,8 +135,9 @@ def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
     chunks = config.num_virtual_stages
     layout = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     depth = stage.num_stages, chunks, parallel.data_parallel_size(request.world_size)
+    layers = kinds_of(config, stage)
     context = parallel.context_parallel_size, config.shards_optimizer
-    states_key = ("states", kind, layout, depth, context)
+    states_key = ("states", kind, layout, depth, layers, context)
     if states_key not in shared:
         shared[states_key] = trace(request, stage.rank, 1, passes=False)
     build, _, optimizer = shared[states_key]
@@ -162,7 +164,7 @@ def _passes(
     traced: dict[tuple[int, int], dict[str, int]],
     remarks: list[str],
 ) -> tuple[Part, ...]:
-    depth, depths = layers_per_chunk(request.config), depths_of(request.config)
+    depths = depths_of(request.config, stage)
     is_interleaved = request.config.num_virtual_stages is not None
     flight = stage.in_flight
     if is_interleaved:  # megatron-core wants a multiple of the stages; twice as many fill it
@@ -178,19 +180,23 @@ def _passes(
             if point not in traced:
                 traced[point] = _beside_states(request, stage, *point)
         try:
+            depth = len(layers_of(request.config, stage)[0])
             return _extrapolated({point: traced[point] for point in points}, depth, flight)
         except NotAffineError as failure:
             remarks.append(f"run at its own depth: {failure}")
-    own = _beside_states(request, stage, depth, flight)
+    own = _beside_states(request, stage, None, flight)
     return tuple(Part(name, size, "run") for name, size in sorted(own.items()) if size)
 
 
-def _beside_states(request: Request, stage: Stage, depth: int, flight: int) -> dict[str, int]:
-    """Returns by part what is alive beside the states at the passes' peak, in a run of that
-    depth.
+def _beside_states(
+    request: Request, stage: Stage, depth: int | None, flight: int
+) -> dict[str, int]:
+    """Returns by part what is alive beside the states at the passes' peak, in a run of that depth;
+    None: of its own.
     """
-    smaller = replace(request, config=at_depth(request.config, depth))
-    phases = {phase.name: phase for phase in trace(smaller, stage.rank, flight)}
+    if depth is not None:
+        request = replace(request, config=at_depth(request.config, depth))
+    phases = {phase.name: phase for phase in trace(request, stage.rank, flight)}
     passes = phases["forward and backward 1"]
     alive_before = {name: passes.at_peak.get(name, 0) for name in STATES}
     others = {name: size for name, size in passes.at_peak.items() if name not in STATES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megatron.sft.options.config import SFTConfig
@@ -48,20 +49,32 @@ def stages_of(config: SFTConfig, world_size: int) -> list[Stage]:
     ]
 
 
-def layers_per_chunk(config: SFTConfig) -> int:
-    """Returns the layers of each virtual stage of a rank."""
-    chunks = config.num_virtual_stages or 1
-    return config.model.num_layers // config.parallel.pipeline_model_parallel_size // chunks
+def layers_of(config: SFTConfig, stage: Stage) -> tuple[range, ...]:
+    """Returns the layers of each virtual stage of a stage."""
+    counts = config.layers_of_parts
+    ends = list(accumulate(counts))
+    parts = [range(end - count, end) for end, count in zip(ends, counts)]
+    return tuple(parts[stage.number :: stage.num_stages])
 
 
-def depths_of(config: SFTConfig) -> tuple[int, ...]:
-    """Returns four depths of a virtual stage from which any other follows; () where it has no more
-    layers than the last of them, or where its layers do not repeat.
+def kinds_of(config: SFTConfig, stage: Stage) -> tuple[tuple[Any, ...], ...]:
+    """Returns what options say of each layer of each virtual stage: stages of equal ones hold
+    alike.
+    """
+    kinds = _kinds(config)
+    return tuple(tuple(kinds[layer] for layer in part) for part in layers_of(config, stage))
+
+
+def depths_of(config: SFTConfig, stage: Stage) -> tuple[int, ...]:
+    """Returns four depths of a virtual stage from which the stage's own follows; () where it has no
+    more layers than the last of them, or where its layers do not repeat.
 
     Layers that are recomputed in runs, or of several kinds in turn, make depths multiples of these.
     """
-    model, depth = config.model, layers_per_chunk(config)
-    unit = _period(config)
+    parts, unit = layers_of(config, stage), _period(config)
+    if len({len(part) for part in parts}) > 1 or any(part.start % unit for part in parts):
+        return ()
+    model, depth = config.model, len(parts[0])
     first = 0
     if model.recompute_granularity == "full" and model.recompute_method != "block":
         unit *= model.recompute_num_layers or 1
@@ -72,16 +85,17 @@ def depths_of(config: SFTConfig) -> tuple[int, ...]:
 
 
 def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
-    """Returns the same run with so many layers in each virtual stage."""
+    """Returns the same run with so many layers in each virtual stage of every stage."""
     parallel, model = config.parallel, config.model
-    chunks = config.num_virtual_stages or 1
+    chunks, period = config.num_virtual_stages or 1, _period(config)
     num_layers = depth * chunks * parallel.pipeline_model_parallel_size
     changes: dict[str, Any] = {
-        field.name: getattr(model, field.name)[:num_layers] for field in _of_layers(config)
+        field.name: tuple(getattr(model, field.name)[layer % period] for layer in range(num_layers))
+        for field in _of_layers(config)
     }
     if model.recompute_method == "block":
         changes["recompute_num_layers"] = min(model.recompute_num_layers or 1, depth)
-    exchanges = parallel.cp_comm_type[:num_layers]
+    exchanges = (parallel.cp_comm_type * num_layers)[:num_layers]
     return replace(
         config,
         model=replace(model, num_layers=num_layers, **changes),
@@ -91,6 +105,10 @@ def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
             num_layers_per_virtual_pipeline_stage=None
             if parallel.num_layers_per_virtual_pipeline_stage is None
             else depth,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
         ),
     )
 
@@ -117,16 +135,22 @@ def _of_layers(config: SFTConfig) -> list[Any]:
     found = []
     for field in fields(model):
         value = getattr(model, field.name)
-        is_window = field.name == "window_size"  # to the left and to the right
-        if isinstance(value, tuple) and len(value) == model.num_layers and not is_window:
+        if field.name in ("window_size", "recompute_modules"):
+            continue  # to the left and to the right; names, however many
+        if isinstance(value, tuple) and len(value) == model.num_layers:
             found.append(field)
     return found
 
 
+def _kinds(config: SFTConfig) -> list[tuple[Any, ...]]:
+    """What options say of each layer."""
+    lists = [getattr(config.model, field.name) for field in _of_layers(config)]
+    return list(zip(*lists)) if lists else [()] * config.model.num_layers
+
+
 def _period(config: SFTConfig) -> int:
     """After how many layers kinds of layers repeat: 3 for (0, 0, 1, 0, 0, 1)."""
-    lists = [getattr(config.model, field.name) for field in _of_layers(config)]
-    kinds = list(zip(*lists)) if lists else [()] * config.model.num_layers
+    kinds = _kinds(config)
     for period in range(1, len(kinds) + 1):
         if all(kind == kinds[number % period] for number, kind in enumerate(kinds)):
             return period

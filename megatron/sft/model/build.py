@@ -83,7 +83,9 @@ def build_training(
         cost = replace(cost, head=0.0)
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
     transformer_config.sequence_packing_options = replace(
-        PackingOptions.of(transformer_config), cost=pack_cost
+        PackingOptions.of(transformer_config),
+        cost=pack_cost,
+        vocab_size=padded_vocab_size(vocab_size, config),
     )  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
     optimizer = build_optimizer(config, model)
@@ -130,6 +132,12 @@ def build_transformer_config(
     model, parallel, packing = config.model, config.parallel, config.packing
     dtype = torch.bfloat16 if config.training.bf16 else params_dtype
     interleaved = config.num_virtual_stages is not None
+    first, last = (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    )
+    if first is not None and parallel.pipeline_model_parallel_size == 2:
+        last = None  # one says all, and given both megatron-core divides by no stages in between
     described = architecture(model) | {"attention_backend": AttnBackend[model.attention_backend]}
     if model.recompute_granularity == "full":
         described["recompute_method"] = model.recompute_method or "uniform"
@@ -143,6 +151,10 @@ def build_transformer_config(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.num_virtual_stages,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=parallel.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=parallel.account_for_loss_in_pipeline_split,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=1 if model.num_experts is not None else None,

@@ -88,10 +88,19 @@ class SFTConfig:
     @property
     def num_virtual_stages(self) -> int | None:
         """Virtual pipeline stages on each rank; None without interleaving."""
-        per_stage = self.parallel.num_layers_per_virtual_pipeline_stage
-        if per_stage is None:
-            return None
-        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // per_stage
+        parallel = self.parallel
+        per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+        if per_chunk is None:
+            return parallel.num_virtual_stages_per_pipeline_rank
+        counted = parallel.stage_layers(1).num_counted(self.model.num_layers)
+        return counted // parallel.pipeline_model_parallel_size // per_chunk
+
+    @property
+    def layers_of_parts(self) -> tuple[int, ...]:
+        """Layers of each virtual stage of each pipeline stage, in the order of the layers."""
+        return self.parallel.stage_layers(self.num_virtual_stages or 1).of_parts(
+            self.model.num_layers
+        )
 
     def check(self, world_size: int) -> None:
         """Raises FlagError for options that contradict one another or the number of processes."""
@@ -138,25 +147,24 @@ class SFTConfig:
         tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         check_splits(
             model,
-            stages=Split("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
-            virtual=Split(
-                "--num-layers-per-virtual-pipeline-stage",
-                parallel.num_layers_per_virtual_pipeline_stage or 1,
-            ),
+            stages=parallel.stage_layers(self.num_virtual_stages or 1),
+            stages_flag="--pipeline-model-parallel-size",
+            virtual=parallel.virtual_split,
             tensor=Split("--tensor-model-parallel-size", tensor),
             experts=Split("--expert-model-parallel-size", experts),
             sequence_parallel=parallel.sequence_parallel,
         )
         run = (model.recompute_num_layers or 1) if model.recompute_method != "block" else 1
-        num_layers = (
-            model.num_layers
-            // parallel.pipeline_model_parallel_size
-            // (self.num_virtual_stages or 1)
-        )
-        if num_layers % run:
+        uneven = [layers for layers in self.layers_of_parts if layers % run]
+        if uneven:
             raise ValueError(
-                f"--recompute-num-layers {run} must divide the layers of a stage, {num_layers}; "
+                f"--recompute-num-layers {run} must divide the layers of a stage, {uneven[0]}; "
                 "lower it, or pass --recompute-method block"
+            )
+        if model.mtp_num_layers is not None and not self.layers_of_parts[-1]:
+            raise ValueError(
+                "--mtp-num-layers needs a layer on the last pipeline stage, which is the kind of "
+                "layer it is; drop --account-for-loss-in-pipeline-split"
             )
         if len(parallel.cp_comm_type) not in (1, model.num_layers):
             raise ValueError(
@@ -240,6 +248,12 @@ class SFTConfig:
             raise ValueError(
                 "--lora must not be used with --mtp-num-layers, whose layers have no adapters; "
                 "drop one"
+            )
+        if self.lora.lora and 0 in self.layers_of_parts:
+            raise ValueError(
+                "--lora needs a layer on every pipeline stage; embedding or loss has one alone: "
+                "drop --account-for-embedding-in-pipeline-split and "
+                "--account-for-loss-in-pipeline-split"
             )
         if self.lora.lora:
             self.lora.check_layout(tensor, model.num_query_groups or model.num_attention_heads or 1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.packing.flags import check_range
+from megatron.packing.flags import check_range, flag_of
+from megatron.packing.model.shape import Split
+from megatron.packing.stages import StageLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,19 @@ class ParallelConfig:
     """Pipeline stages (ranks that share the layers)."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers per virtual stage of an interleaved pipeline."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Virtual stages of each rank of an interleaved pipeline, in place of
+    --num-layers-per-virtual-pipeline-stage.
+    """
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline stage (default: as many as the others)."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline stage (default: as many as the others)."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first pipeline stage, which gets one fewer."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count output layer and loss as a layer of the last pipeline stage, which gets one fewer.
+    """
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
     cp_comm_type: tuple[str, ...] = ("p2p",)
@@ -54,6 +69,14 @@ class ParallelConfig:
         check_range(
             self, 1, None, "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
         )
+        check_range(
+            self,
+            1,
+            None,
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        )
+        check_range(self, 2, None, "num_virtual_stages_per_pipeline_rank")
         unknown = set(self.cp_comm_type) - {"p2p", "all_gather", "allgather", "a2a", "a2a+p2p"}
         if unknown:
             raise ValueError(
@@ -61,20 +84,64 @@ class ParallelConfig:
                 f"{sorted(unknown)[0]}"
             )
         check_range(self, 0.01, None, "distributed_timeout_minutes")
-        if (
-            self.num_layers_per_virtual_pipeline_stage is not None
-            and self.pipeline_model_parallel_size == 1
-        ):
-            raise ValueError(
-                "--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size of "
-                "at least 2"
-            )
+        self._check_pipeline()
         if self.overlap_param_gather and not (
             self.use_distributed_optimizer and self.overlap_grad_reduce
         ):
             raise ValueError(
                 "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
             )
+
+    def _check_pipeline(self) -> None:
+        has_ends = bool(
+            self.decoder_first_pipeline_num_layers or self.decoder_last_pipeline_num_layers
+        )
+        for name in (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        ):
+            if getattr(self, name) is not None and self.pipeline_model_parallel_size == 1:
+                raise ValueError(
+                    f"{flag_of(name)} needs --pipeline-model-parallel-size of at least 2"
+                )
+        if self.num_layers_per_virtual_pipeline_stage is None:
+            return
+        if self.num_virtual_stages_per_pipeline_rank is not None:
+            raise ValueError(
+                "--num-layers-per-virtual-pipeline-stage and "
+                "--num-virtual-stages-per-pipeline-rank say the same; drop one"
+            )
+        if has_ends:
+            raise ValueError(
+                "--num-layers-per-virtual-pipeline-stage needs stages of equally many layers; with "
+                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers pass "
+                "--num-virtual-stages-per-pipeline-rank"
+            )
+
+    @property
+    def virtual_split(self) -> Split:
+        """The flag that makes virtual stages, of those that may."""
+        if self.num_virtual_stages_per_pipeline_rank is not None:
+            return Split(
+                "--num-virtual-stages-per-pipeline-rank", self.num_virtual_stages_per_pipeline_rank
+            )
+        return Split(
+            "--num-layers-per-virtual-pipeline-stage",
+            self.num_layers_per_virtual_pipeline_stage or 1,
+        )
+
+    def stage_layers(self, num_virtual_stages: int) -> StageLayers:
+        """Returns how layers are shared out over pipeline stages."""
+        return StageLayers(
+            num_stages=self.pipeline_model_parallel_size,
+            num_virtual_stages=num_virtual_stages,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            counts_embedding=self.account_for_embedding_in_pipeline_split,
+            counts_loss=self.account_for_loss_in_pipeline_split,
+        )
 
     @property
     def least_world_size(self) -> int:

@@ -63,7 +63,7 @@ def least_time(asked: ScheduleRequest, num_microbatches: int) -> float | None:
     if model.sync_every_microbatch:
         costs = costs.max(axis=2)[:, None]
     times = (costs.sum(axis=2) + model.bubble_packs * costs.max(axis=2)).max(axis=1)
-    return float(times.min()) / model.num_stages
+    return float(times.min()) / model.effective_stages
 
 
 def optimum(asked: ScheduleRequest) -> float:
@@ -106,6 +106,11 @@ def random_request(rng, model: StepModel, masks: bool = False) -> ScheduleReques
 MODES = {
     "ranks": [StepModel()],
     "pipelines": [StepModel(num_stages=stages) for stages in (2, 3, 4)],
+    "unequal stages": [
+        StepModel(num_stages=2, shares=(0.25, 0.75)),
+        StepModel(num_stages=2, shares=(0.6, 0.4)),
+        StepModel(num_stages=3, shares=(0.25, 0.3, 0.45)),
+    ],
     "ranks that meet": [
         StepModel(num_stages=stages, sync_every_microbatch=True) for stages in (1, 2, 4)
     ],

@@ -15,6 +15,7 @@ MODELS = (
     StepModel(),
     StepModel(num_stages=2),
     StepModel(num_stages=5),
+    StepModel(num_stages=3, shares=(0.2, 0.3, 0.5)),
     StepModel(num_stages=2, num_virtual_stages=3, stage_group=2),
     StepModel(sync_every_microbatch=True),
     StepModel(num_stages=3, sync_every_microbatch=True),

@@ -359,7 +359,7 @@ def test_batches_are_drawn_without_replacement():
 def test_layout_asks_what_training_asks():
     """A plan for another capacity or another kind of waiting is a plan for another run."""
     layout = LayoutOptions(dp=4, pp=2, vpp=2, cp=2, ep=4, tp=1)
-    step = layout.step_layout(layout.capacity(1001), PackCost(1.0, 0.0), None)
+    step = layout.step_layout(ModelOptions(), layout.capacity(1001), PackCost(1.0, 0.0), None)
     assert (step.capacity, step.alignment.sequence, step.microbatch_multiple) == (1004, 4, 2)
     assert (step.model.num_stages, step.model.num_virtual_stages, step.model.stage_group) == (
         2,
@@ -368,6 +368,26 @@ def test_layout_asks_what_training_asks():
     )
     assert step.model.sync_every_microbatch
     assert layout.batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({}, (16, 16)),
+        ({"decoder_last_pipeline_num_layers": 14}, (18, 14)),
+        ({"vpp": 2, "decoder_first_pipeline_num_layers": 18}, (9, 7, 9, 7)),
+    ],
+)
+def test_stages_do_their_layers_and_the_last_one_the_output_layer(options, layers):
+    """Plans would be blind to the very options that even stages out."""
+    layout = LayoutOptions(pp=2, **options)
+    model = ModelOptions(loss_share=0.5)
+    layout.check(model)
+    step = layout.step_layout(model, 1000, PackCost(1.0, 0.0), None)
+    layer, head = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 4096 * 128256 / 2
+    work = [count * layer for count in layers]
+    work[-1] += head
+    assert step.model.shares == pytest.approx([each / sum(work) for each in work])
 
 
 def test_model_costs(tmp_path):

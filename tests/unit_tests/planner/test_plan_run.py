@@ -3,12 +3,13 @@ run.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megatron.planner.lengths import RunSource
 from megatron.planner.plan import plan
-from megatron.planner.plan_options import LayoutOptions, ModelOptions
+from megatron.planner.plan_options import STAGE_OPTIONS, LayoutOptions, ModelOptions
 from megatron.planner.plan_run import as_in_run
 from megatron.sft.commands.length_sources import lengths_from
 from tests.unit_tests.blending.folders import write_jsonl
@@ -58,6 +59,32 @@ def test_model_and_layout_of_a_run(tmp_path):
         f"run       model and layout of {tmp_path / 'options.json'}; flags of either replace all "
         "of it"
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "--decoder-first-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2",
+            LayoutOptions(dp=2, pp=2, vpp=2, decoder_first_pipeline_num_layers=2),
+        ),
+        (
+            "--num-layers 7 --account-for-loss-in-pipeline-split "
+            "--num-layers-per-virtual-pipeline-stage 2",
+            LayoutOptions(dp=2, pp=2, vpp=2, account_for_loss_in_pipeline_split=True),
+        ),
+    ],
+)
+def test_unequal_stages_of_a_run(tmp_path, flags, expected):
+    """Stages would be taken for equal, and virtual stages be counted wrongly."""
+    run = run_of(tmp_path, f"--pipeline-model-parallel-size 2 {flags}")
+    layout = as_in_run(run, *NONE_GIVEN, [])[1]
+    assert layout == replace(expected, global_batch_size=16, max_seqlen_per_dp_cp_rank=256)
+    options = json.loads((tmp_path / "options.json").read_text())
+    for name in STAGE_OPTIONS:  # as runs wrote them before stages could be unequal
+        del options["parallel"][name]
+    (tmp_path / "options.json").write_text(json.dumps(options))
+    assert as_in_run(run, *NONE_GIVEN, [])[1].decoder_first_pipeline_num_layers is None
 
 
 def test_flags_win(tmp_path):

@@ -1,6 +1,7 @@
 """A step that was written down must be the step that ran, to the last sequence."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,9 @@ def test_account_is_of_these_packs():
 def test_json_gives_the_same_step():
     """What is drawn later must be what ran."""
     assert StepRecord.from_dict(json.loads(RECORD.to_json())) == RECORD
+    model = replace(LAYOUT.model, shares=(0.2, 0.3, 0.1, 0.4))
+    uneven = replace(RECORD, layout=replace(LAYOUT, model=model))
+    assert StepRecord.from_dict(json.loads(uneven.to_json())) == uneven
 
 
 def test_a_former_name_is_read():
@@ -84,6 +88,8 @@ def test_ranks_draw_equal_parts():
         ({"packs": [[[17], [2]]]}, "a pack holds 16"),
         ({"cost": {"linear": 0, "quadratic": 0}}, "linear > head"),
         ({"model": {"stages": 1}}, "not a schedule as --dump-schedule writes them"),
+        ({"model": {"num_stages": 2, "shares": [0.5, "x"]}}, "shares must be a list of numbers"),
+        ({"model": {"num_stages": 2, "shares": [0.5, 0.2]}}, "shares must add up to 1"),
         ({"capacity": "x"}, "capacity must be a whole number above 0, but is x"),
     ],
 )

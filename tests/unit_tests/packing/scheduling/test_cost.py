@@ -1,6 +1,7 @@
 """The FLOPs that schedulers balance and reports print."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from megatron.packing.layers import DeltaNetShape, LayerKind
 from megatron.packing.scheduling.cost import (
     PackCost,
+    gpt_layers,
     gpt_pack_cost,
     layers_pack_cost,
+    part_shares,
     window_squares,
 )
 
@@ -194,3 +197,18 @@ def test_layers_of_a_delta_net_cost_no_pairs():
     assert cost.quadratic == 0
     assert cost.windows == ()
     assert cost.linear == 6 * (800 + 308 + 210)
+
+
+def test_shares_of_stages_by_hand():
+    """The last stage would be taken for as quick as the others, whose output layer weighs most."""
+    layers = gpt_layers(
+        num_layers=4, num_attention_heads=2, num_query_groups=2, kv_channels=4, ffn_hidden_size=16
+    )
+    shape: Any = {"hidden_size": 8, "is_gated": False}
+    # A layer: attention 4 * 8 * 8 = 256, MLP 2 * 8 * 16 = 256. The output layer: 8 * 128 = 1024.
+    found = part_shares(layers, (3, 1), vocab_size=128, **shape)
+    assert found == pytest.approx((3 * 512 / 3072, (512 + 1024) / 3072))
+    half = part_shares(layers, (1, 2, 1), vocab_size=128, loss_share=0.5, **shape)
+    assert half == pytest.approx((512 / 2560, 1024 / 2560, 1024 / 2560))
+    further = part_shares(layers, (0, 4), vocab_size=0, mtp_num_layers=1, **shape)
+    assert further == (0.0, 1.0)

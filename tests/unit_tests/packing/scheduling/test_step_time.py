@@ -21,6 +21,19 @@ PIPELINES = [
     for chunks, group in ((1, 1), (2, stages), (3, stages), (2, stages + 1), (2, 2 * stages))
 ]
 
+UNEVEN = [
+    StepModel(num_stages=2, shares=(0.25, 0.75)),
+    StepModel(num_stages=4, shares=(0.5, 0.0, 0.125, 0.375)),
+    StepModel(num_stages=2, num_virtual_stages=2, stage_group=2, shares=(0.5, 0.25, 0.125, 0.125)),
+    StepModel(
+        num_stages=4,
+        num_virtual_stages=2,
+        stage_group=5,
+        shares=(0.0625, 0.125, 0.125, 0.125, 0.125, 0.0625, 0.125, 0.25),
+    ),
+]
+"""Stages of unequal shares, which are multiples of 1/16 so that sums of them are exact."""
+
 
 def numbers_of_microbatches(model: StepModel) -> list[int]:
     if model.num_virtual_stages == 1:
@@ -66,6 +79,32 @@ def test_two_stages_by_hand():
     assert simulate(
         np.array([[18.0, 36], [36, 18], [36, 36]]), StepModel(num_stages=2)
     ).tolist() == [42, 42, 54]
+
+
+def test_unequal_stages_by_hand():
+    """A pack of 24 through stages that take a quarter and three: the second one sets the pace."""
+    costs, model = np.array([[24.0, 24, 24]]), StepModel(num_stages=2, shares=(0.25, 0.75))
+    # Stage 1: forward 6, backward 12. It waits 2 for the first forward of stage 0, which does the
+    # last backward, 4, after it.
+    assert model.time_of(costs) == 2 + 3 * 18 + 4
+    assert model.effective_stages == pytest.approx(4 / 3)
+    assert model.even_time_of(costs) == pytest.approx((72 + 24 / 3) * 3 / 4)
+    # The first stage never waits: the others are done before it has run the next forward.
+    turned = StepModel(num_stages=2, shares=(0.75, 0.25))
+    assert turned.time_of(costs) == 3 * 18
+
+
+def test_equal_shares_are_the_same_model():
+    """Caches would know two models of one layout, and rounding would tell them apart."""
+    assert StepModel(num_stages=3, shares=(1 / 3,) * 3) == StepModel(num_stages=3)
+    assert StepModel(num_stages=3).stage_paces() == [(3, 2.0)]
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.25, 0.25), (1.5, -0.5), (0.5, 0.4)])
+def test_shares_that_are_none_are_refused(shares):
+    """Time would be that of a part of the pack, or of stages that do not exist."""
+    with pytest.raises(ValueError, match="shares must"):
+        StepModel(num_stages=2, shares=shares)
 
 
 def test_ranks_that_meet_run_the_costliest_pack():
@@ -134,7 +173,7 @@ def test_order_is_that_of_megatron_core(model):
             assert operations_of(stage, model, num_microbatches) == expected
 
 
-@pytest.mark.parametrize("model", PIPELINES, ids=str)
+@pytest.mark.parametrize("model", PIPELINES + UNEVEN, ids=str)
 def test_operations_wait_for_what_they_need_and_for_nothing_else(model):
     """A pass before its input is there, or idle time without a cause, makes the best order of
     another pipeline.
@@ -161,7 +200,7 @@ def test_operations_wait_for_what_they_need_and_for_nothing_else(model):
             cost = (
                 costs[:, microbatch]
                 / (3 * model.num_stages * model.num_virtual_stages)
-                * (1 + backward)
+                * ((1 + backward) * model.relative_shares[layer])
             )
             assert end.tolist() == (start + cost).tolist()
             assert (backward, microbatch, layer) not in ends

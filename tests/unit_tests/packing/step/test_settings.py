@@ -1,10 +1,13 @@
 """What a config and its layout ask of the packs."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.step.settings import PackingSettings
+from megatron.packing.step.settings import PackingOptions, PackingSettings
 from tests.unit_tests.packing.plugged import make_config
 from tests.unit_tests.packing.stubs import Ranks
 
@@ -36,3 +39,33 @@ def test_keys_of_trees_take_no_more_memory_than_their_tokens(channels, cp, expec
     )
     ranks = SimpleNamespace(tp=Ranks(), cp=Ranks(cp), pp=Ranks(), dp=Ranks())
     assert PackingSettings.of(config, ranks).trees.keys_per_token == expected
+
+
+@pytest.mark.parametrize(
+    ("split", "layers"),
+    [
+        ({}, (2, 2)),
+        ({"num_layers_in_first_pipeline_stage": 1}, (1, 3)),
+        ({"pipeline_model_parallel_layout": "Ettt|tL"}, (3, 1)),
+    ],
+)
+def test_shares_are_those_of_the_layers_that_megatron_core_builds(split, layers):
+    """Schedules would be made for a pipeline whose stages are alike, without a word."""
+    config: Any = TransformerConfig(
+        num_layers=4,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=True,
+        **split,
+    )
+    config.max_seqlen_per_dp_cp_rank = 64
+    groups: Any = SimpleNamespace(tp=Ranks(), cp=Ranks(), pp=Ranks(2), dp=Ranks())
+    found = PackingSettings.of(config, groups).model
+    assert found.relative_shares == pytest.approx([count / 2 for count in layers])
+    config.sequence_packing_options = PackingOptions(vocab_size=96)  # as much as one layer
+    found = PackingSettings.of(config, groups).model
+    with_head = (layers[0], layers[1] + 1)
+    assert found.relative_shares == pytest.approx([count / 2.5 for count in with_head])

@@ -10,6 +10,58 @@ CONTRADICTIONS = [
         1,
         ["--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-size"],
     ),
+    ("--decoder-first-pipeline-num-layers 3", 1, ["--pipeline-model-parallel-size of at least 2"]),
+    (
+        "--pipeline-model-parallel-size 3",
+        3,
+        ["--num-layers 8 must be a multiple of", "pass --decoder-first-pipeline-num-layers or"],
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 1",
+        4,
+        ["--decoder-last-pipeline-num-layers 1 with", "leaves 7 layers for 3 other stages"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        2,
+        ["leaves stages of 3, 5 layers", "multiples of their 2 virtual stages"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        2,
+        ["pass --num-virtual-stages-per-pipeline-rank"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--num-layers-per-virtual-pipeline-stage 2",
+        2,
+        ["say the same; drop one"],
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --account-for-loss-in-pipeline-split",
+        4,
+        ["--num-layers 8 and --account-for-loss-in-pipeline-split, 9 together, must be"],
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --account-for-loss-in-pipeline-split "
+        "--decoder-first-pipeline-num-layers 1",
+        4,
+        ["exclude one another; drop one"],
+    ),
+    (
+        "--num-layers 7 --pipeline-model-parallel-size 8 --account-for-loss-in-pipeline-split "
+        "--lora",
+        8,
+        ["--lora needs a layer on every pipeline stage"],
+    ),
+    (
+        "--num-layers 7 --pipeline-model-parallel-size 8 --account-for-loss-in-pipeline-split "
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        8,
+        ["--mtp-num-layers needs a layer on the last pipeline stage"],
+    ),
     ("--cp-comm-type ring", 1, ["--cp-comm-type must be p2p,", "but is ring"]),
     ("--cp-comm-type p2p a2a", 1, ["one for each of --num-layers 8"]),
     (
