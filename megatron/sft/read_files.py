@@ -61,6 +61,9 @@ def _of_data(datasets: Datasets) -> dict[str, str]:
         name: hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()
         for name, parts in found.items()
     }
+    if datasets.prompts:
+        asked = repr([prompt.ids for prompt in datasets.prompts]).encode()
+        prints["--sample-prompts"] = hashlib.blake2b(asked, digest_size=6).hexdigest()
     blend = datasets.train.identity.get("blend")
     if blend is not None:
         prints["the blend"] = ", ".join(

@@ -23,6 +23,7 @@ from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.stream import Share
 from megatron.sft.figures import figures_of
 from megatron.sft.finite import NonFiniteError, check_loss, guard_step
+from megatron.sft.model.answers import Answers, PromptBatch
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import Progress, restored_queue
 from megatron.sft.model.forward import forward_step
@@ -98,6 +99,9 @@ class Trainer:
             logging.getLogger("megatron.blending").setLevel(
                 logging.ERROR
             )  # others draw the same samples, and tell
+        self._answers: Answers | None = None
+        if datasets.prompts and datasets.tokenizer is not None:
+            self._answers = Answers(config, datasets.tokenizer, datasets.prompts)
         self._names = datasets.train.names
         num_records = None if config.data.mock_data else len(datasets.train)
         self._account = StepAccount(
@@ -228,6 +232,7 @@ class Trainer:
         if not self._progress.evaluation_due:
             return
         loss = self._evaluate(self._datasets.valid, "valid", signals, log)
+        self._answer_prompts(log)
         self._progress = self._progress._replace(evaluation_due=False)
         if loss is None:
             return
@@ -375,7 +380,26 @@ class Trainer:
             )
         return reduced.loss
 
-    def _run(self, taken: StepBatch, num_sources: int, *, forward_only: bool) -> list[Any]:
+    def _answer_prompts(self, log: RunLog | None) -> None:
+        if self._answers is None:
+            return
+        self._batches.settle()
+        for chunk in self._training.model:
+            chunk.eval()
+        with torch.no_grad():
+            answers = self._answers.answers(
+                self._training.model,
+                partial(self._run, num_sources=1, forward_only=True),
+                self._device,
+            )
+        for chunk in self._training.model:
+            chunk.train()
+        if log is not None:
+            log.writer.answers(self._progress.iteration, answers)
+
+    def _run(
+        self, taken: StepBatch | PromptBatch, num_sources: int, *, forward_only: bool
+    ) -> list[Any]:
         return self._forward_backward(
             forward_step_func=partial(forward_step, num_sources=num_sources),
             data_iterator=taken.iterators(self._config.num_virtual_stages, self._device),

@@ -80,24 +80,28 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def talk(folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """What transformers complains of when it loads a folder, and what its generation config says;
-    it answers a chat.
+def talk(folder: Path, questions: Sequence[str]) -> tuple[list[str], dict[str, Any], list[str]]:
+    """What transformers complains of when it loads a folder, what its generation config says, and
+    what it answers.
     """
     import transformers
 
     library: Any = transformers
     model, told = library.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     tokenizer = library.AutoTokenizer.from_pretrained(folder)
-    chat = [{"role": "user", "content": "how are you"}]
-    prompt = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    answer = model.generate(**prompt, max_new_tokens=5)
-    assert len(answer[0]) > prompt["input_ids"].shape[1]
-    return [
-        str(name) for names in told.values() for name in names
-    ], model.generation_config.to_dict()
+    answers = []
+    for question in questions:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        answer = model.generate(**prompt, max_new_tokens=5)[0, prompt["input_ids"].shape[1] :]
+        assert len(answer)
+        answers.append(tokenizer.decode(answer, skip_special_tokens=True))
+    complaints = [str(name) for names in told.values() for name in names]
+    return complaints, model.generation_config.to_dict(), answers
 
 
 def answers_loss(folder: Path, turns: Sequence[list[dict[str, str]]]) -> tuple[float, int]:
@@ -175,7 +179,8 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     arguments = (
         f"--pretrained-checkpoint {source} --data-path {chats} --lr 1e-3 --run-dir {run} --save "
         f"{run / 'checkpoints'} --load {run / 'checkpoints'} --pipeline-model-parallel-size 2 "
-        f"--valid-data-path {chats} --eval-iters 2 --hidden-dropout 0.2"
+        f"--valid-data-path {chats} --eval-iters 2 --hidden-dropout 0.2 --sample-prompts {chats} "
+        "--sample-tokens 5"
     ).split()
     assert "no checkpoint" in train(2, [*arguments, "--train-iters", "2", "--save-hf", str(first)])
     status, _ = train_forked(1, [], partial(export_and_die, run / "checkpoints", second))
@@ -207,16 +212,18 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     # Two batches of answers of different lengths: only a mean over all of their tokens, without
     # dropout, is this.
     ((loss, num_tokens),) = run_ranks(answers_loss, 1, first, turns)
-    evaluation = [
-        record
-        for record in map(json.loads, (run / "metrics.jsonl").open())
-        if record["kind"] == "evaluation"
-    ][-1]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    evaluation = [record for record in records if record["kind"] == "evaluation"][-1]
+    answered = [record for record in records if record.get("event") == "answers"][-1]
     assert (evaluation["iteration"], evaluation["num_tokens"]) == (2, num_tokens)
     assert evaluation["loss"] == pytest.approx(loss, rel=1e-6)
     for folder in (first, second):
-        ((complaints, generation),) = run_ranks(talk, 1, folder)
+        questions = [pair["prompt"] for pair in answered["answers"]]
+        ((complaints, generation, answers),) = run_ranks(talk, 1, folder, questions)
         assert complaints == []
+        # The model in training answered as transformers does, from the prompt that it serves.
+        assert questions == [f"{i}?" for i in range(1, 9)]
+        assert [pair["answer"] for pair in answered["answers"]] == answers
         assert generation["eos_token_id"] == [
             0,
             2,

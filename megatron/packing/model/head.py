@@ -81,6 +81,10 @@ class Words(NamedTuple):
     """Rows of the weight from that one on are no words; None where all are."""
     rule: LogitRule
 
+    def num_here(self, first: int, num_rows: int) -> int:
+        """Returns how many of `num_rows` rows of the weight, from `first` on, are words."""
+        return num_rows if self.num_words is None else min(max(self.num_words - first, 0), num_rows)
+
 
 class _Head:
     """Takes the place of a model's output layer and loss, in calls with labels."""
@@ -98,6 +102,10 @@ class _Head:
         self.num_right: Tensor | None = None
         """Tokens of the last losses whose label has the largest logit, each as often as it counts
         (see `Batch.num_paths`); a scalar on the device.
+        """
+        self.likeliest: list[Tensor] | None = None
+        """Where it is a list: of each call, the likeliest word behind each token that counts, in
+        order, int64.
         """
         self._num_paths: Tensor | None = None
         gpt.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -144,8 +152,34 @@ class _Head:
         if self._num_paths is not None:
             is_right = is_right * self._num_paths.flatten()[rows]
         self.num_right = is_right.sum()
+        if self.likeliest is not None:
+            self.likeliest.append(likeliest_words(states, logits.weight, self._words, group))
         whole = losses.new_zeros(of_tokens.shape).index_copy(0, rows, losses)
         return whole.view(labels.shape[1], labels.shape[0]).t().contiguous()
+
+
+def likeliest_words(
+    states: Tensor, weight: Tensor, words: Words, group: dist.ProcessGroup
+) -> Tensor:
+    """Returns the word with the largest logit for each row of hidden states, int64 [n]; of equal
+    ones the first. Collective over tensor parallel.
+    """
+    first = group.rank() * weight.shape[0]
+    chunks = _Chunks(states, weight, words.num_here(first, weight.shape[0]), words.rule)
+    best = states.new_full((len(states),), -torch.inf, dtype=chunks.dtype)
+    found = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    for part in chunks.parts:
+        best[part], found[part] = chunks.logits(states, weight, part).max(1)
+    found += first
+    if group.size() == 1 or not len(states):
+        return found
+    all_best, all_found = (
+        [torch.empty_like(own) for _ in range(group.size())] for own in (best, found)
+    )
+    dist.all_gather(all_best, best, group=group)
+    dist.all_gather(all_found, found, group=group)
+    rank = torch.stack(all_best).argmax(0, keepdim=True)
+    return torch.stack(all_found).gather(0, rank).squeeze(0)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -166,11 +200,7 @@ class _CrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
         first = group.rank() * weight.shape[0]
-        num_here = (
-            weight.shape[0]
-            if words.num_words is None
-            else min(max(words.num_words - first, 0), weight.shape[0])
-        )
+        num_here = words.num_here(first, weight.shape[0])
         is_here = (labels >= first) & (labels < first + num_here)
         labels_here = (labels - first).where(is_here, 0).unsqueeze(1)
         ctx.chunks = chunks = _Chunks(states, weight, num_here, words.rule)

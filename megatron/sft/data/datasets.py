@@ -42,6 +42,7 @@ from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
 from megatron.sft.data.chats import ChatLoad, num_tokens, open_chats
 from megatron.sft.data.mock_dataset import MockSFTDataset
+from megatron.sft.data.prompts import Prompt, read_prompts
 from megatron.sft.data.sample_set import SampleSet, blended, concatenated
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.config import SFTConfig
@@ -66,6 +67,8 @@ class Datasets(NamedTuple):
     """None for mock data."""
     train_turns: TrainTurns = "all"
     """Turns of conversations that are trained, by --train-turns or its default."""
+    prompts: Sequence[Prompt] = ()
+    """Prompts of --sample-prompts."""
 
     def vocabulary(self) -> dict[str, Any]:
         """Returns what a checkpoint must share with the run that loads it: with other tokens, its
@@ -119,7 +122,9 @@ def build_datasets(config: SFTConfig) -> Datasets:
             replace(samples, identity={**samples.identity, **made_by})
             for samples in (train, valid, test)
         )
-    return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns)
+    path = config.training.sample_prompts
+    prompts = [] if path is None else read_prompts(path, encoder)
+    return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns, prompts)
 
 
 def _train_turns(config: SFTConfig, tokenizer: Tokenizer) -> TrainTurns:

@@ -241,6 +241,11 @@ class SFTConfig:
             raise ValueError(
                 "--keep-best and --early-stopping need evaluations; raise --eval-iters from 0"
             )
+        if self.training.sample_prompts is not None:
+            if self.training.eval_iters == 0:
+                raise ValueError("--sample-prompts needs evaluations; raise --eval-iters from 0")
+            if self.data.mock_data:
+                raise ValueError("--sample-prompts needs words; pass --data-path, not --mock-data")
 
     def _check_lora(self) -> None:
         model, tensor = self.model, self.parallel.tensor_model_parallel_size

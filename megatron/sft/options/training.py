@@ -73,6 +73,12 @@ class TrainingConfig:
     """Steps between evaluations."""
     eval_iters: int = 100
     """Global batches per evaluation (0 disables)."""
+    sample_prompts: str | None = None
+    """File of prompts that the model answers at each evaluation, as in --data-path; answers that it
+    has are not read.
+    """
+    sample_tokens: int = 64
+    """Tokens of an answer to --sample-prompts, at most. Each is a forward pass of all prompts."""
     early_stopping: int | None = None
     """Stop after this many evaluations in a row without a lower validation loss."""
     exit_interval: int | None = None
@@ -98,6 +104,9 @@ class TrainingConfig:
             raise ValueError("pass either --train-iters or --train-samples, not both")
         check_range(self, 1e-9, None, "train_epochs")
         check_range(self, 1, None, "global_batch_size", "micro_batch_size", "eval_interval")
+        check_range(self, 1, None, "sample_tokens")
+        if self.sample_prompts is not None and self.logits_of_masked_tokens:
+            raise ValueError("--sample-prompts and --logits-of-masked-tokens exclude one another")
         check_range(
             self, 1, None, "lr_decay_iters", "lr_decay_samples", "early_stopping", "exit_interval"
         )

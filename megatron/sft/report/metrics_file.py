@@ -40,6 +40,7 @@ METRICS_FILE = "metrics.jsonl"
 PACKS_FILE = "packs.jsonl"
 """A line per step with the lengths of its sequences, by data-parallel rank and microbatch:
 {"iteration": 1, "capacity": 1024, "packs": [[[700, 300], [512]], [[1000], [600, 424]]]}"""
+_MAX_SHOWN = 100
 
 T = TypeVar("T", StepMetrics, Evaluation)
 
@@ -108,10 +109,20 @@ class MetricsWriter:
             },
             evaluation.iteration,
         )
+        self._say(evaluation.to_line())
+
+    def answers(self, iteration: int, answers: Sequence[tuple[str, str]]) -> None:
+        """Writes and shows (prompt, answer) of the model in training."""
+        pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in answers]
+        self.event("answers", iteration=iteration, answers=pairs)
+        for prompt, answer in answers:
+            self._say(f"answer after step {iteration} | {answer_line(prompt, answer)}")
+
+    def _say(self, line: str) -> None:
         if self._bar is not None:
-            self._bar.write(evaluation.to_line())
+            self._bar.write(line)
         else:
-            print(evaluation.to_line(), flush=True)
+            print(line, flush=True)
 
     def event(self, name: str, **fields: object) -> None:
         """Writes something that happened, `event("run", iteration=0, seq_length=1024,
@@ -141,6 +152,16 @@ class MetricsWriter:
                 print(f"note: {_failed(board, error)}", flush=True)
         if self._bar is not None:
             self._bar.close()
+
+
+def answer_line(prompt: str, answer: str) -> str:
+    """Returns `question -> answer`, each at most 100 characters of one line."""
+
+    def short(text: str) -> str:
+        line = " ".join(text.split())
+        return line if len(line) <= _MAX_SHOWN else f"{line[: _MAX_SHOWN - 3]}..."
+
+    return f"{short(prompt)} -> {short(answer)}"
 
 
 def _with_former_names(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import importlib.util
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from megatron.sft.report.metrics import (
     Evaluation,
@@ -24,6 +25,7 @@ from megatron.sft.report.metrics_file import (
     METRICS_FILE,
     PACKS_FILE,
     Metrics,
+    answer_line,
     is_packs,
     read_jsonl,
     read_metrics,
@@ -32,6 +34,7 @@ from megatron.sft.report.metrics_file import (
 PLOT_FILE = "report.png"
 STEPS_PER_MEAN = 5
 MAX_SOURCES = 10
+MAX_ANSWERS = 8
 
 Rows = list[tuple[str, str]]
 """(what, how much); a row without a name belongs to the one before it."""
@@ -79,6 +82,7 @@ def table(metrics: Metrics, run_dir: Path) -> Rows:
         *padding_rows(metrics),
         *schedule_rows(steps),
         *sample_rows(steps),
+        *answer_rows(metrics.events),
     ]
 
 
@@ -124,6 +128,18 @@ def source_rows(steps: Sequence[StepMetrics]) -> Rows:
         rows.append((f"source {name}", line))
     left = len(parts) - len(rows)
     return [*rows, ("", f"and {left} sources more")] if left else rows
+
+
+def answer_rows(events: Sequence[Mapping[str, Any]]) -> Rows:
+    """Returns the last answers to --sample-prompts, if there were any."""
+    found = [event for event in events if event["event"] == "answers"]
+    if not found:
+        return []
+    last = found[-1]
+    told = [answer_line(pair["prompt"], pair["answer"]) for pair in last["answers"]]
+    title = f"answers after step {last['iteration']}"
+    rows = [("" if number else title, line) for number, line in enumerate(told[:MAX_ANSWERS])]
+    return [*rows, ("", f"and {len(told) - len(rows)} more")] if len(told) > len(rows) else rows
 
 
 def speed_rows(steps: Sequence[StepMetrics]) -> Rows:
