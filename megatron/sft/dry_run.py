@@ -15,6 +15,8 @@ from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.distributed import process_groups
 from megatron.sft.environment import world_from_environment
+from megatron.sft.fit.estimate import Request, estimates
+from megatron.sft.fit.report import Column, gib
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.output_check import check_output, num_weights
@@ -87,10 +89,27 @@ def summary(config: SFTConfig, datasets: Datasets, companions: Companions) -> It
     )
     if companions.has_family():
         yield f"model      {num_weights(companions.weights()):,} parameters"
+    yield f"memory     {memory(config, datasets.vocab_size, world, _share(sampled))}"
     output = config.output
     places = [place for place in (output.save, output.save_hf, output.run_dir) if place]
     yield f"writes     {', '.join(places) or 'runs/TIME'}: tried"
     yield "dry run: nothing is wrong; leave out --dry-run to train"
+
+
+def memory(config: SFTConfig, vocab_size: int, world_size: int, loss_share: float) -> str:
+    """Returns what `megatron-sft fit` says of the fullest GPU. No process group may exist here."""
+    request = Request(
+        config=config, vocab_size=vocab_size, world_size=world_size, loss_share=loss_share
+    )
+    try:
+        fullest = max(estimates(request), key=lambda stage: stage.peak)
+    except Exception as failure:  # a trace takes ways that a run may not: no reason to refuse it
+        return f"not estimated ({type(failure).__name__}: {' '.join(str(failure).split()):.200})"
+    column = Column(fullest.stage.name, {}, fullest.peak)
+    return (
+        f"{gib(fullest.peak + column.margin)} GiB on {column.name}, of which {gib(column.margin)} "
+        "are a margin (estimated; megatron-sft fit shows its parts)"
+    )
 
 
 def sample_lengths(datasets: Datasets) -> Sampled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import threading
 import time
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str], program: str) -> None:
 
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
     """Train as this rank's part in it."""
+    if config.output.dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: its memory is traced on the CPU
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     with lazy_compile():
         import torch

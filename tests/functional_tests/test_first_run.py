@@ -1,6 +1,7 @@
 """The way of a first user: a dry run, training by defaults, a chat with what came of it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def test_a_dry_run_then_the_run_then_a_chat(tmp_path, chats):
     assert (status, err) == (0, "")
     assert "--lr 1e-05 --lr-warmup-fraction 0.03 --seq-length 8192 --global-batch-size 32" in out
     assert "training   2 steps of 32 sequences, 1.00 epochs" in out
+    assert re.search(r"memory     \d\.\d\d GiB on every rank, of which 2\.\d\d are a margin", out)
     assert not list((tmp_path / "save").glob("iter_*"))
     status, out, err = megatron_sft("train", *given)
     assert status == 0, err
@@ -54,6 +56,7 @@ def test_a_dry_run_of_a_layout_needs_no_launcher(tmp_path, chats):
     status, out, _ = megatron_sft("train", "--dry-run", *given)
     assert status == 0
     assert "checked for 2 processes" in out
+    assert re.search(r"memory     \d\.\d\d GiB on stage", out)
     status, _, err = megatron_sft("train", "--dry-run", *given, "--save-hf", "/proc/model")
     assert status == 2
     assert "/proc" in err
@@ -71,3 +74,7 @@ def test_the_folder_has_a_card(tmp_path, chats):
     assert 'base_model: "qwen"\nlibrary_name: peft\n' in card
     assert "| data | `chats.jsonl` |" in card
     assert "training loss" in card
+    # The adapter finds its base model, and answers.
+    status, out, err = megatron_sft("chat", folder, "--max-new-tokens", "3", stdin="Hi\n")
+    assert (status, err) == (0, ""), err
+    assert out.strip()

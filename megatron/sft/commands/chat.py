@@ -89,6 +89,7 @@ class TransformersSpeaker(NamedTuple):
 def main(arguments: Sequence[str], program: str) -> None:
     """Reads questions from the terminal or a pipe until it ends, and answers them."""
     outlive_output()
+    silence_warnings(0)  # of transformers and peft, about one another
     about = "Talk to a model in the terminal, through transformers."
     try:
         (options,) = parse_flags((ChatOptions,), arguments, Command(program=program, about=about))
@@ -111,7 +112,6 @@ def huggingface_folder(given: str) -> Iterator[Path]:
         return
     from megatron.sft.commands.export import export
 
-    silence_warnings(0)
     with TemporaryDirectory(prefix="megatron-sft-chat-") as place:
         folder = Path(place) / "model"
         print(f"writing {given} as a HuggingFace folder ...", flush=True)
