@@ -43,10 +43,23 @@ SHAPES = {
     "8B, 12 of 32 layers": "--num-layers 12 --hidden-size 4096 --num-attention-heads 32 "
     "--ffn-hidden-size 14336 "
     "--untie-embeddings-and-output-weights " + LARGE_VOCABULARY,
+    "30B-A3B, 8 of 48 layers": "--num-layers 8 --hidden-size 2048 --num-attention-heads 32 "
+    "--kv-channels 128 --num-query-groups 4 --qk-layernorm --ffn-hidden-size 6144 "
+    "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 "
+    "--untie-embeddings-and-output-weights --vocab-size 151936 --bf16",
+    "8B, LoRA": "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+    "--ffn-hidden-size 14336 --lora --lora-rank 16 "
+    "--untie-embeddings-and-output-weights " + LARGE_VOCABULARY,
 }
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 96 --vocab-size 512"
 )
+TINY_PARTS = {
+    "30B-A3B, 8 of 48 layers": "--qk-layernorm --num-experts 8 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 32 --untie-embeddings-and-output-weights",
+    "8B, LoRA": "--lora --lora-rank 4 --untie-embeddings-and-output-weights",
+}
+"""What a dry run keeps of shapes that are more than sizes."""
 CHATS = '{"mode":"distribution","type":"empirical","preset":"chat","max_seq_len":%d}'
 TAIL = (
     '{"mode":"distribution","type":"lognormal","min_seq_len":16,"max_seq_len":%d,"mean_seq_len":%d,'
@@ -66,6 +79,8 @@ class Case:
     """Tokens of a pack."""
     kernel: str = ""
     """Of attention; the one that the product takes by itself if empty."""
+    option: str = ""
+    """One of the trainer's, beside the others."""
     num_steps: int = 6
     is_profiled: bool = False
 
@@ -74,9 +89,10 @@ class Case:
         scale = 128 if is_tiny else 1
         pack, longest = self.pack // scale, (8192 if self.data == "chats" else self.pack) // scale
         lengths = CHATS % longest if self.data == "chats" else TAIL % (longest, longest // 16)
+        tiny = f"{TINY} {TINY_PARTS.get(self.shape, '')}"
         flags = (
-            f"{LLAMA} {TINY if is_tiny else SHAPES[self.shape]} --seq-length {longest} --lr "
-            "1e-5 --eval-iters 0 "
+            f"{LLAMA} {tiny if is_tiny else SHAPES[self.shape]} {self.option} --seq-length "
+            f"{longest} --lr 1e-5 --eval-iters 0 "
         )
         flags += f"--global-batch-size {8 if is_tiny or self.data != 'chats' else 4 * pack // 512} "
         flags += (
@@ -101,9 +117,11 @@ def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
             if find_spec("transformer_engine") is not None
             else ["varlen_attn"]
         )
+    experts, adapters = "30B-A3B, 8 of 48 layers", "8B, LoRA"
+    dense = [shape for shape in SHAPES if shape not in (experts, adapters)]
     first = [
         case
-        for shape in SHAPES
+        for shape in (*dense, experts, adapters)
         for case in (
             Case(way="packed", shape=shape, is_profiled=is_profiled),
             Case(way="transformers", shape=shape),
@@ -112,12 +130,13 @@ def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
     ]
     return [
         *first,
+        Case(way="packed", shape=experts, option="--moe-grouped-gemm", is_profiled=is_profiled),
         Case(way="padded", num_steps=3),
         *(Case(way="packed", kernel=kernel) for kernel in kernels),
         Case(way="packed", pack=32768),
         Case(way="packed", shape="8B, 12 of 32 layers", pack=32768),
         Case(way="packed", data="to 128K", pack=131072, num_steps=3),
-        *(Case(way="padded", shape=shape, num_steps=2) for shape in list(SHAPES)[1:]),
+        *(Case(way="padded", shape=shape, num_steps=2) for shape in dense[1:]),
     ]
 
 
@@ -156,7 +175,7 @@ def row(case: Case, found: dict[str, Any], packed: dict[str, Any] | None) -> lis
         case.shape,
         case.data,
         f"{case.pack:,}",
-        case.way,
+        f"{case.way} {case.option}".strip(),
         case.kernel or found.get("kernel", ""),
     ]
     if "failed" in found:
@@ -212,11 +231,8 @@ def main() -> None:
     packed: dict[tuple[str, str], dict[str, Any]] = {}
     for case in cases(arguments.profile, arguments.tiny)[: arguments.cases]:
         if time.monotonic() - start > 60 * arguments.minutes - CASE_SECONDS / 3:
-            left_out.append(
-                f"{case.shape} {case.way} {case.kernel} {case.data} {case.pack:,}".replace(
-                    "  ", " "
-                )
-            )
+            names = (case.shape, case.way, case.option, case.kernel, case.data, f"{case.pack:,}")
+            left_out.append(" ".join(filter(None, names)))
             continue
         found = run(case, arguments.device, arguments.tiny)
         if "flops_per_token" in found:
@@ -225,7 +241,7 @@ def main() -> None:
         lines.append(f"| {' | '.join(row(case, found, packed.get((case.shape, case.data))))} |")
         print(lines[-1], flush=True)
         if "profile" in found:
-            profiles.append((case.shape, found["profile"]))
+            profiles.append((f"{case.shape} {case.option}".strip(), found["profile"]))
     text = document(arguments, machine, lines, left_out, profiles, time.monotonic() - start)
     if arguments.output is not None:
         arguments.output.write_text(text)
@@ -263,10 +279,10 @@ def document(
     text += f"```\npython -m examples.benchmarks.throughput {flags}\n```\n\n"
     text += __doc__[__doc__.index("Each case is") :] + "\n"
     text += (
-        "`transformers` is its Llama without padding, on the same packs and by the same attention "
-        "kernel, with\n"
-        "weights, gradients and the state of a fused AdamW all in bfloat16: less work than the "
-        "float32 ones of the\n"
+        "`transformers` is its model of the same shape (with peft's adapters for LoRA) without "
+        "padding, on the same packs and by the same\n"
+        "attention kernel, with weights, gradients and the state of a fused AdamW all in bfloat16: "
+        "less work than the float32 ones of the\n"
         "other rows. `matrix products` is the time of a pack's matrix products alone, of layers "
         "and output layer,\n"
         "forward and backward: a limit. Padded rows are two at a time, padded to the longer of "

@@ -30,11 +30,13 @@ from megatron.packing.model import (
     layer_spec,
 )
 from megatron.packing.model.get_batch import transformer_engine_installed
+from megatron.sft import saved_run
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.stream import Share
 from megatron.sft.distributed import process_groups
 from megatron.sft.model.build import build_transformer_config, padded_vocab_size
+from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.step_batches import StepBatches
 from megatron.sft.stop import StopSignals
@@ -105,7 +107,10 @@ def machine() -> str:
 
 def by_trainer(config: SFTConfig, device: torch.device, case: Any, folder: Path) -> dict[str, Any]:
     """The product's own loop, by its own metrics."""
-    trainer = Trainer(config, build_datasets(config), device, folder)
+    with mock.patch.object(
+        saved_run, "model_options", return_value={}
+    ):  # no folder to stand beside
+        trainer = Trainer(config, build_datasets(config), device, folder)
     take_step: Any = trainer._step
     profiler = Profiler(device)
 
@@ -174,31 +179,26 @@ class Profiler:
 
 
 def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path) -> dict[str, Any]:
-    """transformers' Llama on the same packs, without padding, its attention by the same kernel."""
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    """transformers' model of the shape on the same packs, without padding, its attention by the
+    same kernel; with peft's adapters for LoRA.
+    """
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     AttentionInterface.register("packs", attend)
-    shape = config.model
     datasets = build_datasets(config)
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    settings: dict[str, Any] = {"attn_implementation": "packs"}
-    llama = LlamaConfig(
-        vocab_size=padded_vocab_size(datasets.vocab_size, config),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.resolved_ffn_hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_query_groups,
-        max_position_embeddings=shape.seq_length,
-        rms_norm_eps=shape.norm_epsilon,
-        tie_word_embeddings=not shape.untie_embeddings_and_output_weights,
-        **settings,
-    )
+    described = config_of(config.model, padded_vocab_size(datasets.vocab_size, config))
     with device:
-        torch.set_default_dtype(dtype)
-        model = LlamaForCausalLM(llama)
-        torch.set_default_dtype(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**described), dtype=dtype, attn_implementation="packs"
+        )
+    if config.lora.lora:
+        from peft import LoraConfig, get_peft_model
+
+        rank = config.lora.lora_rank
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
     share = Share(
         rank=parallel_state.get_data_parallel_rank(),
         num_ranks=parallel_state.get_data_parallel_world_size(),
@@ -226,7 +226,7 @@ def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path)
                 use_cache=False,
             ).loss
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":
@@ -262,7 +262,7 @@ def by_matrix_products(
     config: SFTConfig, device: torch.device, case: Any, _: Path
 ) -> dict[str, Any]:
     """Those of a pack: of each layer and of the output layer, forward, and backward for inputs and
-    for weights.
+    for weights that are trained. Of experts: as if the tokens that they get stood in one matrix.
     """
     model, num_tokens = config.model, config.capacity_per_rank
     assert config.data.vocab_size is not None
@@ -272,21 +272,27 @@ def by_matrix_products(
     matrices = [
         (layers, width, of_heads + 2 * groups * model.resolved_kv_channels),
         (layers, of_heads, width),
-        (layers, width, 2 * model.resolved_ffn_hidden_size),
-        (layers, model.resolved_ffn_hidden_size, width),
         (1, width, padded_vocab_size(config.data.vocab_size, config)),
     ]
+    of_mlp = model.resolved_ffn_hidden_size
+    copies = 1
+    if model.num_experts is not None:
+        of_mlp, copies = model.moe_ffn_hidden_size or of_mlp, model.moe_router_topk
+    of_experts = [(layers, width, 2 * of_mlp), (layers, of_mlp, width)]
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     total = 0.0
-    for count, inputs, outputs in matrices:
-        x = torch.randn(num_tokens, inputs, device=device, dtype=dtype)
+    of_all = [(num_tokens, *matrix) for matrix in matrices]
+    of_all += [(num_tokens * copies, *matrix) for matrix in of_experts]
+    for rows, count, inputs, outputs in of_all:
+        x = torch.randn(rows, inputs, device=device, dtype=dtype)
         weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
-        gradient = torch.randn(num_tokens, outputs, device=device, dtype=dtype)
+        gradient = torch.randn(rows, outputs, device=device, dtype=dtype)
         products: list[Callable[[], Tensor]] = [
             lambda x=x, w=weight: x @ w.T,  # type: ignore[misc]
             lambda g=gradient, w=weight: g @ w,  # type: ignore[misc]
-            lambda g=gradient, x=x: g.T @ x,  # type: ignore[misc]
         ]
+        if not config.lora.lora:
+            products.append(lambda g=gradient, x=x: g.T @ x)  # type: ignore[misc]
         total += count * sum(seconds_of(product, device) for product in products)
     return {"tokens_per_second": num_tokens / total}
 
