@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.model.shape import ModelShape
-from megatron.packing.scheduling.cost import PackCost, layers_pack_cost
+from megatron.packing.scheduling.cost import PackCost, layers_pack_cost, part_shares
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import modelled_cost
@@ -201,7 +201,21 @@ class TimeModel:
                 num_virtual_stages=candidate.vpp,
                 stage_group=multiple,
                 sync_every_microbatch=waits,
+                shares=self._shares(candidate),
             ),
+        )
+
+    def _shares(self, candidate: Candidate) -> tuple[float, ...]:
+        shape = self.shape
+        assert shape.num_layers is not None
+        assert shape.hidden_size is not None
+        return part_shares(
+            shape.layer_kinds(),
+            candidate.stage_layers.of_parts(shape.num_layers),
+            hidden_size=shape.hidden_size,
+            vocab_size=self.vocab_size,
+            is_gated=shape.is_gated,
+            mtp_num_layers=shape.mtp_num_layers or 0,
         )
 
     def least_bytes(self, candidate: Candidate) -> int:

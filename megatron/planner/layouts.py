@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, NamedTuple
 
+from megatron.packing.stages import StageLayers
+
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """From most memory to least."""
@@ -28,6 +30,10 @@ class Candidate:
     vpp: int = 1
     cp: int = 1
     ep: int = 1
+    counts_embedding: bool = False
+    """Whether the embedding counts as a layer of the first pipeline stage."""
+    counts_loss: bool = False
+    """Whether output layer and loss count as a layer of the last pipeline stage."""
     recompute: Recompute = "none"
     capacity: int = 1
     """Tokens that a rank holds of a pack."""
@@ -43,9 +49,18 @@ class Candidate:
         """The layout in short: `TP2 PP4 DP8, full recomputation, packs of 8,192`."""
         sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep}
         named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        counted = [
+            name
+            for name, is_counted in (
+                ("embedding", self.counts_embedding),
+                ("loss", self.counts_loss),
+            )
+            if is_counted
+        ]
+        alone = f", {' and '.join(counted)} counted as a layer" * bool(counted)
         again = f", {self.recompute} recomputation" * (self.recompute != "none")
         sharded = ", optimizer sharded" * self.shards_optimizer
-        return f"{named} DP{self.dp}{again}, packs of {self.capacity:,}{sharded}".strip()
+        return f"{named} DP{self.dp}{alone}{again}, packs of {self.capacity:,}{sharded}".strip()
 
     def holds_at_least(self, other: Candidate) -> bool:
         """Returns whether memory is not less than that of `other`: all else alike, packs as large,
@@ -53,10 +68,24 @@ class Candidate:
         """
         alike = all(
             getattr(self, name) == getattr(other, name)
-            for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "shards_optimizer")
+            for name in ("dp", "tp", "cp", "ep", "stage_layers", "shards_optimizer")
         )
         less = RECOMPUTES.index(self.recompute) <= RECOMPUTES.index(other.recompute)
         return alike and less and self.capacity >= other.capacity
+
+    @property
+    def stage_layers(self) -> StageLayers:
+        """How layers are shared out over pipeline stages."""
+        return StageLayers(
+            num_stages=self.pp,
+            num_virtual_stages=self.vpp,
+            counts_embedding=self.counts_embedding,
+            counts_loss=self.counts_loss,
+        )
+
+    def layers_per_chunk(self, num_layers: int) -> int:
+        """Returns the layers of a virtual stage, with what counts as one."""
+        return self.stage_layers.num_counted(num_layers) // self.pp // self.vpp
 
     def flags(self, num_layers: int) -> str:
         """Returns the options of training that make it."""
@@ -64,7 +93,9 @@ class Candidate:
             f"--tensor-model-parallel-size {self.tp} --sequence-parallel" * (self.tp > 1),
             f"--pipeline-model-parallel-size {self.pp}" * (self.pp > 1),
             "--num-layers-per-virtual-pipeline-stage "
-            f"{num_layers // self.pp // self.vpp}" * (self.vpp > 1),
+            f"{self.layers_per_chunk(num_layers)}" * (self.vpp > 1),
+            "--account-for-embedding-in-pipeline-split" * self.counts_embedding,
+            "--account-for-loss-in-pipeline-split" * self.counts_loss,
             f"--context-parallel-size {self.cp}" * (self.cp > 1),
             f"--expert-model-parallel-size {self.ep}" * (self.ep > 1),
             f"--recompute-granularity {self.recompute}" * (self.recompute != "none"),
@@ -88,28 +119,48 @@ def enumerated(
     not divide by is left to its own checks.
     """
     for tp, pp, cp in product(_powers(gpus_per_node), _powers(world_size), _powers(world_size)):
-        if world_size % (tp * pp * cp) or num_layers % pp:
+        if world_size % (tp * pp * cp):
             continue
         dp = world_size // (tp * pp * cp)
-        virtual = [n for n in (1, 2, 4) if num_layers % (pp * n) == 0 and (pp > 1 or n == 1)]
         experts = [1]
         if num_experts is not None:
             experts = [n for n in _powers(num_experts) if num_experts % n == 0 == tp * cp * dp % n]
-        for vpp, ep, recompute, capacity in product(
-            virtual, experts, RECOMPUTES, capacities(tp, cp)
+        for stages, ep, recompute, capacity in product(
+            _splits(num_layers, pp), experts, RECOMPUTES, capacities(tp, cp)
         ):
             for shards in (False, True) if dp * cp > 1 else (False,):
                 yield Candidate(
                     dp=dp,
                     tp=tp,
                     pp=pp,
-                    vpp=vpp,
+                    vpp=stages.num_virtual_stages,
+                    counts_embedding=stages.counts_embedding,
+                    counts_loss=stages.counts_loss,
                     cp=cp,
                     ep=ep,
                     recompute=recompute,
                     capacity=capacity,
                     shards_optimizer=shards,
                 )
+
+
+def _splits(num_layers: int, num_stages: int) -> list[StageLayers]:
+    """Ways to share layers out, one for each result: alike, or with the loss, or both ends,
+    counted as layers.
+    """
+    found: dict[tuple[int, ...], StageLayers] = {}
+    counts = ((False, False), (False, True), (True, True))
+    for chunks, (embedding, loss) in product((1, 2, 4) if num_stages > 1 else (1,), counts):
+        split = StageLayers(
+            num_stages=num_stages,
+            num_virtual_stages=chunks,
+            counts_embedding=embedding,
+            counts_loss=loss,
+        )
+        counted, parts = split.num_counted(num_layers), num_stages * chunks
+        if counted % parts == 0 and num_layers >= parts:
+            found.setdefault((chunks, *split.of_parts(num_layers)), split)
+    return list(found.values())
 
 
 def _powers(limit: int) -> list[int]:

@@ -16,7 +16,7 @@ from megatron.sft.options.config import SFTConfig
 def config_of(base: SFTConfig, candidate: Candidate) -> SFTConfig:
     """Returns the options of `base` in that layout; ValueError where they contradict it."""
     granularity = None if candidate.recompute == "none" else candidate.recompute
-    per_stage = base.model.num_layers // candidate.pp // candidate.vpp
+    per_stage = candidate.layers_per_chunk(base.model.num_layers)
     return replace(
         base,
         model=replace(base.model, recompute_granularity=granularity),
@@ -26,6 +26,11 @@ def config_of(base: SFTConfig, candidate: Candidate) -> SFTConfig:
             sequence_parallel=candidate.tp > 1,
             pipeline_model_parallel_size=candidate.pp,
             num_layers_per_virtual_pipeline_stage=per_stage if candidate.vpp > 1 else None,
+            num_virtual_stages_per_pipeline_rank=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            account_for_embedding_in_pipeline_split=candidate.counts_embedding,
+            account_for_loss_in_pipeline_split=candidate.counts_loss,
             context_parallel_size=candidate.cp,
             expert_model_parallel_size=candidate.ep,
             use_distributed_optimizer=candidate.shards_optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -96,8 +97,31 @@ def test_every_layout_of_the_cluster_is_there_once() -> None:
     assert {one.world_size for one in CLUSTER} == {4}
     sizes = {(one.tp, one.pp, one.cp, one.dp) for one in CLUSTER}
     assert len(sizes) == 10  # ordered factors of 4 into four powers of two
+    assert not any(one.counts_loss for one in CLUSTER)  # 34 over 2 stages are 16 and 16 again
     experts = enumerated(4, num_layers=4, num_experts=8, capacities=lambda tp, cp: [1])
     assert {one.ep for one in experts} == {1, 2, 4}
+
+
+def test_an_output_layer_that_counts_evens_stages_out() -> None:
+    """The option would be tried for nothing, or its layers be those of an even split."""
+    odd = [
+        one
+        for one in enumerated(2, num_layers=5, num_experts=None, capacities=lambda tp, cp: [8192])
+        if one.pp == 2
+    ]
+    assert {(one.counts_embedding, one.counts_loss) for one in odd} == {(False, True)}
+    assert odd[0].title.startswith("PP2 DP1, loss counted as a layer")
+    assert "--account-for-loss-in-pipeline-split" in odd[0].flags(5)
+    assert Candidate(pp=2, vpp=2, counts_loss=True).layers_per_chunk(7) == 2
+    shape = replace(DEFAULT_MODEL, num_layers=5)  # the output layer is as much as 2.4 layers
+    even, counted = (
+        replace(TIMES, shape=replace(shape, num_layers=number)).seconds(one) / (number + 2.4)
+        for number, one in (
+            (6, Candidate(pp=2, capacity=8192)),
+            (5, Candidate(pp=2, capacity=8192, counts_loss=True)),
+        )
+    )
+    assert counted < 0.97 * even  # 4.4 of 7.4 layers on the last stage, not 5.4 of 8.4
 
 
 def test_communication_is_counted() -> None:
