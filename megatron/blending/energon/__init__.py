@@ -10,12 +10,12 @@ import importlib
 import os
 import sys
 import types
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.blending.energon._encoding import cooking, file_store
 from megatron.blending.energon._encoding.decode import keep_bytes
+from megatron.blending.energon._encoding.factories import Factory
 from megatron.blending.energon._encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.energon._loading.rank_loader import Loader
 from megatron.blending.energon._prepare import (
@@ -65,29 +65,6 @@ for _step in _STEPS:
     setattr(AugmentTaskEncoder, _step, _Forwarded(_step))
 
 
-class _Factory:
-    """Folders and files are opened by their paths; of energon's classes for that, `prepare_dataset`
-    is left.
-    """
-
-    __sample_type__: Any = None
-
-    def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError(
-            f"{type(self).__name__} is not made by hand here; get_train_dataset(path) opens the "
-            "data"
-        )
-
-    def __init_subclass__(cls) -> None:
-        if cls.__module__ != __name__:
-            warnings.warn(
-                f"{cls.__name__}: only prepare_dataset of such a class is used here", stacklevel=2
-            )
-
-    def __class_getitem__(cls, _: object) -> type:
-        return cls
-
-
 class _Wrappers(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, SavableDataset) and bool(instance.children)
@@ -108,7 +85,7 @@ class BaseWrapperDataset(metaclass=_Wrappers):
         return cls
 
 
-class BaseWebdatasetFactory(_Factory):
+class BaseWebdatasetFactory(Factory):
     """Prepares folders of tar shards."""
 
     @classmethod
@@ -147,7 +124,7 @@ class BaseWebdatasetFactory(_Factory):
         return set(prepare_webdataset(os.fspath(parent_path), asked).part_names)
 
 
-class CrudeJsonlDatasetFactory(_Factory):
+class CrudeJsonlDatasetFactory(Factory):
     """Prepares JSONL files."""
 
     @classmethod
@@ -228,14 +205,14 @@ _WEBDATASETS = (
     "TextWebdataset VQAOCRWebdataset VQAWebdataset VidQAWebdataset DefaultDecoderWebdatasetFactory "
     "DefaultGenericWebdatasetFactory JoinedWebdatasetFactory StandardWebdatasetFactory"
 ).split()
-BaseCoreDatasetFactory = _Factory
+BaseCoreDatasetFactory = Factory
 DefaultCrudeJsonlDatasetFactory = CrudeJsonlDatasetFactory
 for _name in _WEBDATASETS:
     globals()[_name] = type(_name, (BaseWebdatasetFactory,), {"__module__": __name__})
 
 _ONLY_PREPARES = (
     "a base class with `prepare_dataset`; data is opened by its path, and by its name in "
-    "dataset.yaml"
+    "dataset.yaml; of a subclass `__sample_type__` and the decoder are used"
 )
 _DIFFERS = {
     **dict.fromkeys(

@@ -48,6 +48,9 @@ class Server(Protocol):
     def next(self, lane: int = 0) -> Message:
         """Make the next output of a lane."""
 
+    def places(self) -> list[str]:
+        """Returns where a person finds the records that the last output was made of, in order."""
+
     def close(self) -> None:
         """Give up what it holds."""
 

@@ -1,7 +1,7 @@
 """pure. Names what a worker cannot send to its rank: the part of an output, and its sample."""
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -9,23 +9,39 @@ from megatron.blending.loading.messages import Message
 from megatron.blending.streams.failures import FatalSampleError
 
 _MAX_PARTS = 10_000
+_MAX_PLACES = 3
 
 
-def unpicklable(message: Message, error: Exception) -> FatalSampleError:
+def unpicklable(message: Message, error: Exception, places: Sequence[str]) -> FatalSampleError:
     """Returns what to raise for a message that `pickle` refused with `error`:
 
-    output['x'][3] of sample 'a/17' is a function, which cannot be sent ...
+    output['x'][3] of sample 'a/17' (a.jsonl:18) is a function, which cannot be sent ...
+
+    Args:
+        places: of the records that it was made of.
     """
     outputs = [value for _, value in message.items]
     bad = next((value for value in outputs if not _is_picklable(value)), None)
     place, part = _smallest("output", bad)
     key = _key_of(bad)
     sample = "" if key is None else f" of sample {key!r:.200}"
+    if places:
+        sample += f" ({_place_of(bad, places)})"
     return FatalSampleError(
         f"{place}{sample} is a {type(part).__qualname__}, which cannot be sent to the rank "
         f"({type(error).__name__}: {error!s:.200}); let the encoder return plain values, arrays or "
         "tensors, or pass num_workers=0"
     )
+
+
+def _place_of(value: Any, places: Sequence[str]) -> str:
+    """Returns the place of the part of a batch that cannot be pickled; else the first ones."""
+    if isinstance(value, (list, tuple)) and len(value) == len(places) > 1:
+        places = [
+            place for part, place in zip(value, places, strict=True) if not _is_picklable(part)
+        ]
+    more = f" and {len(places) - _MAX_PLACES:,} more" if len(places) > _MAX_PLACES else ""
+    return ", ".join(places[:_MAX_PLACES]) + more
 
 
 def _smallest(place: str, value: Any) -> tuple[str, Any]:

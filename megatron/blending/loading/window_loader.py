@@ -113,6 +113,10 @@ class WindowServer:
             return Message(self._generation, 0, END)
         return Message(self._generation, 0, 0, items=[(0, window)])
 
+    def places(self) -> list[str]:
+        """Returns nothing: samples of windows have places of their own."""
+        return []
+
     def close(self) -> None:
         """Do nothing, unlike the process that may stand in its place."""
 

@@ -196,7 +196,7 @@ def serve(
             except OSError:  # nobody is there any more
                 raise
             except Exception as error:
-                put(_failed(generation, unpicklable(message, error)))
+                put(_failed(generation, unpicklable(message, error, server.places())))
                 credit, server = [0] * len(credit), None
                 break
             credit[lane] = 0 if message.turn == END else credit[lane] - 1

@@ -8,6 +8,7 @@ samples go to `encode_sample` as they are.
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from megatron.blending.arguments import nearest
 from megatron.blending.energon._encoding.cooking import DECODE, Reader, choose_cook
 from megatron.blending.energon._encoding.decode import SampleDecoder, decode_part, keep_bytes
+from megatron.blending.energon._encoding.factories import Factory, opened_by
 from megatron.blending.energon._encoding.fields import required_names
 from megatron.blending.energon._encoding.file_store import (
     FileStore,
@@ -24,7 +26,7 @@ from megatron.blending.energon._encoding.file_store import (
 )
 from megatron.blending.energon._encoding.join import JoinedLoad, JoinSource
 from megatron.blending.energon._encoding.loads import CrudeLoad, FileLoad, TypedLoad
-from megatron.blending.energon._encoding.samples import SAMPLE_TYPES
+from megatron.blending.energon._encoding.samples import SAMPLE_TYPES, Sample
 from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.files import local_path
 from megatron.blending.formats.paths import is_folder
@@ -128,7 +130,8 @@ def _typed_load(
     decode: Decode,
 ) -> TypedLoad:
     """`source`: what is read of the data set."""
-    load = TypedLoad(dataset, _sample_class(dataset, reading), subflavors, decode)
+    kind, decode = _sample_class(dataset, reading, decode)
+    load = TypedLoad(dataset, kind, subflavors, decode)
     if dataset.sample_type.field_map and local_path(dataset.path) is not None:
         check_field_map(dataset.sample_type, source, decode)
     return load
@@ -181,9 +184,9 @@ def _decoder(reading: Reading) -> Decode:
     return decoder
 
 
-def _sample_class(webdataset: WebDataset, reading: Reading) -> Any:
-    """Return the class that dataset.yaml names: one of ours by its name alone, any other only if
-    code is allowed.
+def _sample_class(webdataset: WebDataset, reading: Reading, decode: Decode) -> tuple[Any, Decode]:
+    """Returns the class that dataset.yaml names, and how its parts are decoded. One of ours is
+    named by its name alone, one of the program by its module; any other only if code is allowed.
     """
     kind = webdataset.sample_type
     if kind.module.startswith(_OUR_MODULES):
@@ -194,7 +197,11 @@ def _sample_class(webdataset: WebDataset, reading: Reading) -> Any:
             )
         made = SAMPLE_TYPES[kind.name]
     else:
-        made = _imported(kind.module, kind.name, reading.allow_code)
+        made = _known(kind.module, kind.name) or _imported(
+            kind.module, kind.name, reading.allow_code
+        )
+    if isinstance(made, type) and issubclass(made, Factory):
+        made, decode = opened_by(made, webdataset.path, decode)
     names = getattr(made, "__dataclass_fields__", {})
     for name in kind.field_map:
         if names and name not in names:
@@ -210,7 +217,15 @@ def _sample_class(webdataset: WebDataset, reading: Reading) -> Any:
                 f"{kind.where}: field_map: {kind.name} needs a field {name!r}; say where it comes "
                 "from"
             )
-    return made
+    return made, decode
+
+
+def _known(module: str, name: str) -> type | None:
+    """Returns a class of samples, or one that opens data, of a module that the program has imported
+    itself: no code is run that it would not run anyway.
+    """
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) and issubclass(found, (Factory, Sample)) else None
 
 
 def _imported(module: str, name: str, allow_code: bool) -> Any:

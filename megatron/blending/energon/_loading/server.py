@@ -60,6 +60,7 @@ class Server:
         self._num_workers = num_workers
         self._num_ranks = num_ranks
         self._streams: list[Iterator[Message]] = []
+        self._cell: _Cell | None = None
 
     def start(self, start: Start) -> None:
         """Begin again, with the first turn of this worker."""
@@ -77,6 +78,13 @@ class Server:
         finally:
             ON_FAILURE.reset(before)
         return self._message(self.lanes[lane], END) if message is None else message
+
+    def places(self) -> list[str]:
+        """Returns where a person finds the records of the last output's cell."""
+        if self._cell is None:
+            return []
+        at = self._cell.place
+        return [source.describe(one) for source, one in self._cell.plan.entries(at, at + 1)]
 
     def close(self) -> None:
         """Do nothing, unlike the worker process that may stand in the place of a server."""
@@ -166,7 +174,8 @@ class Server:
                 for node in lane.above:
                     at = (lane.node.number, int(positions[place]))
                     value = applied(node, value, at, partial(plan.entries, place, place + 1))
-                yield _Cell(turn, cell, given, plan, place, value)
+                self._cell = _Cell(turn, cell, given, plan, place, value)
+                yield self._cell
 
     def _announce(self, hole: SkipMarker) -> None:
         where = partial(place_of, hole)

@@ -137,10 +137,46 @@ def test_an_output_that_cannot_be_sent_is_named():
     with (
         get_loader(batches, processes(1)) as loader,
         pytest.raises(
-            FatalSampleError, match=r"output\[0\].*\['lock'\] of sample 'sample 5' is a lock"
+            FatalSampleError,
+            match=r"output\[0\].*\['lock'\] of sample 'sample 5' \(a:5\) is a lock",
         ),
     ):
         list(loader)
+
+
+def lock_alone(sample):
+    return threading.Lock() if sample[1] == 5 else sample[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (4, r"output\[\d\] \(a:5\) is a lock, which cannot be sent"),
+        (None, r"output \(a:5\) is a lock, which cannot be sent"),
+        (20, r"output\[\d+\] \(a:5\) is a lock, which cannot be sent"),
+    ],
+)
+def test_an_output_without_a_key_is_named_by_its_record(size, told):
+    """Encoders return what they like: few outputs of theirs have a key."""
+    samples = MapDataset(source_of("a", 20), lock_alone)
+    tree = samples if size is None else BatchDataset(samples, size)
+    with get_loader(tree, processes(1)) as loader, pytest.raises(FatalSampleError, match=told):
+        list(loader)
+
+
+def totals(samples):
+    return {"total": sum(sample for sample in samples), "lock": threading.Lock()}
+
+
+def test_a_batch_that_cannot_be_sent_names_its_first_records():
+    batches = BatchDataset(MapDataset(source_of("a", 20, shuffle=False), number_of), 5, totals)
+    told = r"output\['lock'\] \(a:0, a:1, a:2 and 2 more\) is a lock"
+    with get_loader(batches, processes(1)) as loader, pytest.raises(FatalSampleError, match=told):
+        list(loader)
+
+
+def number_of(sample):
+    return sample[1]
 
 
 def test_batches_in_shared_memory_keep_no_descriptor():
