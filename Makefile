@@ -86,7 +86,7 @@ unit: $(VENV)/.dev
 	$(VENV)/bin/pytest --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
 
 trees: $(VENV)/.dev
-	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_trees.py
+	LAYOUTS=all $(VENV)/bin/pytest -rP --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_trees.py tests/functional_tests/test_path_log_probs.py
 
 layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
