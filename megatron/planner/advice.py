@@ -10,15 +10,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, modelled_cost
+from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout
-
-IntArray = npt.NDArray[np.int64]
 
 MIN_SAID = 0.01
 """Share of the step's time, below which a gain is not mentioned."""
@@ -43,7 +41,7 @@ class Beside(NamedTuple):
 class Adviser:
     """Schedules the same global batches under other layouts."""
 
-    def __init__(self, batches: Sequence[IntArray], layout: StepLayout, beside: Beside) -> None:
+    def __init__(self, batches: Sequence[Sequences], layout: StepLayout, beside: Beside) -> None:
         self._batches = batches[: max(1, min(len(batches), MAX_SEQUENCES // batches[0].size))]
         self._pairs = batches[: max(2, len(self._batches) // 2 * 2)]
         self._layout = layout
@@ -62,7 +60,7 @@ class Adviser:
             sentences += self._on_bubble(best)
         return sentences
 
-    def _change(self, layout: StepLayout, batches: Sequence[IntArray] | None = None) -> float:
+    def _change(self, layout: StepLayout, batches: Sequence[Sequences] | None = None) -> float:
         """Returns the share of the time that this saves (negative: costs), per token."""
         return 1 - modelled_cost(batches or self._batches, layout, default) / self._now
 
@@ -101,7 +99,7 @@ class Adviser:
 
     def _on_capacity(self, best: Outcome | None) -> list[str]:
         """Says what 0.5 to 2 times the capacity would change, where the longest sequence fits."""
-        layout, longest = self._layout, max(int(batch.max()) for batch in self._batches)
+        layout, longest = self._layout, max(int(batch.lengths.max()) for batch in self._batches)
         needed, unit = layout.alignment.padded_length(np.int64(longest)), layout.alignment.pack
         tried = [int(layout.capacity * times) // unit * unit for times in (0.5, 0.75, 1.5, 2.0)]
         saved = {
@@ -172,10 +170,10 @@ class Adviser:
         layout, model = self._layout, self._layout.model
         # Twice the batch, rounded up to a multiple of the ranks, as training needs it.
         size = -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks
-        stream = np.concatenate(self._pairs)  # batches joined two by two; a lone one, with itself
-        larger = np.split(
-            np.resize(stream, max(1, stream.size // size) * size), max(1, stream.size // size)
-        )
+        stream = Sequences.joined(self._pairs)  # batches joined two by two; a lone one, with itself
+        count = max(1, stream.size // size)
+        ids = np.resize(np.arange(stream.size), count * size)
+        larger = [stream.take(each) for each in np.split(ids, count)]
         saved = 1 - _cost_per_token(larger, layout) / _cost_per_token(self._pairs, layout)
         remedies = [f"--global-batch-size {size} would {_percent(saved)} per token"]
         virtual = _more_virtual_stages(model, self._beside.num_layers)
@@ -199,8 +197,8 @@ class Adviser:
         return [f"Devices wait for {best.bubble:.0%} of the step: {'; '.join(remedies)}."]
 
 
-def _cost_per_token(batches: Sequence[IntArray], layout: StepLayout) -> float:
-    return modelled_cost(batches, layout, default) / sum(int(batch.sum()) for batch in batches)
+def _cost_per_token(batches: Sequence[Sequences], layout: StepLayout) -> float:
+    return modelled_cost(batches, layout, default) / sum(batch.num_tokens for batch in batches)
 
 
 def _divided_shares(model: StepModel, num_virtual_stages: int) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling.problem import Scheduler, ScheduleRequest, check_schedule
 from megatron.packing.step.stats import PackingStats, padded_rows
+from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout, StepRecord
 
 IntArray = npt.NDArray[np.int64]
@@ -68,7 +69,7 @@ class _Asked(NamedTuple):
     """A global batch, and the request to schedulers for it."""
 
     title: str
-    batch: IntArray
+    batch: Sequences
     request: ScheduleRequest
 
 
@@ -86,7 +87,7 @@ class _Account(NamedTuple):
 
 
 def compare(
-    batches: Sequence[IntArray],
+    batches: Sequence[Sequences],
     layout: StepLayout,
     schedulers: Mapping[str, Scheduler],
     longest: int,
@@ -94,7 +95,7 @@ def compare(
     """Schedules each of `batches` by each of `schedulers`.
 
     Args:
-        batches: real lengths, int64 [N] each.
+        batches: the samples of each.
         longest: length to which the first baseline pads.
     """
     asked = [
@@ -133,7 +134,7 @@ def outcome_of(name: str, records: Sequence[StepRecord]) -> Outcome:
     return _outcome(name, [_account(record.stats, None) for record in records])
 
 
-def modelled_cost(batches: Sequence[IntArray], layout: StepLayout, scheduler: Scheduler) -> float:
+def modelled_cost(batches: Sequence[Sequences], layout: StepLayout, scheduler: Scheduler) -> float:
     """Returns the modelled time of all `batches`, in units of the cost model."""
     total = 0.0
     for batch in batches:
@@ -189,7 +190,7 @@ def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
 
 
 def _padded_per_microbatch(
-    request: ScheduleRequest, batch: IntArray, layout: StepLayout
+    request: ScheduleRequest, batch: Sequences, layout: StepLayout
 ) -> _Account:
     """Pads each rank's sequences in the order loaded; as many to a microbatch as fit, padded to
     the longest of them.
@@ -207,7 +208,7 @@ def _padded_to(
     longest: IntArray,
     count: IntArray | int,
     request: ScheduleRequest,
-    batch: IntArray,
+    batch: Sequences,
     layout: StepLayout,
 ) -> _Account:
     """Accounts for microbatches [ranks, microbatches] of `count` sequences, each padded to
@@ -223,7 +224,7 @@ def _padded_to(
     spent = _time_of(costs, layout)
     return _Account(
         microbatches=costs.shape[1],
-        tokens=int(batch.sum()),
+        tokens=batch.num_tokens,
         computed=int((longest * count).sum()),
         capacity=costs.size * layout.capacity,
         time=spent,

@@ -21,6 +21,7 @@ from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import modelled_cost
 from megatron.planner.devices import ATTENTION_SHARE, Device
 from megatron.planner.layouts import Candidate
+from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout
 
 IntArray = npt.NDArray[np.int64]
@@ -39,7 +40,7 @@ class TimeModel:
     shape: ModelShape
     vocab_size: int
     device: Device
-    batches: Sequence[IntArray]
+    batches: Sequence[Sequences]
     scheduler: Scheduler
     has_adapters: bool = False
     """LoRA: weights have neither gradients nor an optimizer's state."""
@@ -69,8 +70,8 @@ class TimeModel:
         per_token = self._per_token(candidate)
         cost = self._pack_cost(candidate, sum(per_token.values()))
         stages = len(self.batches) * candidate.dp * candidate.pp
-        tokens = sum(int(batch.sum()) for batch in self.batches) / stages
-        squares = sum(float((batch.astype(float) ** 2).sum()) for batch in self.batches) / stages
+        tokens = sum(batch.num_tokens for batch in self.batches) / stages
+        squares = sum(batch.square_sum for batch in self.batches) / stages
         found = {name: seconds * tokens for name, seconds in per_token.items()}
         found["attention"] = cost.quadratic * squares
         return cost, found

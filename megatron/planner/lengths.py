@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.flags import check_range
+from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepRecord
 
 IntArray = npt.NDArray[np.int64]
@@ -32,9 +33,9 @@ class RunSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Lengths in the source's order, int64 [N], and facts about them."""
+    """Samples in the source's order, and facts about them."""
 
-    lengths: IntArray
+    sequences: Sequences
     described: str
     dropped: int = 0
     """Records without a token to train on, or broken and skipped."""
@@ -42,6 +43,11 @@ class Lengths:
     """The step, if the source is a scheduled step."""
     run: RunSource | None = None
     """The run, if the source is a run's folder."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """Real tokens of each sample, int64 [N]."""
+        return self.sequences.lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,8 @@ class LengthOptions:
     """File with a chat template, instead of the tokenizer's."""
     template_date: str | None = None
     """Date YYYY-MM-DD for chat templates that ask for today's, as in training."""
+    train_turns: Literal["served", "all", "last"] | None = None
+    """Turns of chats that are trained, as in training, whose default it has."""
     data_columns: str | None = None
     """Column renames of the chats, as in training."""
     seq_length: int | None = None

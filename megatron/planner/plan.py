@@ -20,6 +20,7 @@ from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, com
 from megatron.planner.lengths import LengthOptions, LengthReader, Lengths
 from megatron.planner.plan_options import LayoutOptions, ModelOptions, PlanOptions, scheduler_of
 from megatron.planner.plan_run import as_in_run
+from megatron.planner.sequences import Sequences
 from megatron.planner.step_page import Table, page
 from megatron.planner.step_picture import StepPicture, picture_of
 from megatron.planner.step_record import StepLayout, StepRecord
@@ -40,7 +41,7 @@ class Plan(NamedTuple):
     """Global batches and layout on which schedulers are compared."""
 
     lengths: Lengths
-    batches: list[IntArray]
+    batches: list[Sequences]
     layout: StepLayout
     beside: Beside
     lead: list[str]
@@ -89,7 +90,10 @@ def plan(
     found = _plan(lengths, model, layout, options, given, lengths_from)
     schedulers = {name: scheduler_of(name) for name in options.names}
     comparison = compare(
-        found.batches, found.layout, schedulers, max(int(each.max()) for each in found.batches)
+        found.batches,
+        found.layout,
+        schedulers,
+        max(int(each.lengths.max()) for each in found.batches),
     )
     if found.lengths.record is not None:
         comparison = _with_record(comparison, found.lengths.record)
@@ -126,7 +130,7 @@ def _plan(
         ]
         return Plan(
             found,
-            [record.lengths],
+            [record.sequences],
             record.layout,
             Beside(max(record.layout.alignment.sequence // 2, 1)),
             lead,
@@ -143,10 +147,13 @@ def _plan(
     cost = replace(
         cost, fixed=cost.fixed * layout.cp
     )  # context-parallel ranks share the work, but each moves weights
+    rows = found.sequences.loss_tokens
+    if rows is not None:  # also where baselines pad, which give masked tokens no logits either
+        cost = cost.at_loss_share(int(rows.sum()) / found.sequences.num_tokens)
     seconds = 1 / (per_second * layout.tp * layout.cp)
     capacity = layout.capacity(int(found.lengths.max()))
     count = _num_batches(options, layout)
-    batches = list(drawn(found.lengths, layout.batch_size, count, lengths.seed))
+    batches = list(drawn(found.sequences, layout.batch_size, count, lengths.seed))
     beside = Beside(
         layout.cp,
         num_layers=model.shape().num_layers,
@@ -180,27 +187,27 @@ def _fitted(
             "--over-length-policy truncate|drop"
         )
     if policy == "truncate":
-        return replace(found, lengths=np.minimum(found.lengths, limit)), [
+        return replace(found, sequences=found.sequences.truncated(limit)), [
             f"cut to {limit:,} tokens: {over:,} sequences"
         ]
-    kept = found.lengths[found.lengths <= limit]
+    kept = np.flatnonzero(found.lengths <= limit)
     if not kept.size:
         raise ValueError(
             f"all sequences are longer than {limit:,} tokens; raise --max-seqlen-per-dp-cp-rank"
         )
-    return replace(found, lengths=kept), [
+    return replace(found, sequences=found.sequences.take(kept)), [
         f"dropped, as they are longer than {limit:,} tokens: {over:,} sequences"
     ]
 
 
-def drawn(lengths: IntArray, size: int, count: int, seed: int) -> list[IntArray]:
-    """Returns `count` global batches of `size` lengths, each epoch in an order of its own."""
-    epochs = -(-size * count // lengths.size)  # 3 batches of 4 from 5 lengths: 3 epochs
+def drawn(sequences: Sequences, size: int, count: int, seed: int) -> list[Sequences]:
+    """Returns `count` global batches of `size` samples, each epoch in an order of its own."""
+    epochs = -(-size * count // sequences.size)  # 3 batches of 4 from 5 samples: 3 epochs
     order = [
-        np.random.default_rng((seed, epoch)).permutation(lengths.size) for epoch in range(epochs)
+        np.random.default_rng((seed, epoch)).permutation(sequences.size) for epoch in range(epochs)
     ]
-    stream = lengths[np.concatenate(order)]
-    return [stream[start : start + size] for start in range(0, size * count, size)]
+    stream = np.concatenate(order)
+    return [sequences.take(stream[start : start + size]) for start in range(0, size * count, size)]
 
 
 def _lead(
@@ -235,6 +242,13 @@ def _lead(
         f"{capacity // layout.cp:,} tokens per rank and pack; {batches} of {layout.batch_size:,} "
         "sequences",
     ]
+    trees = found.sequences.trees
+    if trees is not None:
+        apart = int(trees.path_tokens.sum())
+        lines.append(
+            f"trees     {found.sequences.num_tokens:,} tokens, as separate sequences {apart:,}; "
+            "padding, the baseline, is of whole trees"
+        )
     if layout.batch_size % layout.dp:
         lines.append(
             f"note      training needs a --global-batch-size that is a multiple of --dp {layout.dp}"

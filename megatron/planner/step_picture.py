@@ -243,7 +243,7 @@ class _Scene:
         capacity = record.layout.capacity
         cuts: tuple[float, ...] = ()
         if 1 < len(lengths) <= _MAX_CUTS and end - start > _WIDE:
-            parts = np.cumsum(record.layout.cost.of_sequences(np.array(lengths, np.int64)))
+            parts = np.cumsum(record.costs_of(rank, microbatch))
             cuts = tuple((parts[:-1] / parts[-1]).tolist())
         text = f"rank {rank}, microbatch {microbatch}: {_pack_in_words(lengths, capacity)}"
         return Block(start, end, "pack", sum(lengths) / capacity, text, cuts)

@@ -18,6 +18,7 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest, check_schedule
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.stats import PackingStats, packing_stats
+from megatron.planner.sequences import Sequences, sequences_of, sizes_of
 
 IntArray = npt.NDArray[np.int64]
 _MAX_NUMBER, _MAX_STAGES = 1 << 62, 4096
@@ -44,17 +45,20 @@ class StepLayout:
     ratios are known.
     """
 
-    def request(self, lengths: IntArray) -> ScheduleRequest:
-        """Returns the request to a scheduler; ranks load equal parts of the real `lengths`, one
-        sequence per `next`.
+    def request(self, sequences: Sequences) -> ScheduleRequest:
+        """Returns the request to a scheduler; ranks load equal parts of the samples, one per
+        `next`.
         """
-        size = lengths.size
+        size = sequences.size
         starts = np.array(
             [size * rank // self.num_ranks for rank in range(self.num_ranks)], np.int64
         )
         source_rank = np.searchsorted(starts, np.arange(size), side="right") - 1
+        padded, squares = sequences.padded(self.alignment)
         return ScheduleRequest(
-            lengths=self.alignment.padded_length(lengths),
+            lengths=padded,
+            squares=squares,
+            loss_tokens=sequences.loss_tokens,
             source_rank=source_rank,
             source_fetch=np.arange(size) - starts[source_rank],
             num_ranks=self.num_ranks,
@@ -74,24 +78,40 @@ class StepRecord:
     scheduler: str
     layout: StepLayout
     packs: Packs
+    sizes: dict[str, list[int]] | None = None
+    """Of all samples, by rank and microbatch, where any is a tree: fields of `SampleSizes` and
+    `loss_tokens`.
+    """
 
     @classmethod
     def of(
-        cls, title: str, scheduler: str, layout: StepLayout, lengths: IntArray, schedule: Schedule
+        cls,
+        title: str,
+        scheduler: str,
+        layout: StepLayout,
+        sequences: Sequences,
+        schedule: Schedule,
     ) -> StepRecord:
         """Returns the record of a schedule.
 
         Args:
-            lengths: int64 [N], real lengths of the sequences that it places.
+            sequences: the samples that it places.
         """
-        by_pack = lengths[np.argsort(schedule.pack, kind="stable")].tolist()
+        in_order = sequences.take(np.argsort(schedule.pack, kind="stable"))
+        by_pack = in_order.lengths.tolist()
         ends = np.cumsum(
             np.bincount(schedule.pack, minlength=schedule.num_ranks * schedule.num_microbatches)
         ).tolist()
         packs = [by_pack[start:end] for start, end in zip([0, *ends], ends)]
         per_rank = schedule.num_microbatches
         by_rank = [packs[first : first + per_rank] for first in range(0, len(packs), per_rank)]
-        return cls(title=title, scheduler=scheduler, layout=layout, packs=by_rank)
+        return cls(
+            title=title,
+            scheduler=scheduler,
+            layout=layout,
+            packs=by_rank,
+            sizes=sizes_of(in_order),
+        )
 
     @property
     def num_microbatches(self) -> int:
@@ -106,9 +126,14 @@ class StepRecord:
         )
 
     @cached_property
+    def sequences(self) -> Sequences:
+        """The samples, by rank and microbatch."""
+        return sequences_of(self.lengths, self.sizes)
+
+    @cached_property
     def request(self) -> ScheduleRequest:
         """Request for these sequences. The ranks that loaded them are not known any more."""
-        return self.layout.request(self.lengths)
+        return self.layout.request(self.sequences)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -122,6 +147,13 @@ class StepRecord:
             self.num_microbatches,
         )
 
+    def costs_of(self, rank: int, microbatch: int) -> npt.NDArray[np.float64]:
+        """Returns the cost of each sequence of a pack."""
+        if self.sizes is None:
+            return self.layout.cost.of_sequences(np.array(self.packs[rank][microbatch], np.int64))
+        is_there = self.schedule.pack == rank * self.num_microbatches + microbatch
+        return self.request.sequence_costs[is_there]
+
     @cached_property
     def stats(self) -> PackingStats:
         """Account of the step, without tokens moved, samples dropped and samples truncated."""
@@ -130,6 +162,7 @@ class StepRecord:
             schedule=self.schedule,
             length=self.lengths,
             alignment=self.layout.alignment,
+            trees=self.sequences.trees,
         )
 
     def to_json(self) -> str:
@@ -142,6 +175,7 @@ class StepRecord:
                 "scheduler": self.scheduler,
                 **layout,
                 "packs": self.packs,
+                **({} if self.sizes is None else {"sizes": self.sizes}),
             }
         )
 
@@ -175,6 +209,7 @@ class StepRecord:
                 scheduler=str(values["scheduler"]),
                 layout=layout,
                 packs=packs,
+                sizes=values.get("sizes"),
             )
             check_schedule(record.request, record.schedule)
             _ = record.stats

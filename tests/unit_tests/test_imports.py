@@ -159,6 +159,7 @@ FOLDERS = {
         "model",
     ),
     "planner": (
+        "sequences",
         "step_record",
         "devices",
         "layouts",

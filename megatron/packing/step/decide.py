@@ -158,14 +158,35 @@ class Decision:
     form: Form
     """The columns that all of them travel with."""
     stats: PackingStats
+    trees: SampleSizes | None = None
+    """Sizes of each sequence, where any is a tree."""
+    loss_tokens: IntArray | None = None
+    """int64 [N], where any is a tree."""
+
+    def _packs(self) -> tuple[IntArray, IntArray]:
+        """Returns the sequences that are trained, by rank and microbatch, and the pack of each."""
+        trained = np.flatnonzero(self.rank >= 0)
+        pack = self.rank[trained].astype(np.int64) * self.stats.microbatches
+        pack += self.microbatch[trained]
+        order = np.argsort(pack, kind="stable")
+        return trained[order], pack[order]
+
+    def pack_sizes(self) -> dict[str, list[int]]:
+        """Returns sizes of the sequences in `pack_lengths`, one after the other, by name; empty
+        where none is a tree.
+        """
+        if self.trees is None or self.loss_tokens is None:
+            return {}
+        order, _ = self._packs()
+        sizes = {name: each[order].tolist() for name, each in self.trees._asdict().items()}
+        return {**sizes, "loss_tokens": self.loss_tokens[order].tolist()}
 
     def pack_lengths(self) -> list[list[list[int]]]:
         """Returns [rank][microbatch] -> real lengths of its sequences."""
         num_ranks, num_microbatches = self.stats.num_ranks, self.stats.microbatches
-        pack = (self.rank.astype(np.int64) * num_microbatches + self.microbatch)[self.rank >= 0]
-        order = np.argsort(pack, kind="stable")
+        order, pack = self._packs()
         ends = np.cumsum(np.bincount(pack, minlength=num_ranks * num_microbatches))[:-1]
-        lengths = self.sizes.lengths[self.rank >= 0][order]
+        lengths = self.sizes.lengths[order]
         packs = [part.tolist() for part in np.split(lengths, ends)]
         return [
             packs[first : first + num_microbatches]
@@ -232,6 +253,8 @@ def decide(
         rank=rank,
         microbatch=microbatch,
         form=form,
+        trees=batch.trees,
+        loss_tokens=None if batch.trees is None else batch.num_loss_tokens,
         stats=replace(
             stats,
             sequences=int(is_first.sum()),

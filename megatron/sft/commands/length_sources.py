@@ -19,8 +19,13 @@ import numpy.typing as npt
 
 from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.formats.sources import SOURCES, open_source
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.nodes import SampleSizes
+from megatron.packing.batch.reading import SampleReader
+from megatron.packing.batch.tree import MergedPaths
 from megatron.packing.user_files import parse_json, read_text, shortened, shown
 from megatron.planner.lengths import LengthOptions, Lengths, RunSource
+from megatron.planner.sequences import Sequences, sequences_of
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
@@ -66,7 +71,8 @@ def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) ->
         )
     if path.suffix in SOURCES and not _is_column_of_numbers(path):
         return _chats(path, options, vocab_size)
-    return Lengths(lengths=_in_own_words(lambda: read_lengths(path, LONGEST)), described=str(path))
+    lengths = _in_own_words(lambda: read_lengths(path, LONGEST))
+    return Lengths(sequences=Sequences(lengths), described=str(path))
 
 
 def _is_column_of_numbers(path: Path) -> bool:
@@ -96,16 +102,15 @@ def _mock(config: str, options: LengthOptions, needed: int) -> Lengths:
             config, seq_length or LONGEST, 1024, seed, num_samples=2**40
         ).lengths(np.arange(needed))
     )
-    return Lengths(lengths=lengths, described=f"mock data {config}")
+    return Lengths(sequences=Sequences(lengths), described=f"mock data {config}")
 
 
 def _run(folder: Path) -> Lengths:
     path = folder / PACKS_FILE
     lines = _packs_of(path) if path.is_file() else []
-    lengths = [
-        length for line in lines for rank in line["packs"] for pack in rank for length in pack
-    ]
-    if not lengths:
+    parts = [_sequences_of(line, path) for line in lines]
+    parts = [part for part in parts if part.size]
+    if not parts:
         raise ValueError(
             f"{path}: must hold the packs of a run, but there are none; give the folder of a run "
             "with --sequence-packing, or a file of lengths"
@@ -114,7 +119,15 @@ def _run(folder: Path) -> Lengths:
     run = RunSource(
         folder=folder, num_ranks=len(lines[-1]["packs"]), capacity=lines[-1].get("capacity")
     )
-    return Lengths(lengths=np.array(lengths, np.int64), described=f"{steps} in {path}", run=run)
+    return Lengths(sequences=Sequences.joined(parts), described=f"{steps} in {path}", run=run)
+
+
+def _sequences_of(line: dict[str, Any], path: Path) -> Sequences:
+    lengths = [length for rank in line["packs"] for pack in rank for length in pack]
+    try:
+        return sequences_of(np.array(lengths, np.int64), line.get("sizes"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not the packs of a run: {error}") from None
 
 
 def _packs_of(path: Path) -> list[dict[str, Any]]:
@@ -159,7 +172,7 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
         record = StepRecord.from_dict(found)
     except ValueError as error:
         raise ValueError(f"{path}: {shortened(str(error))}") from error
-    return Lengths(lengths=record.lengths, described=str(path), record=record)
+    return Lengths(sequences=record.sequences, described=str(path), record=record)
 
 
 def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Lengths:
@@ -172,8 +185,10 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
         options.chat_template,
         read_date(options.template_date),
     )
-    encoder = ChatEncoder(tokenizer, LONGEST, "truncate", parse_columns(options.data_columns))
-    lengths, dropped = [], 0
+    turns = options.train_turns or ("served" if tokenizer.contexts == "differ" else "all")
+    columns = parse_columns(options.data_columns)
+    encoder = ChatEncoder(tokenizer, LONGEST, "truncate", columns, turns)
+    reader, dropped = SampleReader(), 0
     for index in range(len(source)):
         (record,) = read_records(source, [index])
         try:
@@ -188,13 +203,21 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
             dropped += 1
             continue
         if isinstance(sample, EncodedSample):
-            lengths.append(len(sample.tokens))
+            reader.add(_fields_of(sample), index)
         else:
             dropped += 1
-    if not lengths:
+    samples = reader.samples()
+    if not samples.lengths.size:
         raise ValueError(f"{path}: holds no sample with a token to train on; give another file")
     described = f"{path}, {tokenizer_type}"
-    return Lengths(lengths=np.array(lengths, np.int64), described=described, dropped=dropped)
+    trees = SampleSizes.of_trees(samples, Alignment())
+    sequences = Sequences(samples.lengths, trees, samples.num_loss_tokens)
+    return Lengths(sequences=sequences, described=described, dropped=dropped)
+
+
+def _fields_of(sample: EncodedSample) -> MergedPaths | dict[str, Any]:
+    fields = {name: getattr(sample, name) for name in ("tokens", "labels", "loss_mask")}
+    return fields if sample.tree is None else sample.tree
 
 
 def _in_own_words(read: Callable[[], IntArray]) -> IntArray:

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import check_range, parse_flags
@@ -22,6 +24,7 @@ from megatron.planner.layout_time import TimeModel, reason
 from megatron.planner.layouts import Choice, Measures, Search, enumerated, search
 from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import drawn
+from megatron.planner.sequences import Sequences
 from megatron.sft.arguments.defaults import chosen_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.parse import COMMON
@@ -103,7 +106,7 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
     memory = Memory(base=base, vocab_size=vocab_size, loss_share=options.loss_share)
     measures = Measures(times.least_seconds, times.seconds, times.least_bytes, memory.num_bytes)
     found = search(candidates, measures, limit, options.layouts)
-    tokens = float(sum(batch.sum() for batch in times.batches)) / len(times.batches)
+    tokens = sum(batch.num_tokens for batch in times.batches) / len(times.batches)
     _print(found, times, tokens, base, options, limit)
     if options.html is not None and found.best:
         bars = [_bar(choice, times, memory.found[choice.candidate]) for choice in found.best]
@@ -138,7 +141,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
     return SFTConfig.of(groups), options
 
 
-def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Any:
+def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Sequences:
     """Lengths of the run's samples, cut as training cuts them."""
     data = config.data
     source = data.sft_mock_dataset_config_json
@@ -156,19 +159,20 @@ def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Any:
         tokenizer_type=data.tokenizer_type,
         tokenizer_model=data.tokenizer_model,
         chat_template=data.chat_template,
+        train_turns=data.train_turns,
         seq_length=config.model.seq_length,
         over_length_policy=config.packing.over_length_policy,
     )
-    found = lengths_from(options, vocab_size, needed).lengths
-    over = int((found > config.model.seq_length).sum())
+    found = lengths_from(options, vocab_size, needed).sequences
+    over = int((found.lengths > config.model.seq_length).sum())
     if over and config.packing.over_length_policy == "error":
         raise ValueError(
             f"{over:,} sequences are longer than --seq-length {config.model.seq_length}; raise it, "
             "or pass --over-length-policy truncate|drop"
         )
     if config.packing.over_length_policy == "drop":
-        return found[found <= config.model.seq_length]
-    return found.clip(max=config.model.seq_length)
+        return found.take(np.flatnonzero(found.lengths <= config.model.seq_length))
+    return found.truncated(config.model.seq_length)
 
 
 def _capacities(seq_length: int, tensor: int, context: int) -> list[int]:

@@ -39,7 +39,8 @@ from megatron.sft.report.metrics import (
 METRICS_FILE = "metrics.jsonl"
 PACKS_FILE = "packs.jsonl"
 """A line per step with the lengths of its sequences, by data-parallel rank and microbatch:
-{"iteration": 1, "capacity": 1024, "packs": [[[700, 300], [512]], [[1000], [600, 424]]]}"""
+{"iteration": 1, "capacity": 1024, "packs": [[[700, 300], [512]], [[1000], [600, 424]]]}
+and, where some are trees, "sizes" of all samples, one after the other (`Decision.pack_sizes`)."""
 _MAX_SHOWN = 100
 
 T = TypeVar("T", StepMetrics, Evaluation)

@@ -102,7 +102,11 @@ def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord
         seconds_per_unit=1.0 if in_seconds else None,
     )
     return StepRecord(
-        title=title, scheduler=settings.scheduler, layout=layout, packs=decision.pack_lengths()
+        title=title,
+        scheduler=settings.scheduler,
+        layout=layout,
+        packs=decision.pack_lengths(),
+        sizes=decision.pack_sizes() or None,
     )
 
 
@@ -164,7 +168,10 @@ class RunLog:
         if batch is None or batch.decision is None:
             return
         if metrics.iteration % self._log_interval == 0:
-            packs = {"capacity": batch.settings.capacity, "packs": batch.decision.pack_lengths()}
+            decision = batch.decision
+            packs = {"capacity": batch.settings.capacity, "packs": decision.pack_lengths()}
+            if sizes := decision.pack_sizes():
+                packs["sizes"] = sizes
             self._packs.write(json_line("packs", iteration=metrics.iteration, **packs))
         if metrics.iteration in self._dumped_steps:
             title = f"step {metrics.iteration} of {self.run_dir}"

@@ -11,6 +11,7 @@ from megatron.packing.scheduling.registry import SCHEDULERS, default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.advice import Adviser, Beside, _with_twice_the_context
 from megatron.planner.compare import compare, modelled_cost
+from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout
 
 COST = PackCost(1.0, 0.0, 0.0)
@@ -37,8 +38,10 @@ def advice(
         microbatch_multiple=group,
         model=model,
     )
-    batches = [np.array(lengths), *map(np.array, others)]
-    comparison = compare(batches, layout, SCHEDULERS, max(int(batch.max()) for batch in batches))
+    batches = [Sequences(np.array(each)) for each in (lengths, *others)]
+    comparison = compare(
+        batches, layout, SCHEDULERS, max(int(batch.lengths.max()) for batch in batches)
+    )
     return " ".join(Adviser(batches, layout, beside).advice(comparison))
 
 
@@ -91,7 +94,8 @@ def test_a_larger_batch_is_two_joined():
         model=model,
     )
     joined, *apart = (
-        modelled_cost([np.array(one)], layout, default) for one in (uneven + even, uneven, even)
+        modelled_cost([Sequences(np.array(one))], layout, default)
+        for one in (uneven + even, uneven, even)
     )
     told = f"--global-batch-size 8 would save {1 - joined / sum(apart):.1%} of the time per token"
     assert told in advice(uneven, even, **options)

@@ -18,12 +18,13 @@ from megatron.planner.compare import (
     modelled_cost,
     outcome_of,
 )
+from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout
 
 LAYOUT = StepLayout(
     num_ranks=2, capacity=8, alignment=Alignment(), cost=PackCost(1.0, 0.0, 1.0), model=StepModel()
 )
-BATCH = np.array([8, 2, 2, 2, 4, 1])  # drawn by rank 0: 8 2 2, by rank 1: 2 4 1
+BATCH = Sequences(np.array([8, 2, 2, 2, 4, 1]))  # drawn by rank 0: 8 2 2, by rank 1: 2 4 1
 
 
 def outcomes(layout=LAYOUT, batches=(BATCH,), schedulers=SCHEDULERS, longest=8):
@@ -66,7 +67,7 @@ def test_packed_schedulers():
 
 def test_several_batches_are_averaged():
     """Batches of one scheduler count by their time, not each alike."""
-    small = np.array([1, 1])
+    small = Sequences(np.array([1, 1]))
     found = outcomes(batches=(BATCH, small))[0]["default"]
     assert found.step_cost == pytest.approx((12 + 2) / 2)
     assert found.fill == pytest.approx((19 + 2) / (32 + 16))

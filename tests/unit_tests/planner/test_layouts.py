@@ -17,9 +17,10 @@ from megatron.planner.layout_page import Bar, layout_page
 from megatron.planner.layout_time import TimeModel, reason
 from megatron.planner.layouts import RECOMPUTES, Candidate, Measures, enumerated, search
 from megatron.planner.plan_options import DEFAULT_MODEL
+from megatron.planner.sequences import Sequences
 
 GIB = 2**30
-BATCHES = [np.array([4000, 200, 900, 1500, 60, 3000, 2500, 700] * 4, np.int64)]
+BATCHES = [Sequences(np.array([4000, 200, 900, 1500, 60, 3000, 2500, 700] * 4, np.int64))]
 TIMES = TimeModel(
     shape=DEFAULT_MODEL,
     vocab_size=128256,

@@ -15,6 +15,7 @@ from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.planner.plan import drawn, plan
 from megatron.planner.plan_options import LayoutOptions, ModelOptions
+from megatron.planner.sequences import Sequences
 from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.commands.plan import main
 
@@ -348,12 +349,13 @@ def test_batches_are_drawn_without_replacement():
     has.
     """
     lengths = np.arange(1, 11)
-    batches = drawn(lengths, 4, 5, seed=3)
+    batches = [each.lengths for each in drawn(Sequences(lengths), 4, 5, seed=3)]
     assert (
         sorted(np.concatenate(batches[:2]).tolist() + batches[2][:2].tolist()) == lengths.tolist()
     )
     assert [batch.size for batch in batches] == [4] * 5
-    assert np.array_equal(np.concatenate(drawn(lengths, 4, 5, 3)), np.concatenate(batches))
+    again = Sequences.joined(drawn(Sequences(lengths), 4, 5, 3))
+    assert np.array_equal(again.lengths, np.concatenate(batches))
 
 
 def test_layout_asks_what_training_asks():

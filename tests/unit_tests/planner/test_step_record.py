@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout, StepRecord, read_cost
 
 LAYOUT = StepLayout(
@@ -56,8 +58,8 @@ def test_a_former_name_is_read():
 
 def test_record_of_a_schedule():
     """The real lengths are kept, not those rounded up to the alignment."""
-    lengths = np.array([5, 1, 16, 7, 3])
-    record = StepRecord.of("x", "default", LAYOUT, lengths, default(LAYOUT.request(lengths)))
+    sequences = Sequences(np.array([5, 1, 16, 7, 3]))
+    record = StepRecord.of("x", "default", LAYOUT, sequences, default(LAYOUT.request(sequences)))
     assert sorted(length for rank in record.packs for pack in rank for length in pack) == [
         1,
         3,
@@ -69,9 +71,45 @@ def test_record_of_a_schedule():
     assert record.num_microbatches % 2 == 0
 
 
+TREES = Sequences(
+    np.array([5, 7, 4]),
+    SampleSizes(*(np.array(each) for each in ([8, 12, 4], [25, 31, 16], [64, 80, 16], [5, 11, 4]))),
+    loss_tokens=np.array([5, 3, 4]),
+)
+"""A tree of 7 tokens, whose paths have 11, between two sequences."""
+
+
+def test_trees_are_replayed_by_their_sizes():
+    """Taken for a sequence, a tree would attend to its other branches, and have no padding of its
+    own.
+    """
+    layout = replace(LAYOUT, cost=PackCost(1.0, 0.5, 3.0, head=0.25))
+    request = layout.request(TREES)
+    assert request.lengths.tolist() == [8, 12, 4]
+    assert request.squares is not None
+    assert request.squares.tolist() == [64, 80, 16]
+    schedule = default(request)
+    record = StepRecord.of("x", "default", layout, TREES, schedule)
+    assert (record.stats.square_sum, record.stats.path_tokens) == (25 + 31 + 16, 20)
+    assert record.request.time_of(record.schedule) == request.time_of(schedule)
+    again = StepRecord.from_dict(json.loads(record.to_json()))
+    assert again == record
+    assert again.stats == record.stats
+    own = [record.costs_of(rank, at).sum() for rank in (0, 1) for at in range(len(record.packs[0]))]
+    assert sum(own) == pytest.approx(request.sequence_costs.sum())
+
+
+@pytest.mark.parametrize("sizes", [[], {}, {"padded": [1]}, {"padded": "x"}])
+def test_sizes_of_other_samples_are_refused(sizes):
+    """A file that is edited by hand would be planned for, whatever it says."""
+    values = {**json.loads(RECORD.to_json()), "sizes": sizes}
+    with pytest.raises(ValueError, match="sizes must be padded, squares, padded_squares, path_tok"):
+        StepRecord.from_dict(values)
+
+
 def test_ranks_draw_equal_parts():
     """As training deals a global batch to ranks: `empty` is nothing else."""
-    request = LAYOUT.request(np.array([1, 2, 3, 4, 5]))
+    request = LAYOUT.request(Sequences(np.array([1, 2, 3, 4, 5])))
     assert request.source_rank.tolist() == [0, 0, 1, 1, 1]
     assert request.source_fetch.tolist() == [0, 1, 0, 1, 2]
     assert request.lengths.tolist() == [4, 4, 4, 4, 8]

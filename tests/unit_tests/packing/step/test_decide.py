@@ -204,3 +204,8 @@ def test_a_schedule_is_made_of_what_trees_cost() -> None:
     assert decision is not None
     stats = decision.stats
     assert (stats.tokens, stats.square_sum, stats.path_tokens) == (10, 41 + 9, 13)
+    recorded = decision.pack_sizes()
+    assert recorded["squares"] == [41, 9]
+    assert recorded["padded"] == [16, 4]
+    assert [len(each) for each in recorded.values()] == [2] * 5
+    assert decision.pack_lengths()[0] == [[7, 3]]

@@ -9,6 +9,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.lengths import LengthOptions
+from megatron.planner.sequences import sizes_of
 from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.commands.length_sources import lengths_from
 from tests.unit_tests.blending.folders import write_jsonl
@@ -95,6 +96,31 @@ def test_mock_data_of_nothing_but_a_mode_needs_a_length():
     with pytest.raises(ValueError, match="pass it"):
         read('{"mode": "distribution"}')
     assert read('{"mode": "distribution"}', seq_length=16).lengths.max() <= 16
+
+
+def test_chats_of_several_answers(tmp_path):
+    """Planned as a sequence, a tree would cost pairs between its branches; as sequences, its trunk
+    each time.
+    """
+    asked = [{"role": "user", "content": "hi"}]
+    tree = {"prompt": asked, "responses": ["yes", "no"], "weights": [1, 2]}
+    found = read(write_jsonl(tmp_path / "chats.jsonl", [tree, *CHATS])).sequences
+    assert found.lengths.tolist() == [4 + 4 + 3, 8, 5], "user hi end; assistant, an answer"
+    assert found.trees is not None
+    assert found.trees.path_tokens.tolist() == [8 + 7, 8, 5]
+    assert found.trees.squares.tolist() == [16 + 4 * (4 + 8) + 3 * (3 + 8), 64, 25]
+    assert found.loss_tokens is not None
+    assert found.loss_tokens.tolist() == [4 + 3, 4, 5]
+    sizes = sizes_of(found)
+    lines = [{"iteration": 1, "packs": [[[11, 8], [5]]], "sizes": sizes}]
+    lines.append({"iteration": 2, "packs": [[[6]]]})
+    again = read(write_jsonl(tmp_path / "packs.jsonl", lines).parent).sequences
+    assert again.lengths.tolist() == [11, 8, 5, 6]
+    assert again.trees is not None
+    assert again.trees.path_tokens.tolist() == [15, 8, 5, 6]
+    write_jsonl(tmp_path / "packs.jsonl", [{**lines[1], "sizes": sizes}])
+    with pytest.raises(ValueError, match=r"packs.jsonl: not the packs of a run: sizes must be"):
+        read(tmp_path)
 
 
 def test_runs(tmp_path):

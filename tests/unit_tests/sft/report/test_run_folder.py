@@ -83,7 +83,9 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
     packs = [[[10]], [[4, 2]]]
     unread: Any = None
     decision: Any = SimpleNamespace(
-        stats=SimpleNamespace(num_ranks=2, tokens=1, num_loss_tokens=1), pack_lengths=lambda: packs
+        stats=SimpleNamespace(num_ranks=2, tokens=1, num_loss_tokens=1),
+        pack_lengths=lambda: packs,
+        pack_sizes=dict,
     )
     batch = GlobalBatch(
         microbatches=[],

@@ -1,0 +1,128 @@
+"""pure. Samples that are scheduled: lengths of sequences, and sizes of trees among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.nodes import SampleSizes
+
+IntArray = npt.NDArray[np.int64]
+_MAX_NUMBER = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """N samples; int64 [N] each."""
+
+    lengths: IntArray
+    """Real tokens."""
+    trees: SampleSizes | None = None
+    """Sizes of each sample in the layout where they were read; None where all are sequences."""
+    loss_tokens: IntArray | None = None
+    """Rows of the output layer; None where only lengths are known."""
+
+    @property
+    def size(self) -> int:
+        """Samples."""
+        return self.lengths.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of all."""
+        return int(self.lengths.sum())
+
+    @property
+    def square_sum(self) -> float:
+        """Twice the pairs of tokens that attend in all."""
+        squares = self.lengths.astype(float) ** 2 if self.trees is None else self.trees.squares
+        return float(squares.sum())
+
+    def take(self, ids: npt.NDArray[Any]) -> Sequences:
+        """Returns some of the samples, in this order."""
+        return Sequences(
+            self.lengths[ids],
+            None if self.trees is None else SampleSizes(*(each[ids] for each in self.trees)),
+            None if self.loss_tokens is None else self.loss_tokens[ids],
+        )
+
+    def truncated(self, limit: int) -> Sequences:
+        """Returns all samples with at most `limit` tokens.
+
+        Trees are not truncated: their paths may be shorter, and the trainer cuts trees into parts.
+        """
+        if self.trees is not None:
+            return self
+        loss_tokens = self.loss_tokens
+        return Sequences(
+            np.minimum(self.lengths, limit),
+            loss_tokens=None if loss_tokens is None else np.minimum(loss_tokens, limit),
+        )
+
+    def padded(self, alignment: Alignment) -> tuple[IntArray, IntArray | None]:
+        """Returns the tokens that each occupies, and the squares where they are not L^2.
+
+        A tree whose layout padded less is padded like one sequence: its nodes are not known.
+        """
+        tokens = alignment.padded_length(self.lengths)
+        if self.trees is None:
+            return tokens, None
+        tokens = np.maximum(alignment.padded_length(self.trees.padded), tokens)
+        return tokens, np.where(
+            self.trees.squares == self.lengths**2, tokens**2, self.trees.padded_squares
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sequences]) -> Sequences:
+        """Returns the samples of all parts, in order."""
+        loss = [part.loss_tokens for part in parts if part.loss_tokens is not None]
+        trees = None
+        if any(part.trees is not None for part in parts):
+            whole = [
+                part.trees or SampleSizes.of_sequences(part.lengths, Alignment()) for part in parts
+            ]
+            trees = SampleSizes(*(np.concatenate(each) for each in zip(*whole)))
+        return cls(
+            np.concatenate([part.lengths for part in parts]),
+            trees,
+            np.concatenate(loss) if len(loss) == len(parts) else None,
+        )
+
+
+def sizes_of(sequences: Sequences) -> dict[str, list[int]] | None:
+    """Returns the sizes of trees as JSON holds them; None without any."""
+    if sequences.trees is None:
+        return None
+    sizes = {name: each.tolist() for name, each in sequences.trees._asdict().items()}
+    loss_tokens = sequences.loss_tokens
+    return sizes if loss_tokens is None else {**sizes, "loss_tokens": loss_tokens.tolist()}
+
+
+def sequences_of(lengths: IntArray, sizes: Any) -> Sequences:
+    """Returns samples of these lengths, and of the sizes that `sizes_of` gave.
+
+    Raises ValueError for sizes of other samples.
+    """
+    if sizes is None:
+        return Sequences(lengths)
+    names = (*SampleSizes._fields, "loss_tokens")
+    known = isinstance(sizes, dict) and {*SampleSizes._fields} <= sizes.keys() <= {*names}
+    if not known or not all(_are_sizes(each, lengths.size) for each in sizes.values()):
+        raise ValueError(
+            f"sizes must be {', '.join(names)}: {lengths.size} whole numbers each, but are "
+            f"{sizes!s:.60}"
+        )
+    arrays = {name: np.array(each, np.int64) for name, each in sizes.items()}
+    loss_tokens = arrays.pop("loss_tokens", None)
+    return Sequences(lengths, SampleSizes(**arrays), loss_tokens)
+
+
+def _are_sizes(values: object, count: int) -> bool:
+    if not isinstance(values, list) or len(values) != count:
+        return False
+    return all(type(each) is int and 0 <= each < _MAX_NUMBER for each in values)
