@@ -1,4 +1,6 @@
-"""pure. Samples that are scheduled: lengths of sequences, and sizes of trees among them."""
+"""pure. Samples that are scheduled: lengths of sequences, sizes of trees among them, and what
+payloads cost.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 _MAX_NUMBER = 1 << 62
 
 
@@ -26,6 +29,8 @@ class Sequences:
     """Sizes of each sample in the layout where they were read; None where all are sequences."""
     loss_tokens: IntArray | None = None
     """Rows of the output layer; None where only lengths are known."""
+    payload_costs: FloatArray | None = None
+    """float64 [N], see `ScheduleRequest`; None without payloads."""
 
     @property
     def size(self) -> int:
@@ -49,6 +54,7 @@ class Sequences:
             self.lengths[ids],
             None if self.trees is None else SampleSizes(*(each[ids] for each in self.trees)),
             None if self.loss_tokens is None else self.loss_tokens[ids],
+            None if self.payload_costs is None else self.payload_costs[ids],
         )
 
     def truncated(self, limit: int) -> Sequences:
@@ -62,6 +68,7 @@ class Sequences:
         return Sequences(
             np.minimum(self.lengths, limit),
             loss_tokens=None if loss_tokens is None else np.minimum(loss_tokens, limit),
+            payload_costs=self.payload_costs,
         )
 
     def padded(self, alignment: Alignment) -> tuple[IntArray, IntArray | None]:
@@ -87,20 +94,25 @@ class Sequences:
                 part.trees or SampleSizes.of_sequences(part.lengths, Alignment()) for part in parts
             ]
             trees = SampleSizes(*(np.concatenate(each) for each in zip(*whole)))
+        costs = [
+            np.zeros(part.size) if part.payload_costs is None else part.payload_costs
+            for part in parts
+        ]
+        has_payloads = any(part.payload_costs is not None for part in parts)
         return cls(
             np.concatenate([part.lengths for part in parts]),
             trees,
             np.concatenate(loss) if len(loss) == len(parts) else None,
+            np.concatenate(costs) if has_payloads else None,
         )
 
 
-def sizes_of(sequences: Sequences) -> dict[str, list[int]] | None:
-    """Returns the sizes of trees as JSON holds them; None without any."""
-    if sequences.trees is None:
-        return None
-    sizes = {name: each.tolist() for name, each in sequences.trees._asdict().items()}
-    loss_tokens = sequences.loss_tokens
-    return sizes if loss_tokens is None else {**sizes, "loss_tokens": loss_tokens.tolist()}
+def sizes_of(sequences: Sequences) -> dict[str, list[Any]] | None:
+    """Returns the sizes of trees and the costs of payloads as JSON holds them; None without any."""
+    arrays: dict[str, npt.NDArray[Any] | None] = {"payload_costs": sequences.payload_costs}
+    if sequences.trees is not None:
+        arrays |= {**sequences.trees._asdict(), "loss_tokens": sequences.loss_tokens}
+    return {name: each.tolist() for name, each in arrays.items() if each is not None} or None
 
 
 def sequences_of(lengths: IntArray, sizes: Any) -> Sequences:
@@ -110,6 +122,12 @@ def sequences_of(lengths: IntArray, sizes: Any) -> Sequences:
     """
     if sizes is None:
         return Sequences(lengths)
+    costs = None
+    if isinstance(sizes, dict) and "payload_costs" in sizes:
+        costs = _costs_of(sizes["payload_costs"], lengths.size)
+        sizes = {name: each for name, each in sizes.items() if name != "payload_costs"}
+        if not sizes:
+            return Sequences(lengths, payload_costs=costs)
     names = (*SampleSizes._fields, "loss_tokens")
     known = isinstance(sizes, dict) and {*SampleSizes._fields} <= sizes.keys() <= {*names}
     if not known or not all(_are_sizes(each, lengths.size) for each in sizes.values()):
@@ -119,7 +137,19 @@ def sequences_of(lengths: IntArray, sizes: Any) -> Sequences:
         )
     arrays = {name: np.array(each, np.int64) for name, each in sizes.items()}
     loss_tokens = arrays.pop("loss_tokens", None)
-    return Sequences(lengths, SampleSizes(**arrays), loss_tokens)
+    return Sequences(lengths, SampleSizes(**arrays), loss_tokens, costs)
+
+
+def _costs_of(values: object, count: int) -> FloatArray:
+    is_known = isinstance(values, list) and len(values) == count
+    if not is_known or not all(
+        type(each) in (int, float) and 0 <= each < _MAX_NUMBER
+        for each in values  # type: ignore[attr-defined]
+    ):
+        raise ValueError(
+            f"payload_costs must be {count} numbers of at least 0, but are {values!s:.60}"
+        )
+    return np.array(values, np.float64)
 
 
 def _are_sizes(values: object, count: int) -> bool:

@@ -59,6 +59,7 @@ class StepLayout:
             lengths=padded,
             squares=squares,
             loss_tokens=sequences.loss_tokens,
+            payload_costs=sequences.payload_costs,
             source_rank=source_rank,
             source_fetch=np.arange(size) - starts[source_rank],
             num_ranks=self.num_ranks,
@@ -78,9 +79,9 @@ class StepRecord:
     scheduler: str
     layout: StepLayout
     packs: Packs
-    sizes: dict[str, list[int]] | None = None
-    """Of all samples, by rank and microbatch, where any is a tree: fields of `SampleSizes` and
-    `loss_tokens`.
+    sizes: dict[str, list[Any]] | None = None
+    """Of all samples, by rank and microbatch: fields of `SampleSizes` and `loss_tokens` where any
+    is a tree, `payload_costs` where any has payloads.
     """
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,8 @@ class Decision:
     """Sizes of each sequence, where any is a tree."""
     loss_tokens: IntArray | None = None
     """int64 [N], where any is a tree."""
+    payload_costs: FloatArray | None = None
+    """float64 [N], where any has a payload."""
 
     def _packs(self) -> tuple[IntArray, IntArray]:
         """Returns the sequences that are trained, by rank and microbatch, and the pack of each."""
@@ -171,15 +173,16 @@ class Decision:
         order = np.argsort(pack, kind="stable")
         return trained[order], pack[order]
 
-    def pack_sizes(self) -> dict[str, list[int]]:
+    def pack_sizes(self) -> dict[str, list[Any]]:
         """Returns sizes of the sequences in `pack_lengths`, one after the other, by name; empty
-        where none is a tree.
+        where none is a tree or has a payload.
         """
-        if self.trees is None or self.loss_tokens is None:
-            return {}
-        order, _ = self._packs()
-        sizes = {name: each[order].tolist() for name, each in self.trees._asdict().items()}
-        return {**sizes, "loss_tokens": self.loss_tokens[order].tolist()}
+        sizes: dict[str, npt.NDArray[Any] | None] = {"payload_costs": self.payload_costs}
+        if self.trees is not None:
+            sizes |= {**self.trees._asdict(), "loss_tokens": self.loss_tokens}
+        known = {name: each for name, each in sizes.items() if each is not None}
+        order = self._packs()[0] if known else None
+        return {name: each[order].tolist() for name, each in known.items()}
 
     def pack_lengths(self) -> list[list[list[int]]]:
         """Returns [rank][microbatch] -> real lengths of its sequences."""
@@ -255,6 +258,7 @@ def decide(
         form=form,
         trees=batch.trees,
         loss_tokens=None if batch.trees is None else batch.num_loss_tokens,
+        payload_costs=batch.payload_costs,
         stats=replace(
             stats,
             sequences=int(is_first.sum()),

@@ -11,7 +11,9 @@ from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.compare import compare
 from megatron.planner.sequences import Sequences
+from megatron.planner.step_picture import picture_of
 from megatron.planner.step_record import StepLayout, StepRecord, read_cost
 
 LAYOUT = StepLayout(
@@ -42,6 +44,33 @@ def test_json_gives_the_same_step():
     model = replace(LAYOUT.model, shares=(0.2, 0.3, 0.1, 0.4))
     uneven = replace(RECORD, layout=replace(LAYOUT, model=model))
     assert StepRecord.from_dict(json.loads(uneven.to_json())) == uneven
+
+
+def test_what_images_cost_is_in_the_record_and_in_what_it_is_compared_with():
+    """Other schedules of the step would be as quick as if its images were free."""
+    lengths, costs = np.array([5, 1, 16, 7, 3]), np.array([0.0, 400.0, 0.0, 300.0, 0.0])
+    given = Sequences(lengths, payload_costs=costs)
+    record = StepRecord.of("x", "default", LAYOUT, given, default(LAYOUT.request(given)))
+    assert record.sequences.payload_costs is not None
+    pairs = zip(record.lengths.tolist(), record.sequences.payload_costs.tolist())
+    assert sorted(pairs) == sorted(zip(lengths.tolist(), costs.tolist()))
+    assert StepRecord.from_dict(json.loads(record.to_json())) == record
+    assert record.stats.payload_cost == 700
+    assert record.stats.step_cost > replace(record, sizes=None).stats.step_cost + 200
+    comparison = compare([record.sequences], LAYOUT, {"default": default}, 16)
+    assert comparison.records[0].stats.step_cost == record.stats.step_cost
+    assert picture_of(record).cost == record.stats.step_cost
+    with_text = Sequences.joined([Sequences(np.array([2])), given])
+    assert with_text.payload_costs is not None
+    assert with_text.payload_costs.tolist() == [0, *costs]
+
+
+@pytest.mark.parametrize("costs", [[1.0], [1, 2, -1, 0], [1, 2, "3", 0], 7])
+def test_costs_of_other_sequences_are_refused(costs):
+    """A file that somebody edited must not be drawn as a step that ran."""
+    sizes = {"payload_costs": costs}
+    with pytest.raises(ValueError, match="payload_costs must be 4 numbers"):
+        StepRecord.from_dict({**json.loads(RECORD.to_json()), "sizes": sizes})
 
 
 def test_a_former_name_is_read():
