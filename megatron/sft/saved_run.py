@@ -4,6 +4,7 @@ folder at its end.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class SavedRun:
             progress._replace(waiting=gather_delayed(queue), evaluated=self._evaluated),
             self._model_options,
             self._identity,
-            self._companions if self._companions.are_saved() else None,
+            partial(self._write_companions, log=log) if self._companions.are_saved() else None,
             in_background=self._output.async_save,
         )
         self._saved_iteration = progress.iteration
@@ -225,11 +226,6 @@ class SavedRun:
 
             write_adapter(folder, chunks, adapter, write_beside)
         else:
-
-            def write_companions(target: Path) -> str:
-                self._write_card(target, log)
-                return companions.write(target)
-
             source = self._companions.source()
             base = huggingface_source(self._output.pretrained_checkpoint)
             if source is None and base is not None and log is not None:
@@ -241,7 +237,7 @@ class SavedRun:
                 folder,
                 chunks,
                 weights,
-                write_companions,
+                partial(self._write_companions, log=log),
                 values_of=merged_values(chunks),
                 source=source,
             )
@@ -251,6 +247,11 @@ class SavedRun:
                 f"wrote the {what} to {folder}, for "
                 f"{'peft' if what == 'adapter' else 'transformers'} and others"
             )
+
+    def _write_companions(self, folder: Path, log: RunLog | None) -> str:
+        """Writes what stands beside the weights; returns the type of the weights."""
+        self._write_card(folder, log)
+        return self._companions.write(folder)
 
     def _write_card(self, folder: Path, log: RunLog | None) -> None:
         """Writes README.md; a run whose metrics are gone has one without them."""

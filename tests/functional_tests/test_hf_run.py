@@ -206,6 +206,8 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     assert written.keys() == exported.keys() == before.keys()
     assert all(torch.equal(written[name], exported[name]) for name in written)
     assert not any(torch.equal(written[name], before[name]) for name in written)
+    for folder in (first, second):  # the run's card goes with its checkpoints to the export
+        assert re.search(r"trained +2 steps.*\ntraining loss", (folder / "README.md").read_text())
     index = json.loads((second / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert all(name in load_file(second / file) for name, file in index["weight_map"].items())

@@ -10,7 +10,7 @@ import inspect
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from megatron.sft.model.checkpoint_folder import (
     write_checksums,
 )
 from megatron.sft.model.checkpoint_write import Part, write_parts
-from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
+from megatron.sft.model.huggingface.companions import COMPANIONS
 
 # From 0.17 on there is another one, of a package of its own.
 _HAS_WRITERS = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
@@ -50,16 +50,17 @@ class CheckpointSave:
         progress: Progress,
         model_options: dict[str, Any],
         data: dict[str, Any],
-        companions: Companions | None = None,
+        write_companions: Callable[[Path], object] | None = None,
         *,
         in_background: bool = False,
     ) -> None:
         """model_options: what a run that loads it must share; data: what it is told of if it does
-        not; companions: files that the export as a HuggingFace folder will need; in_background:
-        write a copy in host memory, in a thread, while training continues.
+        not; write_companions: writes the files that the export as a HuggingFace folder will
+        need into a folder; in_background: write a copy in host memory, in a thread, while training
+        continues.
         """
         self.iteration = progress.iteration
-        self._folder, self._companions = folder, companions
+        self._folder, self._write_companions = folder, write_companions
         self._unfinished = unfinished_path(checkpoint_path(folder, progress.iteration))
         self._sums: dict[str, Sum] = {}
         self._failure: Exception | None = None
@@ -127,9 +128,9 @@ class CheckpointSave:
 
     def _place(self, sums: dict[str, Sum]) -> None:
         unfinished, path = self._unfinished, checkpoint_path(self._folder, self.iteration)
-        if self._companions is not None:
+        if self._write_companions is not None:
             (unfinished / COMPANIONS).mkdir()
-            self._companions.write(unfinished / COMPANIONS)
+            self._write_companions(unfinished / COMPANIONS)
         others = [name for name in file_names(unfinished) if name not in sums]
         write_checksums(unfinished, sums | {name: sum_of(unfinished / name) for name in others})
         shutil.rmtree(path, ignore_errors=True)

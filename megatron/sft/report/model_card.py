@@ -1,5 +1,5 @@
 """pure. README.md of a folder that a run writes: from which model, on which data and how it was
-trained, and how to load it.
+trained, and how to load it. Checkpoints have one, too, for a later export.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _lines(config: SFTConfig, run_dir: Path | None) -> Iterator[str]:
     yield "tags: [megatron-sft]"
     yield "---"
     yield ""
-    yield f"# {Path(output.save_hf or 'model').name}"
+    yield f"# {Path(output.save_hf or output.save or 'model').name}"
     yield ""
     what = "An adapter (LoRA) for" if is_adapter else "A fine-tune of"
     yield f"{what} `{Path(base).name}`." if base else "A model trained from random weights."
