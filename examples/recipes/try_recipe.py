@@ -26,6 +26,11 @@ SMALL = {
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
     "num_experts": 4,
+    "num_local_experts": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "num_experts_per_tok": 2,
     "query_pre_attn_scalar": 16,
     "vocab_size": 320,
@@ -50,7 +55,10 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     size.
     """
     text = config.get("text_config", config)
-    return {**text, **{name: value for name, value in SMALL.items() if name in text}}
+    small = {**text, **{name: value for name, value in SMALL.items() if name in text}}
+    if "layer_types" in text:  # of models with several kinds the last layers are of both
+        small["layer_types"] = text["layer_types"][-SMALL["num_hidden_layers"] :]
+    return small
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:

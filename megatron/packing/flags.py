@@ -21,6 +21,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -298,6 +299,8 @@ def _value_of_yaml(action: argparse.Action, value: object) -> Any:
 
 
 def _scalar(action: argparse.Action, value: object) -> Any:
+    if isinstance(value, date):  # YAML reads 2025-06-30 as one
+        value = value.isoformat()
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         raise TypeError
     converted = action.type(str(value)) if callable(action.type) else value

@@ -302,6 +302,11 @@ def test_yaml_values(write_yaml, text, field, expected):
     assert getattr(engine, field) == expected
 
 
+def test_yaml_date_is_text(write_yaml):
+    """YAML makes a date of one, which would be refused where an option takes text."""
+    assert parse("--config", write_yaml("name: 2025-06-30"))[1].name == "2025-06-30"
+
+
 def test_yaml_text_like_a_flag_is_a_value(write_yaml):
     """A name that begins with a dash would be read as an option from the file."""
     assert parse("--config", write_yaml("name: --turbo"))[1].name == "--turbo"
