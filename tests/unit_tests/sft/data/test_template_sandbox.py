@@ -91,7 +91,7 @@ def test_refusals_come_soon():
 def test_a_loop_over_pairs_ends(monkeypatch):
     """Only those over single names were counted."""
     monkeypatch.setattr("megatron.sft.data.marked_template._MAX_PASSES", 1000)
-    with pytest.raises(TemplateError, match="it goes on for ever"):
+    with pytest.raises(TemplateError, match="it never ends"):
         MarkedTemplate(
             "{% for i in range(100000) %}{% for k, v in pairs %}{% endfor %}{% endfor %}"
         ).write([], pairs=[[1, 2]] * 100_000)
