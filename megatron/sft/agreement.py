@@ -29,6 +29,7 @@ def differences(of_ranks: Sequence[Mapping[str, object]]) -> list[str]:
     """Returns what is not as on rank 0: `["--lr is 0.1 on ranks 2-3, but 0.2 on rank 0"]`."""
     found = []
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        # Rank 0 is the reference: a user reads its log first.
         first, *values = (of_rank.get(name, "not read") for of_rank in of_ranks)
         others: dict[str, list[int]] = {}
         for rank, value in enumerate(values, 1):

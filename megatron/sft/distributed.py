@@ -56,6 +56,8 @@ def process_groups(
     )  # before groups, which would not match
     make_groups(config)
     # As Megatron seeds: stages differ, so that their layers do.
+    # Data-parallel, tensor and context ranks of a stage share it: what they hold alike must start
+    # alike.
     seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -118,6 +118,7 @@ class StepBatches(Iterator[StepBatch]):
                         timedelta(minutes=config.parallel.distributed_timeout_minutes), group
                     )
         self._source = self._stream if reads else None
+        # Before the prefetching thread: a fork while it holds a lock would copy the lock.
         if reads and num_batches > 0:
             self._stream.start()
         self._rows = padded_batches(

@@ -71,6 +71,8 @@ class WindowLoader(Iterator[list[Any]]):
         self.start()
         assert self._pool is not None
         try:
+            # Workers take windows in turns from where the pool was started, so the next one has a
+            # known sender.
             worker = (self.num_given - self._begun) % len(self._pool)
             message = self._pool.next(worker, 0)
         except BaseException:
@@ -123,6 +125,7 @@ class WindowServer:
     def _windows(self, num_given: int) -> Iterator[list[Any]]:
         worker, num_workers, rank, num_ranks = self._part
         step, size = num_ranks * num_workers, self._root.size
+        # Rank 1 of 2, worker 0 of 3, 4 given: its windows are 9, 15, 21, ...
         first, samples = rank + num_ranks * (num_given + worker), _FIRST_SAMPLES
         while True:
             count = max(1, samples // self._root.samples_per_output)

@@ -87,6 +87,7 @@ def file_of(path: str) -> str | None:
     Token sequences may be named by either of their files, or by what these have in common; of a URL
     without suffix, which else is a folder, this asks the storage.
     """
+    # Checked by suffix before the storage is asked: of a URL each question is a request.
     stem, suffix = os.path.splitext(path)
     if suffix == ".idx" and is_file(stem + _TOKENS_SUFFIX):
         return stem + _TOKENS_SUFFIX

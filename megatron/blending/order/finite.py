@@ -41,6 +41,8 @@ def until_exhausted(weights: Sequence[Weight], sizes: Sequence[int | None]) -> S
     is_by_size = (
         not any(endless) and len({exact[child] / size for child, size in left.items() if size}) == 1
     )
+    # Exact fractions multiply their denominators with each segment, so many children take 64-bit
+    # integers instead. Equal shares of the sizes are one segment and stay exact.
     if len(exact) > _MAX_EXACT and not (is_by_size and _period(left.values()) <= MAX_PERIOD):
         return _rounded_segments(exact, sizes, is_by_size)
     segments: list[tuple[Fraction, Sequence[Weight]]] = []
@@ -54,6 +56,8 @@ def until_exhausted(weights: Sequence[Weight], sizes: Sequence[int | None]) -> S
         if sum(whole) == MAX_PERIOD:
             whole = integer_weights(wanted, _PERIOD)
         segments.append((start, whole))
+        # Outputs until the first child runs out: sizes 3 and 8 with weights 1 and 2 give min(3 *
+        # 3/1, 8 * 3/2) = 9, of which 3 and 6.
         length = min(size * sum(whole) / whole[child] for child, size in left.items() if size)
         left = {child: size - length * whole[child] / sum(whole) for child, size in left.items()}
         start += length
@@ -88,6 +92,7 @@ def _rounded_segments(
         whole = _rounded(wanted)
         given = whole > 0
         length = int((left[given] // whole[given]).min())
+        # Some child has less than its share of one output left.
         if length == 0:
             whole, length = _within(whole, left), 1
         segments.append((start, tuple(whole.tolist())))

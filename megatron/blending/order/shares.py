@@ -92,6 +92,8 @@ class Shares:
             self._lines[child] = slopes, offsets, at_starts
         slopes, offsets, at_starts = self._lines[child]
         begin, end = output * self.unit, (output + 1) * self.unit - 1
+        # The segment in which the child's share reaches `output` whole outputs, then the place on
+        # its line: share(t) = slope * t + offset.
         line = bisect_right(at_starts, begin)
         release = (begin - offsets[line]) // slopes[line] if slopes[line] else NEVER
         line = bisect_right(at_starts, end)
@@ -143,6 +145,8 @@ class Shares:
             shares = self._at_starts[number + 1]
             ending = np.flatnonzero((last == number) & (shares % self.unit != 0)).tolist()
             cut = {child: int(shares[child]) for child in ending}
+            # Fractions that end here are carried on: of 0.5, 0.75 and 0.75 outputs two stand before
+            # the end, and none is owed.
             num_early, owed = divmod(
                 owed + sum(share % self.unit for share in cut.values()), self.unit
             )
@@ -164,6 +168,8 @@ def _earliest_deadline_first(
     ready: list[tuple[int, int, int]] = []
     placed = []
     for place in range(start, end):
+        # With rounded weights no output may be released at this place; the next release is taken
+        # then.
         while later and (later[0][0] <= place or not ready):
             release, deadline, child = heapq.heappop(later)
             heapq.heappush(ready, (deadline, child, release))

@@ -103,6 +103,8 @@ class LimitDataset(PositionsDataset):
         check_whole("LimitDataset: length", length)
         self.length = length
         self.size: int = length if dataset.size is None else min(length, dataset.size)
+        # A limit of endless data goes forward with each pass; a finite data set starts again
+        # anyhow.
         continues_across_epochs = dataset.size is None or dataset.continues_across_epochs
         self.continues_across_epochs = continues_across_epochs and not reset_after_epoch
         self.begins_again = continues_across_epochs and reset_after_epoch
@@ -227,6 +229,8 @@ class ShuffleBufferDataset(PositionsDataset):
         found = np.zeros_like(positions)
         is_whole = places < num_whole * self.window
         # Whole windows are numbered through from pass to pass, and so are the last, shorter ones.
+        # Size 10, window 4: pass 1 has the whole windows 2 and 3, whose positions 8 to 15 stand for
+        # 10 to 17 of the child.
         whole = self._mixed(passes * num_whole * self.window + places, self.window)
         found[is_whole] = (whole - passes * num_whole * self.window + passes * self.size)[is_whole]
         if not is_whole.all():

@@ -155,6 +155,7 @@ def of_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
     `{"__key__": "0", "txt": "t", "json": {"weight": 2}} -> {"text": "t", "weight": 2}`
     """
+    # Names such as __key__ are the folder's bookkeeping, not content.
     record = {name: value for name, value in parts.items() if not name.startswith("__")}
     if "txt" in record:
         record["text"] = record.pop("txt")

@@ -205,6 +205,8 @@ class _Builder:
                 self._all_of("val"),
                 self._all_of("test"),
             )
+        # Sources of 3 and 5 records cut at 6: the first gives range(0, 3), the second range(0, 3)
+        # to training and range(3, 5) to the rest.
         ends = [0, *accumulate(len(source.records) for source in opened)]
         train, valid, test = (
             [

@@ -99,8 +99,19 @@ def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         return [
             f"the data {'is a' if after else 'was a'} blend, and {'was' if after else 'is'} none"
         ]
-    old = {source["name"]: source for source in before["sources"]}
-    new = {source["name"]: source for source in after["sources"]}
+    changes = _source_changes(
+        {source["name"]: source for source in before["sources"]},
+        {source["name"]: source for source in after["sources"]},
+    )
+    if before["mode"] != after["mode"]:
+        changes.append(f"--blend-mode was {before['mode']}, is {after['mode']}")
+    return sorted(changes) or [
+        "the sources are read in another order, or in other proportions over steps"
+    ]
+
+
+def _source_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Returns what differs between the sources of two blends, by name."""
     changes = [f"source {name} is missing" for name in old if name not in new]
     changes += [f"source {name} is new" for name in new if name not in old]
     if not changes and list(old) != list(new):
@@ -112,8 +123,4 @@ def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
             changes.append(
                 f"the weight of {name} was {old[name]['weight']}, is {new[name]['weight']}"
             )
-    if before["mode"] != after["mode"]:
-        changes.append(f"--blend-mode was {before['mode']}, is {after['mode']}")
-    return sorted(changes) or [
-        "the sources are read in another order, or in other proportions over steps"
-    ]
+    return changes

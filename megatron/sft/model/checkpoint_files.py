@@ -53,6 +53,7 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
                 raise OSError(f"{message}: {cause}") from None
             raise
         failure = f"rank {dist.get_rank()}: {cause}"
+    # Reached by every rank, failed or not: the others would wait for this one otherwise.
     failures = [text for text in gathered(failure) if text is not None]
     if failures:
         if dist.get_rank() == 0:
@@ -118,6 +119,7 @@ def check_shared(flag: str, folder: str | Path) -> None:
             probe.touch()
         except OSError as error:
             message = str(error)
+    # Rank 0's name of the probe, as each rank has another process number in its own.
     message, of_first = gathered((message, probe))[0]
     missing = [
         rank

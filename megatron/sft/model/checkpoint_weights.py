@@ -47,6 +47,8 @@ class CheckpointWeights:
             layer_prefix(key) is not None for key in self._metadata.state_dict_metadata
         )
         state = dict(gpt.sharded_state_dict(metadata={"non_homogeneous_layers": has_numbers}))
+        # Factories stand for parameters that checkpoints hold in several tensors, such as gate and
+        # up.
         apply_factories(state)
         self._blocks = {
             name: list(_tensors_in(entry))
@@ -105,6 +107,7 @@ class CheckpointWeights:
 
     def _hold(self, name: str) -> None:
         for old in self._held:
+            # The tensor stays, without memory: the model still refers to it.
             self._parameters[old].untyped_storage().resize_(0)
         prefix = layer_prefix(name)
         self._held = (
@@ -116,6 +119,8 @@ class CheckpointWeights:
         items, targets = [], {}
         for block in blocks:
             values = block.data.detach()
+            # A layer that was saved in a stack of all layers is one row of it: [out, in] -> [1,
+            # out, in].
             for _ in range(block.prepend_axis_num):
                 values = values.unsqueeze(0)
             chunk = ChunkStorageMetadata(torch.Size(block.global_offset), values.shape)

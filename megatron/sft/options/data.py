@@ -140,14 +140,7 @@ class DataConfig:
             raise ValueError("--sft-mock-dataset-config-json needs --mock-data")
         if self.mock_data and self.valid_data_path:
             raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
-        blends = [path for path in self.paths if is_metadataset(path)]
-        if blends and len(self.data_path) > 1:
-            raise ValueError(f"--data-path {blends[0]} must be the only one; name the others in it")
-        for name in ("blend_mode", "blend_weights_by", "blend_weight_schedule"):
-            if not self.is_blend and getattr(self, name) != getattr(DataConfig, name):
-                raise ValueError(
-                    f"{flag_of(name)} needs weights or a metadataset (.yaml) in --data-path"
-                )
+        self._check_blend()
         if (
             self.chat_template is not None
             and self.resolved_tokenizer_type != "HuggingFaceTokenizer"
@@ -162,6 +155,16 @@ class DataConfig:
             self, 0, None, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches"
         )
         _ = self.split_shares, self.resolved_tokenizer_type, self.columns, self.valid_paths
+
+    def _check_blend(self) -> None:
+        blends = [path for path in self.paths if is_metadataset(path)]
+        if blends and len(self.data_path) > 1:
+            raise ValueError(f"--data-path {blends[0]} must be the only one; name the others in it")
+        for name in ("blend_mode", "blend_weights_by", "blend_weight_schedule"):
+            if not self.is_blend and getattr(self, name) != getattr(DataConfig, name):
+                raise ValueError(
+                    f"{flag_of(name)} needs weights or a metadataset (.yaml) in --data-path"
+                )
 
     @property
     def today(self) -> date | None:

@@ -75,6 +75,17 @@ class ModelConfig(Architecture):
             raise ValueError(
                 "--group-query-attention and --num-query-groups belong together; pass both or none"
             )
+        self._check_positions()
+        check_range(self, 1, None, "recompute_num_layers")
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(self, name) is not None and self.recompute_granularity != "full":
+                raise ValueError(f"{flag_of(name)} needs --recompute-granularity full")
+        if self.num_experts is not None:
+            self._check_experts()
+        elif self.moe_grouped_gemm:
+            raise ValueError("--moe-grouped-gemm needs --num-experts; leave it out")
+
+    def _check_positions(self) -> None:
         if (
             self.max_position_embeddings is not None
             and self.max_position_embeddings < self.seq_length
@@ -88,10 +99,6 @@ class ModelConfig(Architecture):
                 "--mtp-num-layers needs --position-embedding-type rope; stages do not share "
                 "learned ones"
             )
-        check_range(self, 1, None, "recompute_num_layers")
-        for name in ("recompute_method", "recompute_num_layers"):
-            if getattr(self, name) is not None and self.recompute_granularity != "full":
-                raise ValueError(f"{flag_of(name)} needs --recompute-granularity full")
         scaling = None if self.rope_scaling is None else parse_rope_scaling(self.rope_scaling)
         if self.query_scale_beta is not None and not (
             scaling and scaling.original_max_position_embeddings
@@ -99,10 +106,6 @@ class ModelConfig(Architecture):
             raise ValueError(
                 "--query-scale-beta needs a --rope-scaling with original_max_position_embeddings"
             )
-        if self.num_experts is not None:
-            self._check_experts()
-        elif self.moe_grouped_gemm:
-            raise ValueError("--moe-grouped-gemm needs --num-experts; leave it out")
 
     def _check_experts(self) -> None:
         if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:

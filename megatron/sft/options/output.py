@@ -73,6 +73,17 @@ class OutputConfig:
     """
 
     def __post_init__(self) -> None:
+        check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints", "ckpt_step")
+        self._check_load()
+        self._check_save()
+        self._check_boards()
+        if any(step < 1 for step in self.dump_schedule):
+            raise ValueError(
+                "--dump-schedule must be steps, the first of which is 1, but is "
+                f"{min(self.dump_schedule)}"
+            )
+
+    def _check_load(self) -> None:
         flags = {
             "--ckpt-step": self.ckpt_step,
             "--finetune": self.finetune,
@@ -91,7 +102,8 @@ class OutputConfig:
                 "--finetune would begin again at each start of the run; pass another --save than "
                 "--load"
             )
-        check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints", "ckpt_step")
+
+    def _check_boards(self) -> None:
         if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
             raise ValueError(
                 "--tensorboard-dir needs the package tensorboard; do pip install tensorboard"
@@ -101,13 +113,10 @@ class OutputConfig:
                 raise ValueError(f"{flag_of(name)} needs --wandb-project")
         if self.wandb_project is not None and find_spec("wandb") is None:
             raise ValueError("--wandb-project needs the package wandb; do pip install wandb")
+
+    def _check_save(self) -> None:
         for name in ("save_interval", "async_save"):
             if getattr(self, name) and self.save is None:
                 raise ValueError(f"{flag_of(name)} needs --save")
         if (self.keep_checkpoints is not None or self.keep_best) and self.save is None:
             raise ValueError("--keep-checkpoints and --keep-best need --save")
-        if any(step < 1 for step in self.dump_schedule):
-            raise ValueError(
-                "--dump-schedule must be steps, the first of which is 1, but is "
-                f"{min(self.dump_schedule)}"
-            )

@@ -93,6 +93,13 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     missing = [name for name in _NEEDED[kind] if fields.get(name) is None]
     if missing:
         raise ValueError(f"{where} has rope_type {kind!r} without {', '.join(missing)}; add them")
+    scaling = _scaling_of(kind, fields, where)
+    if kind == "yarn":
+        _check_attention_factor(fields, scaling, where)
+    return scaling
+
+
+def _scaling_of(kind: str, fields: Mapping[str, Any], where: str) -> RopeScaling:
     known = {
         name: fields[name]
         for name in RopeScaling._fields
@@ -104,15 +111,12 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
                 f"{where} must have numbers above 0, but {name} is {shown(fields[name])}"
             )
     numbers = {name: float(value) for name, value in known.items() if name not in _SWITCHES}
-    scaling = RopeScaling(
+    return RopeScaling(
         kind,
         **numbers,
         truncate=known.get("truncate", True),
         raises_scores=known.get("raises_scores", True) and not _has_equal_scales(fields),
     )
-    if kind == "yarn":
-        _check_attention_factor(fields, scaling, where)
-    return scaling
 
 
 def _has_equal_scales(fields: Mapping[str, Any]) -> bool:

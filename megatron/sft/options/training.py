@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -114,6 +115,11 @@ class TrainingConfig:
             self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed"
         )
         check_range(self, 0, None, "exit_duration_in_mins", "skip_nan_steps")
+        check_range(self, 1, None, "lr_wsd_decay_iters")
+        self._check_optimizer()
+        self._check_warmup()
+
+    def _check_optimizer(self) -> None:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
@@ -125,8 +131,6 @@ class TrainingConfig:
             raise ValueError(
                 "--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none"
             )
-        check_range(self, 1, None, "lr_wsd_decay_iters")
-        self._check_warmup()
 
     def _check_warmup(self) -> None:
         ways = {
@@ -143,6 +147,10 @@ class TrainingConfig:
             raise ValueError(
                 f"--lr-warmup-fraction must be from 0 to below 1, but is {self.lr_warmup_fraction}"
             )
+        self._check_decay({flag: ways[flag] for flag in given or ["--lr-warmup-iters"]})
+
+    def _check_decay(self, given: Mapping[str, float | None]) -> None:
+        """given: the option that sets the warmup, with its value."""
         decay = self.decay_samples / self.global_batch_size
         warmup = self.warmup_samples / self.global_batch_size
         if self.decay_samples and warmup + (self.lr_wsd_decay_iters or 0) > decay > warmup:
@@ -151,9 +159,9 @@ class TrainingConfig:
                 f"the steps of decay, {warmup:g} of {decay:g}; lower it or raise --lr-decay-iters"
             )
         if not 0 <= self.warmup_samples < (self.decay_samples or math.inf):
-            flag = (given or ["--lr-warmup-iters"])[0]
+            ((flag, value),) = given.items()
             raise ValueError(
-                f"{flag} {ways[flag]} must be less than the steps of decay, {decay:g}; lower it or "
+                f"{flag} {value} must be less than the steps of decay, {decay:g}; lower it or "
                 "raise --lr-decay-iters"
             )
 

@@ -97,6 +97,12 @@ def loss_rows(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -
         ("trained", f"{len(steps):,} steps, {sequences:,} sequences, {tokens:,} tokens"),
         ("training loss", f"{before:.4f} -> {after:.4f}   (means of the first and the last steps)"),
     ]
+    return rows + _evaluation_rows(evaluations)
+
+
+def _evaluation_rows(evaluations: Sequence[Evaluation]) -> Rows:
+    """Returns the losses of each split, at the first and the last evaluation."""
+    rows: Rows = []
     for split in dict.fromkeys(evaluation.split for evaluation in evaluations):
         first, *_, last = [each for each in evaluations if each.split == split] * 2
         if first.iteration == last.iteration or split == "test":
@@ -114,20 +120,24 @@ def source_rows(steps: Sequence[StepMetrics]) -> Rows:
         for name, source in step.sources.items():
             parts.setdefault(name, []).append(source)
     tokens = {name: sum(part.tokens for part in parts[name]) for name in parts}
-    rows = []
-    for name in sorted(parts, key=lambda name: -tokens[name])[:MAX_SOURCES]:
-        with_loss = [part for part in parts[name] if math.isfinite(part.loss)]
-        count = steps_of_mean(len(with_loss))
-        before, after = mean_of_tokens(with_loss[:count]), mean_of_tokens(with_loss[-count:])
-        samples = sum(part.sequences for part in parts[name])
-        share = ratio(tokens[name], sum(step.tokens for step in steps))
-        line = (
-            f"{samples:,} samples, {tokens[name]:,} tokens ({share:.1%}), loss {before:.4f} -> "
-            f"{after:.4f}"
-        )
-        rows.append((f"source {name}", line))
+    all_tokens = sum(step.tokens for step in steps)
+    rows = [
+        (f"source {name}", _source_line(parts[name], all_tokens))
+        for name in sorted(parts, key=lambda name: -tokens[name])[:MAX_SOURCES]
+    ]
     left = len(parts) - len(rows)
     return [*rows, ("", f"and {left} sources more")] if left else rows
+
+
+def _source_line(parts: Sequence[SourceMetrics], all_tokens: int) -> str:
+    with_loss = [part for part in parts if math.isfinite(part.loss)]
+    count = steps_of_mean(len(with_loss))
+    before, after = mean_of_tokens(with_loss[:count]), mean_of_tokens(with_loss[-count:])
+    samples, tokens = (
+        sum(getattr(part, name) for part in parts) for name in ("sequences", "tokens")
+    )
+    share = ratio(tokens, all_tokens)
+    return f"{samples:,} samples, {tokens:,} tokens ({share:.1%}), loss {before:.4f} -> {after:.4f}"
 
 
 def answer_rows(events: Sequence[Mapping[str, Any]]) -> Rows:
@@ -136,10 +146,10 @@ def answer_rows(events: Sequence[Mapping[str, Any]]) -> Rows:
     if not found:
         return []
     last = found[-1]
-    told = [answer_line(pair["prompt"], pair["answer"]) for pair in last["answers"]]
+    lines = [answer_line(pair["prompt"], pair["answer"]) for pair in last["answers"]]
     title = f"answers after step {last['iteration']}"
-    rows = [("" if number else title, line) for number, line in enumerate(told[:MAX_ANSWERS])]
-    return [*rows, ("", f"and {len(told) - len(rows)} more")] if len(told) > len(rows) else rows
+    rows = [("" if number else title, line) for number, line in enumerate(lines[:MAX_ANSWERS])]
+    return [*rows, ("", f"and {len(lines) - len(rows)} more")] if len(lines) > len(rows) else rows
 
 
 def speed_rows(steps: Sequence[StepMetrics]) -> Rows:
@@ -238,6 +248,18 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
             f"{dropped:,} dropped{f' ({dropped_line(reasons)})' if reasons else ''}, {cut:,} cut",
         )
     ]
+    skipped = sum(step.skipped for step in steps)
+    rows += [*_prediction_rows(steps), *_delay_rows(steps)]
+    return (
+        [*rows, ("optimizer", f"{skipped:,} steps skipped, as gradients overflowed")]
+        if skipped
+        else rows
+    )
+
+
+def _prediction_rows(steps: Sequence[StepMetrics]) -> Rows:
+    """Returns how well the fitted cost predicted the passes; no row without one."""
+    rows: Rows = []
     error = mean_of_finite(abs(step.prediction_error) for step in steps)
     if math.isfinite(error):
         share = ratio(
@@ -245,6 +267,12 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
         )
         line = f"{error:.1%} mean absolute error of the passes, which were {share:.0%} of the time"
         rows.append(("prediction", line))
+    return rows
+
+
+def _delay_rows(steps: Sequence[StepMetrics]) -> Rows:
+    """Returns by how many steps sequences were delayed; no row without --outlier-delay-steps."""
+    rows: Rows = []
     delays = [sum(counts) for counts in zip_longest(*(step.delays for step in steps), fillvalue=0)]
     if delays:
         histogram = ", ".join(
@@ -253,12 +281,7 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
         rows.append(
             ("delay", f"sequences by steps delayed: {histogram}; {steps[-1].waiting:,} still wait")
         )
-    skipped = sum(step.skipped for step in steps)
-    return (
-        [*rows, ("optimizer", f"{skipped:,} steps skipped, as gradients overflowed")]
-        if skipped
-        else rows
-    )
+    return rows
 
 
 def files_row(run_dir: Path) -> tuple[str, str]:

@@ -55,17 +55,24 @@ def prepare_output(output: OutputConfig) -> None:
         folders["--save-hf"] = str(target.parent)
     for flag, path in folders.items():
         if path is not None:
-            try:
-                Path(path).mkdir(parents=True, exist_ok=True)
-                with TemporaryFile(
-                    dir=path
-                ) as file:  # permissions alone say nothing of full disks, quotas and root
-                    file.write(b"tried")
-            except OSError as error:
-                raise ValueError(
-                    f"{path} must be a folder that can be written to, but: {disk_fault(error)}; "
-                    f"pass another {flag}"
-                ) from None
+            _check_writable(flag, Path(path))
+    _check_checkpoints(output)
+
+
+def _check_writable(flag: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permissions alone say nothing of full disks, quotas and root.
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"tried")
+    except OSError as error:
+        raise ValueError(
+            f"{folder} must be a folder that can be written to, but: {disk_fault(error)}; "
+            f"pass another {flag}"
+        ) from None
+
+
+def _check_checkpoints(output: OutputConfig) -> None:
     if output.load is not None:
         check_load(output.load, output.save, output.ckpt_step)
     is_continued = (

@@ -103,6 +103,8 @@ class CollectingDataset(SavableDataset[Any]):
     def plan(self, positions: Ints, block: Block) -> "BlocksPlan":
         starts, sizes = positions * self.block, np.full_like(positions, self.block)
         inner, per_pass = self.children[0].size, self.num_positions
+        # A pass of 10 samples in blocks of 4 has 3 blocks, of 4, 4 and 2. Position 4 is block 1 of
+        # pass 1: its samples are 10 + 4 to 10 + 7.
         if inner is not None:
             passes, places = np.divmod(positions, max(per_pass or 0, 1))
             starts = passes * inner + places * self.block

@@ -116,6 +116,8 @@ def _pieces(placed: Placed, mine: Tensor) -> list[Tensor]:
         is_written = weight.is_expert or group.rank() == 0
         return [mine] if is_written else []
     pieces = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []
+    # Every rank of the group comes here in the same order, since groups are made of the same table
+    # on all of them.
     dist.gather(mine.contiguous(), pieces or None, group=group, group_dst=0)
     return pieces
 
@@ -123,6 +125,7 @@ def _pieces(placed: Placed, mine: Tensor) -> list[Tensor]:
 def _stack(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tensor]:
     """Yields stacks of experts, of which each expert-parallel rank holds consecutive ones."""
     numbers = [part.view.expert for one in group.placed for part in one.weight.parts]
+    # Expert-parallel rank 1 of 2, with 8 experts, holds experts 4 to 7: first is 4.
     first = min(number for number in numbers if number is not None)
     num_here = len(set(numbers))
     mine = {

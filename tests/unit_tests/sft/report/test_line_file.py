@@ -89,7 +89,7 @@ def test_a_board_that_cannot_be_written_is_left_out(tmp_path, capsys):
     writer.close()
     assert (
         capsys.readouterr().out.count(
-            "note: Board failed (OSError: [Errno 28] No space left on device); training goes on "
+            "note: Board failed (OSError: [Errno 28] No space left on device); training continues "
             "without it"
         )
         == 1

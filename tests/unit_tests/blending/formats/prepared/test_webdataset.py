@@ -188,7 +188,7 @@ def test_no_index_file_is_needed_but_missed(folder):
         ([0, 2048, 4096], "has 2 samples instead of 3"),
         ([0, 2048, 4096, 60000], "goes beyond its end, byte 60000"),
         ([0, 2048, 90000, 6144], "goes beyond its end, byte 6144"),
-        ([0, 2048, 4096, 5120], "ends at byte 5120, but the archive goes on"),
+        ([0, 2048, 4096, 5120], "ends at byte 5120, but the archive continues"),
     ],
 )
 def test_stale_index_is_seen_and_not_used(folder, offsets, fault):
