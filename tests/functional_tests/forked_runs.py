@@ -74,6 +74,10 @@ class ForkedRun:
                 for one in [*process.children(recursive=True), process]:
                     one.send_signal(number)
 
+    def signal_rank(self, rank: int, number: int) -> None:
+        """Signal one rank alone."""
+        os.kill(json.loads((self._folder / "pids.json").read_text())[rank], number)
+
     def finish(self) -> tuple[int, str]:
         """Return (exit status, output of all ranks).
 

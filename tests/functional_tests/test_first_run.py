@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional_tests.forked_runs import train_forked
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "fixtures" / "released" / "qwen"
 
@@ -57,19 +59,19 @@ def test_a_dry_run_of_a_layout_needs_no_launcher(tmp_path, chats):
     assert status == 0
     assert "checked for 2 processes" in out
     assert re.search(r"memory     \d\.\d\d GiB on stage", out)
-    status, _, err = megatron_sft("train", "--dry-run", *given, "--save-hf", "/proc/model")
+    arguments = ["train", "--dry-run", *map(str, given), "--save-hf", "/proc/model"]
+    status, output = train_forked(1, arguments)
     assert status == 2
-    assert "/proc" in err
+    assert "/proc" in output
 
 
 def test_the_folder_has_a_card(tmp_path, chats):
     """A folder that is found a year later says nothing of where it is from."""
     folder = tmp_path / "tuned"
     given = ["--pretrained-checkpoint", MODEL, "--data-path", chats.parent, "--lora"]
-    status, _, err = megatron_sft(
-        *given, "--train-iters", "1", "--save-hf", folder, "--run-dir", tmp_path / "run"
-    )
-    assert status == 0, err
+    given += ["--train-iters", "1", "--save-hf", folder, "--run-dir", tmp_path / "run"]
+    status, output = train_forked(1, list(map(str, given)))
+    assert status == 0, output
     card = (folder / "README.md").read_text()
     assert 'base_model: "qwen"\nlibrary_name: peft\n' in card
     assert "| data | `chats.jsonl` |" in card

@@ -428,9 +428,9 @@ def test_signal_saves_and_ends_with_success(chats: Path, tmp_path: Path, number:
 
 def test_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) -> None:
     """If only one rank hears of it, the others wait for it in a collective."""
-    run = Run(2, [*MODEL, *options(chats, tmp_path, train_iters=100_000)])
+    run = ForkedRun(2, [*MODEL, *options(chats, tmp_path, train_iters=100_000)])
     wait_for_step(run, tmp_path, 2)
-    psutil.Process(run.process.pid).children()[-1].send_signal(signal.SIGTERM)
+    run.signal_rank(1, signal.SIGTERM)
     status, output = run.finish()
     assert status == 0, output
     assert "stopped by a signal" in output
