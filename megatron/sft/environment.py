@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -53,6 +54,19 @@ def _number_from_environment(name: str, default: int) -> int:
             "start with torchrun, which sets it"
         )
     return int(text)
+
+
+def check_temporary_folder() -> None:
+    """Raises ValueError where temporary files, which data workers need, cannot be made."""
+    try:
+        with tempfile.TemporaryFile():
+            pass
+    except OSError as error:
+        place = f" in {tempfile.tempdir}" if error.filename else ""
+        raise ValueError(
+            f"temporary files cannot be made{place}: {error.strerror}; set TMPDIR to a "
+            "folder that can be written to"
+        ) from None
 
 
 def default_num_workers() -> int:

@@ -17,6 +17,7 @@ from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_with_notes
 from megatron.sft.commands import table
 from megatron.sft.environment import (
+    check_temporary_folder,
     end_with_launcher,
     fail,
     lazy_compile,
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str], program: str) -> None:
     rank = 0
     try:
         rank, world_size = world_from_environment()
+        check_temporary_folder()
         found = taken_apart(arguments) if not is_launched() else Launch([], list(arguments))
         world_size = found.world_size or world_size
         config, notes = parse_with_notes(found.training, world_size, command)

@@ -4,12 +4,17 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.sft.environment import lazy_compile, world_from_environment
+from megatron.sft.environment import (
+    check_temporary_folder,
+    lazy_compile,
+    world_from_environment,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,3 +80,15 @@ def test_wrong_numbers_of_a_launcher_are_named(monkeypatch, variables, fault):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=re.escape(fault)):
         world_from_environment()
+
+
+def test_a_missing_temporary_folder_is_named(tmp_path, monkeypatch):
+    """The first data worker failed, or torch's compiler, on a path that the user has nowhere."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    told = r"temporary files cannot be made in .*/gone: No such file or directory; set TMPDIR to a"
+    with pytest.raises(ValueError, match=told):
+        check_temporary_folder()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "gone")])
+    with pytest.raises(ValueError, match="No usable temporary directory found in"):
+        check_temporary_folder()
