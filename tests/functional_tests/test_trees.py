@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 
 from megatron.packing.step import settings
-from tests.functional_tests.layouts import MATRIX, MODELS, Layout
+from tests.functional_tests.layouts import MATRIX, MECHANISM_LAYOUTS, MECHANISMS, MODELS, Layout
 from tests.functional_tests.oracle import (
+    EXACT,
     RankStep,
     Step,
     assemble,
@@ -63,6 +64,21 @@ def test_trees_train_like_their_paths(layout: Layout) -> None:
     steps = assemble(run_ranks(train_packed, layout.world_size, f"{layout.flags} {room}", BATCHES))
     expected = reference(MODELS[layout.model])
     print(f"| {layout} | {largest_difference(steps, expected):.1e} |")  # shown by make trees
+    assert_same(steps, expected, relative=1e-12)
+
+
+@pytest.mark.skipif(not IS_ALL, reason="make trees; every run has unit tests of each mechanism")
+@pytest.mark.parametrize("model", MECHANISMS)
+@pytest.mark.parametrize("layout", MECHANISM_LAYOUTS[1:5], ids=str)
+def test_mechanisms_train_trees_like_their_paths(model: str, layout: Layout) -> None:
+    """Windows and sinks count along the path; the state of a recurrent layer would begin where the
+    node before in the pack ends.
+    """
+    arguments = MECHANISMS[model], apart(BATCHES), EXACT, True
+    expected = run_ranks(train_one_by_one, 1, *arguments)[0]
+    flags = f"{layout._replace(model=model).flags} {WHOLE}"
+    steps = assemble(run_ranks(train_packed, layout.world_size, flags, BATCHES))
+    print(f"| {model}, {layout} | {largest_difference(steps, expected):.1e} |")
     assert_same(steps, expected, relative=1e-12)
 
 

@@ -97,7 +97,8 @@ def read_item(item: Mapping[str, Any]) -> Item:
             for name, values in extra.items()
         }
     of_paths = {name: extra.pop(name) for name in list(extra) if name.startswith(PREFIX)}
-    num_paths = rows_of_paths(fields, of_paths, np.array(lengths))
+    has_paths = bool(of_paths) or "first_path" in fields
+    num_paths = rows_of_paths(fields, of_paths, np.array(lengths)) if has_paths else NO_PATHS
     num_tokens = fields["tokens"].size
     rows = {name: rows_of(name, its, num_tokens, len(lengths)) for name, its in extra.items()}
     rows |= {name: Rows(None, None, its) for name, its in of_paths.items()}

@@ -185,9 +185,9 @@ class SampleReader:
 
     def _with_paths(self, samples: Samples) -> Samples:
         """Returns the samples with the rows of their paths, where these have fields."""
-        rows = np.concatenate([item.num_paths for item in self._items])
-        if not rows.size:
+        if not any(item.num_paths.size for item in self._items):
             return samples
+        rows = np.concatenate([item.num_paths for item in self._items])
         first = self._column("first_path", lambda: np.zeros(samples.tokens.size, np.int32))
         return with_path_tokens(samples.with_columns({FIRST_PATH: first}, {PATH: rows}))
 
