@@ -231,8 +231,8 @@ def report(iteration: int, losses: Any, groups: Any) -> None:
         print(
             f"step {iteration} loss {total[0] / total[1]:.6f} microbatches {stats.microbatches} "
             f"balance {stats.balance:.3f} samples with images {stats.payloads} of "
-            f"{stats.sequences}, bytes held {stats.payload_bytes} moved "
-            f"{stats.moved_payload_bytes}",
+            f"{stats.sequences}, bytes held {stats.payload_bytes} waiting "
+            f"{losses.waiting_payload_bytes} moved {stats.moved_payload_bytes}",
             flush=True,
         )
 

@@ -26,9 +26,13 @@ class PackedLosses(list):
     ran.
     """
 
-    def __init__(self, losses: list[Any], batch: GlobalBatch) -> None:
+    def __init__(self, losses: list[Any], batch: GlobalBatch, waiting_payload_bytes: int) -> None:
         super().__init__(losses)
         self.batch = batch
+        self.waiting_payload_bytes = waiting_payload_bytes
+        """Bytes of payloads of the global batches that are prepared ahead, on the rank that holds
+        most of each.
+        """
 
 
 class PackedPasses:
@@ -78,7 +82,8 @@ class PackedPasses:
             forward_only=forward_only,
             **arguments,
         )
-        return PackedLosses(losses, batch)
+        waiting = 0 if self._training is None else self._training.batches.waiting_bytes
+        return PackedLosses(losses, batch, waiting)
 
     def close(self) -> None:
         """End what prepares batches ahead; before the process groups are destroyed.

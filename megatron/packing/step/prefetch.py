@@ -77,7 +77,8 @@ class Prefetcher(Iterator[T], Generic[T]):
     @property
     def waiting_bytes(self) -> int:
         """Bytes of the values that wait, by `size_of`."""
-        return sum(self._sizes)
+        with self._changed:  # which a thread may hold already
+            return sum(self._sizes)
 
     def settle(self) -> None:
         """Waits until the thread is idle. It stays idle until the next `next`, so its groups may be
