@@ -45,7 +45,7 @@ from megatron.sft.data.tokenizer import build_tokenizer
 from tests.fuzz.mutate import mutated_bytes, mutated_value
 
 Read = Callable[[bytes], None]
-CHAT = {
+CHAT: dict[str, Any] = {
     "messages": [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "how are you"},
@@ -57,6 +57,12 @@ RECORDS: list[dict[str, Any]] = [
     CHAT,
     {"instruction": "add", "input": "1 2", "output": "3", "history": [["a", "b"]]},
     {"prompt": "once", "completion": " upon"},
+    {
+        "prompt": CHAT["messages"][:2],
+        "responses": ["yes", [CHAT["messages"][2]]],
+        "weights": [1, 2],
+    },
+    {"messages": [CHAT["messages"][1], [CHAT["messages"][2], [CHAT["messages"][2]]]]},
     {"text": "a text"},
     {"tokens": [1, 2, 3]},
     {

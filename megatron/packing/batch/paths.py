@@ -5,8 +5,8 @@ The paths of a tree are numbered in the order in which its nodes stand, so that 
 through a token are neighbours: from `first_path` on, as many as `num_paths` says where it is
 trained. For that, paths with fields are merged while it also agrees whether they train a token.
 
-    paths 7 8 9 | 7 5 6 2    ->    tokens 7 8 9 5 6 2    first_path 0 0 0 1 1 1, path_ids 40 41
-    ids   40    | 41
+    paths 7 8 9 | 7 8 5 6    ->    tokens 7 | 8 9 | 8 5 6    first_path 0 | 0 0 | 1 1 1
+    ids   40    | 41                                         path_ids   40 41
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 from megatron.sft.data.messages import Message, SampleError, read_turns, text_of, weight_of
 
+MAX_LEVELS = 100
+"""Branches within branches, at most."""
+
 
 class Keys(NamedTuple):
     """Names of a turn's keys where they are not the known ones."""
@@ -30,14 +33,20 @@ class Paths(NamedTuple):
     unread: set[str]
 
 
-def read_branches(turns: object, where: str, keys: Keys) -> Paths:
-    """Reads turns, whose last entry may be a list of alternatives; SampleError for what is none."""
+def read_branches(turns: object, where: str, keys: Keys, level: int = 0) -> Paths:
+    """Reads turns, whose last entry may be a list of alternatives; SampleError for what is none.
+
+    Args:
+        level: how many times the turns before them branch.
+    """
+    if level > MAX_LEVELS:
+        raise SampleError(f"turns must branch at most {MAX_LEVELS} times, but {where:.60} do more")
     has_branches = isinstance(turns, list) and len(turns) > 1 and isinstance(turns[-1], list)
     if not isinstance(turns, list) or not has_branches:
         messages, unread = read_turns(turns, where, *keys)
         return Paths([messages], unread)
     trunk, unread = read_turns(turns[:-1], where, *keys)
-    return _behind(trunk, unread, turns[-1], f"{where}[{len(turns) - 1}]", keys)
+    return _behind(trunk, unread, turns[-1], f"{where}[{len(turns) - 1}]", keys, level + 1)
 
 
 def read_responses(
@@ -79,7 +88,12 @@ def _listed(responses: object) -> list[Any]:
 
 
 def _behind(
-    trunk: Sequence[Message], unread: set[str], branches: Sequence[Any], where: str, keys: Keys
+    trunk: Sequence[Message],
+    unread: set[str],
+    branches: Sequence[Any],
+    where: str,
+    keys: Keys,
+    level: int = 1,
 ) -> Paths:
     """Reads alternatives, each behind `trunk`, which is trained in the first path only."""
     if not branches:
@@ -92,7 +106,7 @@ def _behind(
             read = Paths([[Message("assistant", text_of(branch, place))]], set())
         elif isinstance(branch, list | Mapping):
             turns = branch if isinstance(branch, list) else [branch]
-            read = read_branches(turns, place, keys)
+            read = read_branches(turns, place, keys, level)
         else:
             raise SampleError(f"{place} must be text, a turn or turns, but is {branch!r:.60}")
         for path in read.paths:

@@ -54,6 +54,13 @@ def paths_of(sample: EncodedSample) -> list[tuple[str, str]]:
     return found
 
 
+def deep(levels: int) -> list[Any]:
+    turns: list[Any] = [*ASK, answer("a")]
+    for _ in range(levels):
+        turns = [*ASK, [turns]]
+    return turns
+
+
 CHAT = "<user>q<end><assistant>"
 PATHS = [(f"{CHAT}a1<end>", "1<end>"), (f"{CHAT}a2<end>", "2<end>")]
 """The answers share a letter, which stands in their trunk."""
@@ -175,6 +182,7 @@ def test_parquet_gives_what_json_gives(tmp_path: Path) -> None:
         ({"prompt": ASK, "responses": [[]]}, "responses[0] must be a list of at least one message"),
         ({"messages": [*ASK, []]}, "messages[1] must hold at least one answer, but is empty"),
         ({"messages": [[answer("a")]]}, "messages[0] must be {role, content}"),
+        ({"messages": deep(101)}, "turns must branch at most 100 times, but messages[1][0][1][0]["),
         (
             {"messages": [*ASK, [answer("a")], answer("b")]},
             "messages[1] must be {role, content}",
