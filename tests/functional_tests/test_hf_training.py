@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.benchmarks.hf_perturbed import grown, largest_so_far
 from examples.benchmarks.hf_training import batches, bfloat16_errors, largest, layout_of
 from tests.functional_tests.hf_models import train_by_product, train_by_transformers, write_model
 from tests.functional_tests.ranks import run_ranks
@@ -55,3 +56,14 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(folder: Path, model: str) 
     """A cast in the wrong place costs digits that nobody misses in float64."""
     theirs, ours = bfloat16_errors(folder, DATA)
     assert 0 < ours <= 1.3 * theirs
+
+
+@pytest.mark.skipif(os.environ.get("FAMILIES") != "all", reason="make test-families runs it")
+def test_what_grows_is_rounding() -> None:
+    """Qwen3.5-MoE takes runs apart that begin 1e-15 from one another: ten steps lose seven digits.
+    A mistake would be larger than what transformers differs by from itself.
+    """
+    perturbed, ours = grown("qwen3.5-moe", ["TP2"], DATA, 1e-15)
+    assert perturbed[-1] > 1e-6, "nothing grows: compare losses to 1e-10 instead"
+    for found, bound in zip(ours, largest_so_far(perturbed), strict=True):
+        assert found <= 10 * bound

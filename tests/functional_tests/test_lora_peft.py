@@ -29,6 +29,7 @@ pytest.importorskip("peft")
 BATCHES = [sequences_in_order(5, (40, 12, 17, 64, 9, 25, 8, 33)), *batches(19)]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TIED = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PARTS = ["q_proj", "v_proj", "up_proj"]
 
 
@@ -44,11 +45,18 @@ PARTS = ["q_proj", "v_proj", "up_proj"]
         ),
         ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*ATTENTION, "up_proj"]}),
         ("qwen3-moe", "ep2", 1, {"target_modules": ATTENTION}),
+        ("phi3", "tp2-sp", 2, {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+        (
+            "gpt-oss",
+            "ep2",
+            2,
+            {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
+        ),
         *[
             ("gemma2", "pp2", 2, {"target_modules": PARTS}),
             ("olmo3", "tp2-sp", 2, {"target_modules": PARTS}),
-            ("qwen3.5", "tp2-sp", 2, {"target_modules": ["o_proj", "up_proj"]}),
-            ("gpt-oss", "ep2", 2, {"target_modules": ATTENTION}),
+            ("qwen3.5", "tp2-sp", 2, {"target_modules": ATTENTION}),
+            ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
         ]
         * (os.environ.get("FAMILIES") == "all"),
     ],

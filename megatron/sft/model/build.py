@@ -224,7 +224,8 @@ def build_model(
         if config.training.bf16:
             module = Float16Module(transformer_config, module)
         if config.lora.lora:
-            add_adapters(gpt, config.lora, config.training.seed)
+            tensors = pretrained.weights if isinstance(pretrained, Pretrained) else None
+            add_adapters(gpt, config.lora, config.training.seed, tensors)
             if adapter is not None:
                 read_weights([gpt], adapter.weights, adapter.folder)
         chunks.append(

@@ -19,9 +19,16 @@ LINEARS = {
 """Linear layers, as `packing.model.names.linear_of` calls them -> the layers of HuggingFace models
 that each of them is made of, in order.
 """
+FUSED = {"qkv": "qkv_proj", "fc1": "gate_up_proj"}
+"""What HuggingFace calls all of these in one layer, where a family has them so."""
 _EVERY = tuple(module for modules in LINEARS.values() for module in modules)
 _ALL = "all-linear"
-_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "w1": ("gate_proj",),  # Mixtral's
+    "w3": ("up_proj",),
+    "w2": ("down_proj",),
+    **{fused: LINEARS[linear] for linear, fused in FUSED.items()},
+}
 _WHOLE = ("embed_tokens", "lm_head")
 
 
@@ -43,7 +50,8 @@ class LoraConfig:
     """Dropout of the adapters' input."""
     lora_target_modules: tuple[str, ...] = ()
     """Layers with adapters, by PEFT's names. Any of q_proj k_proj v_proj o_proj gate_proj
-    up_proj down_proj, also those of each expert (default: all-linear, which is all of these).
+    up_proj down_proj, also those of each expert, qkv_proj and gate_up_proj of families that
+    have them in one (default: all-linear, which is all of these).
     """
     lora_modules_to_save: tuple[str, ...] = ()
     """Layers that are trained as a whole: embed_tokens, lm_head, or both."""
@@ -71,7 +79,11 @@ class LoraConfig:
             raise ValueError(
                 f"--lora-dropout must be from 0 to below 1, but is {self.lora_dropout}"
             )
-        self._check_names("lora_target_modules", (*_EVERY, _ALL), (*_EVERY, *_MIXTRAL, _ALL))
+        self._check_names(
+            "lora_target_modules",
+            (*_EVERY, *FUSED.values(), _ALL),
+            (*_EVERY, *_OTHER_NAMES, _ALL),
+        )
         self._check_names("lora_modules_to_save", _WHOLE, _WHOLE)
 
     def _check_names(self, option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
@@ -84,7 +96,11 @@ class LoraConfig:
     @property
     def targets(self) -> tuple[str, ...]:
         """The layers with adapters, by the names of `LINEARS`."""
-        names = {_MIXTRAL.get(name, name) for name in self.lora_target_modules}
+        names = {
+            module
+            for name in self.lora_target_modules
+            for module in _OTHER_NAMES.get(name, (name,))
+        }
         return tuple(module for module in _EVERY if not names or _ALL in names or module in names)
 
     def targets_in(self, linear: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.sft.model.huggingface.read import Placed, weights_bar
-from megatron.sft.model.huggingface.tensors import Copy, Part, copies
+from megatron.sft.model.huggingface.tensors import Copy, Part, Stack, copies
 
 ValuesOf = Callable[[Placed], Tensor]
 
@@ -129,7 +129,7 @@ def _stack(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tenso
     first = min(number for number in numbers if number is not None)
     num_here = len(set(numbers))
     mine = {
-        part.name: torch.empty((num_here, *part.stored_shape[1:]), dtype=dtypes.of(part.name))
+        part.name: torch.empty((num_here, *part.matrix_shape), dtype=dtypes.of(part.name))
         for part in group.parts
     }
     for one in group.placed:
@@ -140,15 +140,23 @@ def _stack(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tenso
             _put(mine[part.name][part.view.expert - first], part, copy, values)
     experts = parallel_state.get_expert_model_parallel_group()
     device = group.placed[0].parameter.device
-    for held in mine.values():
+    stacks = {part.name: part.view.stack for part in group.parts}
+    for name, held in mine.items():
         if experts.size() == 1:
-            yield held
+            yield _stacked(held, stacks[name])
             continue
         sent = held.to(device)  # the backend of a GPU's groups takes no tensors of the host
         pieces = [torch.empty_like(sent) for _ in range(experts.size())]
         dist.gather(sent, pieces if experts.rank() == 0 else None, group=experts, group_dst=0)
         if experts.rank() == 0:
-            yield torch.cat(pieces).cpu()
+            yield _stacked(torch.cat(pieces).cpu(), stacks[name])
+
+
+def _stacked(matrices: Tensor, stack: Stack) -> Tensor:
+    """Returns matrices [experts, ...] as a file has them."""
+    if stack == "rows":
+        return matrices.flatten(0, 1)
+    return matrices.permute(1, 2, 0).flatten(1) if stack == "columns" else matrices
 
 
 def _put(tensor: Tensor, part: Part, copy: Copy, piece: Tensor) -> None:

@@ -194,8 +194,21 @@ def _block(held: Any, part: Part, copy: Copy) -> Tensor:
     if view.expert is None and not view.run and not view.is_transposed:
         rows = view.rows(copy.rows)
         return held[rows] if len(part.shape) == 1 else held[rows, copy.columns]
-    matrix = held[:] if view.expert is None else held[view.expert : view.expert + 1][0]
-    return block_of(matrix, part, copy)
+    return block_of(held[:] if view.expert is None else _of_expert(held, part), part, copy)
+
+
+def _of_expert(held: Any, part: Part) -> Tensor:
+    """Returns the matrix of a part's expert from a stack."""
+    number, stack = part.view.expert, part.view.stack
+    assert number is not None
+    if stack == "matrices":
+        found: Tensor = held[number : number + 1][0]
+    elif stack == "rows":
+        num_rows = part.matrix_shape[0]
+        found = held[number * num_rows : (number + 1) * num_rows]
+    else:
+        found = held[:][:, number :: part.stored[1] // part.shape[1]]
+    return found
 
 
 def _from_mxfp4(blocks: Any, scales: Any, part: Part, copy: Copy) -> Tensor:

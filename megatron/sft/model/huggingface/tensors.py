@@ -17,6 +17,13 @@ group; rows of the vocabulary, padded at its end.
 """
 
 
+Stack = Literal["matrices", "rows", "columns"]
+"""How matrices [n, m] of experts make one tensor: one behind the other, [experts, n, m]; one below
+the other, [experts * n, m]; or, as PEFT has B, column after column, [n, m * experts], of which c *
+experts + e is column c of expert e.
+"""
+
+
 class View(NamedTuple):
     """Place of the rows of a part in its tensor.
 
@@ -32,6 +39,7 @@ class View(NamedTuple):
     is_transposed: bool = False
     expert: int | None = None
     """Number of the matrix (or row) in a stack of experts; None for a tensor that is no stack."""
+    stack: Stack = "matrices"
 
     def rows(self, rows: slice) -> slice | list[int]:
         """Returns where these rows of the part stand in the tensor."""
@@ -56,6 +64,13 @@ class Part(NamedTuple):
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the file."""
         return self.stored or self.shape
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape of each expert's matrix (or row) in a stack."""
+        if self.view.stack == "matrices":
+            return self.stored[1:]
+        return self.shape if self.view.stack == "rows" else (self.stored[0], self.shape[1])
 
 
 class Weight(NamedTuple):

@@ -2,8 +2,8 @@
 
 A layer that computes W x then gives W x + scale * B A x. W is frozen; A [rank, in] starts random, B
 [out, rank] zero. Where megatron-core joins several layers in one (queries, keys and values; gate
-and up), each of them has an A and a B of its own, as PEFT would give it: the A are stacked, and the
-rows of the B stand in the order of the layer's own.
+and up), each layer of the HuggingFace model has an A and a B of its own (see `layers`): the A are
+stacked, and the rows of the B stand in the order of the layer's own.
 
 Tensor parallel ranks share A and B as they share the layer. Only tensors that are as wide as the
 rank travel:
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -38,20 +38,27 @@ from torch.nn.functional import dropout, linear
 
 from megatron.packing.model.names import linear_of
 from megatron.sft.model.huggingface.read import global_name
-from megatron.sft.model.huggingface.tensors import Part, Weight, copies
+from megatron.sft.model.huggingface.tensors import Layout, Part, Tensors, Weight, copies
+from megatron.sft.model.lora.layers import Adapted, adapted_layers
 from megatron.sft.options.lora import LINEARS, LoraConfig
 
 Product = Callable[[Tensor, Callable[["Adapter"], Tensor]], Tensor]
 """Multiplies rows [..., in] with the transpose of what a function gives of an adapter [out, in]."""
 
 
-def add_adapters(gpt: GPTModel, lora: LoraConfig, seed: int = 1234) -> None:
+def add_adapters(
+    gpt: GPTModel, lora: LoraConfig, seed: int = 1234, tensors: Tensors | None = None
+) -> None:
     """Freeze a model but for `lora_modules_to_save`, and put an adapter beside each layer that is
     asked for.
 
     Before DistributedDataParallel and the optimizer are made, after Float16Module: adapters are
     float32 at least. What they start from is a function of `seed`, the layer and its place in the
     model, whatever the layout.
+
+    Args:
+        tensors: of the folder that the model is from, which say what layers ours are made of; None:
+            of Llama's kind.
 
     Raises ValueError for a model that adapters cannot stand in exactly.
     """
@@ -64,14 +71,14 @@ def add_adapters(gpt: GPTModel, lora: LoraConfig, seed: int = 1234) -> None:
     for parameter in gpt.parameters():
         parameter.requires_grad_(False)
     _thaw(gpt, lora)
-    targeted = list(_targeted(gpt, lora))
+    targeted = list(_targeted(gpt, lora, tensors))
     if not targeted:
         raise ValueError(
             f"--lora-target-modules {' '.join(lora.targets)} are in none of this stage's layers; "
             "add others"
         )
-    for name, layer in targeted:
-        layer.adapter = Adapter(layer, name, config, lora, seed)
+    for name, layer, weight, layers in targeted:
+        layer.adapter = Adapter(layer, name, weight, layers, config, lora, seed)
         layer.register_forward_hook(_add_update)
         layer.sharded_state_dict = MethodType(_sharded_state_dict, layer)
     if config.recompute_granularity == "full" and gpt.pre_process:
@@ -94,30 +101,37 @@ def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
         gpt.output_layer.weight.requires_grad_(True)
 
 
-def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
-    """The layers that get an adapter, with their names in the whole model."""
-    for name, module in gpt.named_modules():
-        linear_name = linear_of(name)
+class _Targeted(NamedTuple):
+    """A linear layer of ours that gets an adapter."""
+
+    name: str
+    """In the whole model."""
+    layer: Any
+    weight: Weight
+    layers: tuple[Adapted, ...]
+    """Of the HuggingFace model, that it is made of."""
+
+
+def _targeted(gpt: GPTModel, lora: LoraConfig, tensors: Tensors | None) -> Iterator[_Targeted]:
+    for local_name, module in gpt.named_modules():
+        linear_name = linear_of(local_name)
         if linear_name is None or not lora.targets_in(linear_name):
             continue
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             raise ValueError(
-                f"--lora needs megatron-core's own linear layers, but {name} is a "
+                f"--lora needs megatron-core's own linear layers, but {local_name} is a "
                 f"{type(module).__name__}, as Transformer Engine's are; uninstall "
                 "transformer_engine to train adapters"
             )
-        if _parts_of(linear_name, gpt.config, lora):
-            yield global_name(name, gpt), module
-
-
-def _parts_of(linear_name: str, config: TransformerConfig, lora: LoraConfig) -> tuple[int, ...]:
-    """The numbers, in `LINEARS`, of the modules of a layer that have adapters."""
-    found = lora.targets_in(linear_name)
-    return (
-        found
-        if linear_name != "fc1" or config.gated_linear_unit
-        else tuple(n for n in found if n == 1)
-    )
+        name = global_name(local_name, gpt)
+        weight = (
+            _weight_of(linear_name, module.output_size, gpt.config)
+            if tensors is None
+            else tensors.of_parameter(f"{name}.weight")
+        )
+        layers = adapted_layers(linear_name, weight, lora)
+        if layers:
+            yield _Targeted(name, module, weight, layers)
 
 
 class Adapter(torch.nn.Module):
@@ -130,33 +144,36 @@ class Adapter(torch.nn.Module):
     """
 
     def __init__(
-        self, layer: Any, name: str, config: TransformerConfig, lora: LoraConfig, seed: int
+        self,
+        layer: Any,
+        name: str,
+        weight: Weight,
+        layers: Sequence[Adapted],
+        config: TransformerConfig,
+        lora: LoraConfig,
+        seed: int,
     ) -> None:
-        """`name`: the layer's, in the whole model."""
+        """`name`: the layer's, in the whole model; `layers` of the HuggingFace model: those with an
+        adapter.
+        """
         super().__init__()
-        linear_name = linear_of(name)
-        assert linear_name is not None
         self.is_row_parallel = isinstance(layer, RowParallelLinear)
         self.group = layer.tp_group
         self.sequence_parallel = config.sequence_parallel and self.group.size() > 1
         self.scale = lora.scale
         self._dropout = lora.lora_dropout
-        targets = _parts_of(linear_name, config, lora)
-        self.num_modules = len(targets)
-        weight = _weight_of(linear_name, layer.output_size, config)
-        self.is_gated = weight.layout == "sections" and len(targets) == 2
+        module_of = {part: n for n, adapted in enumerate(layers) for part in adapted.parts}
+        self.num_modules = len(layers)
+        self.is_gated = weight.layout == "sections" and len(module_of) == 2
         num_rows = layer.output_size if self.is_row_parallel else layer.output_size_per_partition
         found = [
             (copy.part, copy.rows)
             for copy in copies(weight, self.group.rank(), self.group.size(), num_rows)
         ]
-        self.blocks = [
-            (targets.index(part) if part in targets else None, rows.stop - rows.start)
-            for part, rows in found
-        ]
+        self.blocks = [(module_of.get(part), rows.stop - rows.start) for part, rows in found]
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": dtype, "device": layer.weight.device}
-        modules = [f"{name}.{LINEARS[linear_name][target]}" for target in targets]
+        modules = [f"{name}.{adapted.module}" for adapted in layers]
         wholes = [_kaiming(module, lora.lora_rank, layer.input_size, seed) for module in modules]
         if self.is_row_parallel:
             wholes = [whole.chunk(self.group.size(), 1)[self.group.rank()] for whole in wholes]
@@ -227,7 +244,7 @@ class Adapter(torch.nn.Module):
     def _expanded(self, reduced: Tensor, product: Product) -> Tensor:
         """[..., rank * modules] -> [..., out on this rank]: B of each module times its part of
         A x."""
-        if self.num_modules == 1 and len(self.blocks) == 1:
+        if self.num_modules == 1 and all(module == 0 for module, _ in self.blocks):
             return product(reduced, lambda adapter: adapter.lora_B.to(reduced.dtype))
         outputs = []
         for number, x in enumerate(reduced.chunk(self.num_modules, -1)):
@@ -261,18 +278,21 @@ class Adapter(torch.nn.Module):
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:
-    """The rows of a layer as `huggingface.tensors` describes them; a row-parallel rank has them
-    all.
+    """Returns the rows of a layer as `huggingface.tensors` describes them, of a model without a
+    table of its own; a row-parallel rank has them all.
     """
+    modules = LINEARS[linear_name]
+    sizes: tuple[int, ...] = (output_size,)
+    groups = 1
     if linear_name == "qkv":
         head, groups = config.kv_channels, config.num_query_groups
         sizes = (config.num_attention_heads * head, groups * head, groups * head)
-        return Weight("heads", tuple(Part("", (size,)) for size in sizes), num_groups=groups)
-    if len(LINEARS[linear_name]) == 1:
-        return Weight("whole", (Part("", (output_size,)),))
-    if config.gated_linear_unit:
-        return Weight("sections", (Part("", (output_size // 2,)),) * 2)
-    return Weight("rows", (Part("", (0,)), Part("", (output_size,))))
+    elif linear_name == "fc1":
+        is_gated = config.gated_linear_unit
+        sizes = (output_size // 2,) * 2 if is_gated else (0, output_size)
+    layout: dict[str, Layout] = {"qkv": "heads", "fc1": "sections"}
+    parts = tuple(Part(module, (size,)) for module, size in zip(modules, sizes, strict=True))
+    return Weight(layout.get(linear_name, "whole"), parts, num_groups=groups)
 
 
 def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:

@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterator
 
 from megatron.packing.model.names import ADAPTER, EMBEDDING, OUTPUT, is_of_adapter, logical_name
-from megatron.sft.model.huggingface.tensors import Layout, Part, Weight
+from megatron.sft.model.huggingface.tensors import Layout, Part, View, Weight
 from megatron.sft.model.huggingface.weights import Weights
+from megatron.sft.model.lora.layers import adapted_layers
 from megatron.sft.options.lora import LINEARS, LoraConfig
 
 _PREFIX = "base_model.model."
+STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""PEFT's names of parameters that hold the experts of a layer, in their order."""
 _WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT}
 
 
@@ -81,31 +84,73 @@ class AdapterWeights:
             part.name.split(".lora_A.")[0]
             for weight in self.all()
             for part in weight.parts
-            if "lora_A" in part.name
+            if "lora_A" in part.name and part.view.expert is None
         }
         return sorted({name.rsplit(".", 1)[1] for name in names})
 
+    def target_parameters(self) -> list[str]:
+        """PEFT's names of the parameters that are experts and have adapters."""
+        stacked = {
+            linear
+            for weight in self._weights.all()
+            if weight.parts[0].view.expert is not None
+            and self._lora.targets_in(linear := _linear(weight))
+        }
+        return [name for number, name in enumerate(STACKED, 1) if f"fc{number}" in stacked]
+
     def _of_layer(self, weight: Weight, which: str) -> Weight:
         """A or B of the modules that a layer's weight is made of and that have adapters."""
-        rank, is_cut_by_columns = self._lora.lora_rank, weight.layout == "columns"
+        linear, rank = _linear(weight), self._lora.lora_rank
+        is_cut_by_columns = weight.layout == "columns"
         layout: Layout
         if which == "lora_A":
             layout = "columns" if is_cut_by_columns else "whole"
         else:
             layout = "whole" if is_cut_by_columns else weight.layout
         parts = []
-        for number in self._lora.targets_in(_linear(weight)):
-            if weight.parts[number].stored or len(weight.parts) > len(LINEARS[_linear(weight)]):
-                modules = " ".join(LINEARS[_linear(weight)])
-                raise ValueError(
-                    f"--lora-target-modules must leave out {modules}: this family stores them as "
-                    f"{weight.parts[number].name}, beside which no adapters are supported"
-                )
-            name, (rows, columns) = weight.parts[number].name, weight.parts[number].shape
-            shape = (rank, columns) if which == "lora_A" else (rows, rank)
-            parts.append(Part(f"{_PREFIX}{name.removesuffix('weight')}{which}.weight", shape))
+        layers = adapted_layers(linear, weight, self._lora)
+        for number in sorted(
+            number
+            for layer in layers
+            for number in (layer.parts[:1] if which == "lora_A" else layer.parts)
+        ):
+            part = weight.parts[number]
+            if part.view.expert is not None:
+                parts.append(self._of_stack(part, which))
+                continue
+            name = f"{_PREFIX}{part.name.removesuffix('weight')}{which}.weight"
+            if which == "lora_A":
+                parts.append(Part(name, (rank, part.shape[1])))
+            else:
+                stored = (part.stored[0], rank) if part.stored else ()
+                parts.append(Part(name, (part.shape[0], rank), part.view, stored))
         num_groups = weight.num_groups if layout == "heads" else 1
+        if any(part.view.expert is not None for part in parts) and self._lora.lora_dropout:
+            raise ValueError(
+                "--lora-dropout must be 0 with adapters of experts that are one tensor, since PEFT "
+                "adds them to it; drop it, or leave "
+                f"{' '.join(LINEARS[linear])} out of --lora-target-modules"
+            )
         return Weight(layout, tuple(parts), weight.is_expert, num_groups, weight.part)
+
+    def _of_stack(self, part: Part, which: str) -> Part:
+        """Returns A or B of an expert's adapter, where all are one tensor in PEFT's files: A
+        [experts * rank, in], B [out, rank * experts].
+        """
+        rank, experts = self._lora.lora_rank, part.stored[0]
+        module = part.name.rpartition(".")[0]
+        if part.view.is_transposed:
+            rows, columns = part.stored[2], part.stored[1]
+        else:
+            rows, columns = part.stored[1], part.stored[2]
+        # PEFT wraps a module once for each of its parameters: the first is the innermost.
+        is_inner = part.name.endswith(STACKED[0]) and self._lora.targets_in("fc2")
+        name = f"{_PREFIX}{module}{'.base_layer' if is_inner else ''}.{which}.weight"
+        if which == "lora_A":
+            view, stored = View(expert=part.view.expert, stack="rows"), (experts * rank, columns)
+            return Part(name, (rank, columns), view, stored)
+        view = part.view._replace(is_transposed=False, stack="columns")
+        return Part(name, (part.shape[0], rank), view, (rows, rank * experts))
 
 
 def _linear(weight: Weight) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.packing.user_files import read_json
 from megatron.sft.model.huggingface.folder import Folder, Stored, read_header
-from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.model.lora.names import STACKED, AdapterWeights
 from megatron.sft.options.lora import LoraConfig
 
 CONFIG = "adapter_config.json"
@@ -26,7 +26,6 @@ _MUST_BE_EMPTY = (
         "alpha_pattern",
     ),
     *(
-        "target_parameters",
         "trainable_token_indices",
         "layer_replication",
         "alora_invocation_tokens",
@@ -80,11 +79,18 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{where} has {name} {config.get(name)!r}, but only plain LoRA is supported"
         )
+    parameters = config.get("target_parameters") or []
+    for parameter in (one for one in parameters if one not in STACKED):
+        raise ValueError(
+            f"{where} has target_parameters {parameter!r:.100}, but only adapters of all layers, "
+            f"{' or '.join(STACKED)}, are supported"
+        )
     modules = {
         name.split(".lora_A.")[0].rsplit(".", 1)[-1]
         for name in open_adapter(folder).tensors
-        if "lora_A" in name
+        if "lora_A" in name and not (parameters and ".mlp.experts." in name)
     }
+    modules |= {parameter.rpartition(".")[2] for parameter in parameters}
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,
@@ -111,6 +117,7 @@ def write_adapter_config(
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": lora.lora_dropout,
         "target_modules": weights.target_modules(),
+        "target_parameters": weights.target_parameters() or None,
         "modules_to_save": weights.modules_to_save() or None,
         "ensure_weight_tying": weights.tied is not None,
         "use_rslora": lora.lora_rslora,

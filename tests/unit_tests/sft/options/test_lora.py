@@ -70,6 +70,12 @@ def test_all_layers_by_default(given):
     ]
 
 
+def test_names_of_phi_are_all_that_they_hold():
+    """Its files have queries, keys and values in one, and gate and up."""
+    lora = LoraConfig(lora=True, lora_target_modules=("qkv_proj", "gate_up_proj"))
+    assert lora.targets == ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
 def test_names_of_mixtral_are_the_same_layers():
     """Its files call gate, down and up w1, w2 and w3."""
     lora = LoraConfig(lora=True, lora_target_modules=("w3", "v_proj", "w2"))

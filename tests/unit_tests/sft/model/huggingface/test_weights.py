@@ -173,14 +173,30 @@ def test_what_the_model_lacks_has_no_place(name):
         Weights(model(**EXPERTS), VOCAB_SIZE, FAMILIES["qwen2_moe"]).of_parameter(name)
 
 
-def test_fused_tensors_have_no_adapters():
-    """Rows of a tensor that holds three layers would share an A that PEFT makes once for all."""
+def test_fused_tensors_have_one_adapter():
+    """Rows of a layer that HuggingFace has as one share an A, as PEFT makes it."""
+    lora = LoraConfig(lora=True, lora_rank=3, lora_target_modules=("qkv_proj", "down_proj"))
+    fused = Weights(model(qk_layernorm=False, add_qkv_bias=False), VOCAB_SIZE, FAMILIES["phi3"])
+    names = AdapterWeights(fused, lora)
+    assert names.target_modules() == ["down_proj", "qkv_proj"]
+    a, b = (
+        names.of_parameter(f"decoder.layers.0.self_attention.linear_qkv.adapter.lora_{which}")
+        for which in "AB"
+    )
+    (part,) = a.parts
+    assert part.name.endswith("layers.0.self_attn.qkv_proj.lora_A.weight")
+    whole = fused.of_parameter("decoder.layers.0.self_attention.linear_qkv.weight")
+    assert {one.stored for one in b.parts} == {(whole.parts[0].stored[0], 3)}
+    assert [one.view for one in b.parts] == [one.view for one in whole.parts]
+    assert [one.shape[0] for one in b.parts] == [one.shape[0] for one in whole.parts]
+
+
+def test_a_part_of_a_fused_tensor_has_no_adapter():
+    """PEFT could not load what it has no layer for."""
     lora = LoraConfig(lora=True, lora_target_modules=("q_proj", "down_proj"))
     fused = Weights(model(qk_layernorm=False, add_qkv_bias=False), VOCAB_SIZE, FAMILIES["phi3"])
-    with pytest.raises(ValueError, match=r"must leave out q_proj k_proj v_proj: .*qkv_proj"):
+    with pytest.raises(ValueError, match=r"all of q_proj k_proj v_proj, .*; pass qkv_proj"):
         list(AdapterWeights(fused, lora).all())
-    mlp = LoraConfig(lora=True, lora_target_modules=("down_proj",))
-    assert len(list(AdapterWeights(fused, mlp).all())) == 2 * 2
 
 
 def test_rows_that_alternate():

@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.packing.flags import FlagError
+from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.model.huggingface.folder import check_folder
+from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import (
     CONFIG,
@@ -74,7 +76,7 @@ def test_modules_may_be_a_pattern_or_whole_names(adapter):
         {"bias": "all"},
         {"rank_pattern": {"q_proj": 8}},
         {"alpha_pattern": {"q_proj": 8}},
-        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"target_parameters": ["7.mlp.experts.gate_up_proj"]},
         {"layer_replication": [[0, 2]]},
         {"init_lora_weights": "pissa"},
     ],
@@ -84,7 +86,7 @@ def test_what_is_computed_otherwise_is_refused(adapter, changes):
     """It would be read, and trained on as something else."""
     change(adapter, **changes)
     with pytest.raises(
-        ValueError, match=rf"adapter_config.json has {next(iter(changes))} .* is supported"
+        ValueError, match=rf"adapter_config.json has {next(iter(changes))} .* (is|are) supported"
     ):
         options_of_adapter(adapter)
 
@@ -165,3 +167,49 @@ def test_tied_embeddings_are_trained_by_both_names(tmp_path):
         else:
             with pytest.raises(ValueError, match=message):
                 check_folder(open_adapter(tmp_path), names, CONFIG)
+
+
+def gpt_oss(**changes):
+    """The tensors of a gpt-oss of one layer with three experts, and an adapter's of rank 2."""
+    config = parse(
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --num-experts 3 "
+        "--moe-ffn-hidden-size 6 --ffn-hidden-size 6 --softmax-type learnable"
+    ).model
+    lora = LoraConfig(lora=True, lora_rank=2, **changes)
+    return AdapterWeights(Weights(config, 64, FAMILIES["gpt_oss"]), lora), lora
+
+
+def test_experts_of_one_tensor_have_adapters_of_one_tensor(tmp_path):
+    """PEFT wraps the module that holds the experts, once for each parameter: names in another order
+    would load the adapter of one beside the other.
+    """
+    names, lora = gpt_oss()
+    shapes = {part.name: part.stored_shape for weight in names.all() for part in weight.parts}
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    assert {name: shape for name, shape in shapes.items() if experts in name} == {
+        f"{experts}.base_layer.lora_A.weight": (3 * 2, 8),
+        f"{experts}.base_layer.lora_B.weight": (12, 2 * 3),
+        f"{experts}.lora_A.weight": (3 * 2, 6),
+        f"{experts}.lora_B.weight": (8, 2 * 3),
+    }
+    write_adapter_config(tmp_path, lora, names, "base")
+    told = json.loads((tmp_path / CONFIG).read_text())
+    assert told["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    assert told["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / WEIGHTS)
+    found = options_of_adapter(tmp_path)["lora_target_modules"]
+    assert LoraConfig(lora=True, lora_target_modules=tuple(found)).targets == lora.targets
+    gates, _ = gpt_oss(lora_target_modules=("gate_up_proj",))
+    assert gates.target_parameters() == ["mlp.experts.gate_up_proj"]
+    assert {part.name for weight in gates.all() for part in weight.parts} == {
+        f"{experts}.lora_{which}.weight" for which in "AB"
+    }
+
+
+def test_dropout_beside_experts_of_one_tensor_is_refused():
+    """PEFT loads no such adapter: it adds the product of A and B to the tensor."""
+    names, _ = gpt_oss(lora_dropout=0.1)
+    with pytest.raises(ValueError, match="--lora-dropout must be 0"):
+        list(names.all())
+    names, _ = gpt_oss(lora_dropout=0.1, lora_target_modules=("q_proj",))
+    assert len(list(names.all())) == 2
