@@ -62,6 +62,14 @@ class ModelOptions(ModelShape):
         super().__post_init__()
         check_range(self, 1, None, "vocab_size")
         check_range(self, 0, 1, "loss_share")
+        self._check_given()
+        if self.pack_cost is not None and self.loss_share != 1:
+            raise ValueError(
+                "--loss-share needs a model's shape, as --pack-cost was measured; leave one of "
+                "them out"
+            )
+
+    def _check_given(self) -> None:
         shape = {
             name: getattr(self, name)
             for name in ("num_layers", "hidden_size", "num_attention_heads")
@@ -79,11 +87,6 @@ class ModelOptions(ModelShape):
             )
         if self.pack_cost is not None and len(missing) < len(shape):
             raise ValueError("pass either --pack-cost or a model's shape")
-        if self.pack_cost is not None and self.loss_share != 1:
-            raise ValueError(
-                "--loss-share needs a model's shape, as --pack-cost was measured; leave one of "
-                "them out"
-            )
 
     def shape(self) -> ModelShape:
         """Returns the shape; the default model's where none was given, a measured cost's where its
@@ -323,6 +326,15 @@ class PlanOptions:
         check_range(self, 1e-3, None, "tflops_per_device")
         for name in self.names:
             scheduler_of(name)
+        self._check_png()
+        for name in ("png", "html"):
+            value = getattr(self, name)
+            if value is not None and not Path(value).resolve().parent.is_dir():
+                raise ValueError(f"{flag_of(name)} {value}: no such folder; make it first")
+            if value is not None and Path(value).is_dir():
+                raise ValueError(f"{flag_of(name)} {value}: is a folder; name a file in it")
+
+    def _check_png(self) -> None:
         if self.png is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError(
                 "--png needs matplotlib; pip install matplotlib, or use --html, which needs nothing"
@@ -331,12 +343,6 @@ class PlanOptions:
             raise ValueError(
                 f"--png {self.png}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}"
             )
-        for name in ("png", "html"):
-            value = getattr(self, name)
-            if value is not None and not Path(value).resolve().parent.is_dir():
-                raise ValueError(f"{flag_of(name)} {value}: no such folder; make it first")
-            if value is not None and Path(value).is_dir():
-                raise ValueError(f"{flag_of(name)} {value}: is a folder; name a file in it")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -84,13 +84,15 @@ def _files(config: SFTConfig, pretrained: Pretrained | MegatronCheckpoint | None
     if isinstance(pretrained, MegatronCheckpoint):
         yield from _files_of_checkpoint(pretrained.path)
     elif pretrained is not None:
-        yield from sorted({stored.path for stored in pretrained.folder.tensors.values()})
-        if pretrained.adapter is not None:
-            adapter = pretrained.adapter.folder
-            yield from (
-                adapter.path / ADAPTER_CONFIG,
-                *sorted({stored.path for stored in adapter.tensors.values()}),
-            )
+        yield from _files_of_weights(pretrained)
+
+
+def _files_of_weights(pretrained: Pretrained) -> Iterable[Path]:
+    yield from sorted({stored.path for stored in pretrained.folder.tensors.values()})
+    if pretrained.adapter is not None:
+        adapter = pretrained.adapter.folder
+        yield adapter.path / ADAPTER_CONFIG
+        yield from sorted({stored.path for stored in adapter.tensors.values()})
 
 
 def _of_load(config: SFTConfig) -> dict[str, str]:

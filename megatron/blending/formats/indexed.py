@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.formats.files import LocalFile, is_file, open_file, read_ranges
+from megatron.blending.formats.files import File, LocalFile, is_file, open_file, read_ranges
 from megatron.blending.formats.record import FileSource, Record, RecordError, check_index, read_each
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -39,18 +39,7 @@ class IndexedSource(FileSource):
                 )
         self._file = open_file(self._path + ".bin")
         self._index = index = open_file(self._path + ".idx")
-        head = index.read(0, min(_HEAD_BYTES, index.size))
-        if not head.startswith(_MAGIC) or len(head) < _HEAD_BYTES:
-            raise ValueError(
-                f"{index.location}: not the index of a .bin file; it must start with {_MAGIC!r}"
-            )
-        version, code = int.from_bytes(head[9:17], "little"), head[17]
-        if version != 1 or not 1 <= code <= len(_DTYPES):
-            raise ValueError(
-                f"{index.location}: version {version} and type {code} are not known; 1 and 1 to 8 "
-                "are"
-            )
-        count, num_bounds = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
+        code, count, num_bounds = self._read_head(index)
         self.dtype = np.dtype(_DTYPES[code - 1])
         """Type of the tokens."""
         self.lengths: npt.NDArray[np.int32] = index.array(np.int32, _HEAD_BYTES, count)
@@ -71,6 +60,25 @@ class IndexedSource(FileSource):
                 "it is cut, or the index of another file"
             )
         self._tokens = self._file.array(self.dtype) if isinstance(self._file, LocalFile) else None
+
+    @staticmethod
+    def _read_head(index: File) -> tuple[int, int, int]:
+        """Return the code of the tokens' type, the number of sequences, and that of the bounds of
+        documents.
+        """
+        head = index.read(0, min(_HEAD_BYTES, index.size))
+        if not head.startswith(_MAGIC) or len(head) < _HEAD_BYTES:
+            raise ValueError(
+                f"{index.location}: not the index of a .bin file; it must start with {_MAGIC!r}"
+            )
+        version, code = int.from_bytes(head[9:17], "little"), head[17]
+        if version != 1 or not 1 <= code <= len(_DTYPES):
+            raise ValueError(
+                f"{index.location}: version {version} and type {code} are not known; 1 and 1 to 8 "
+                "are"
+            )
+        count, num_bounds = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
+        return code, count, num_bounds
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -209,16 +209,7 @@ def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> No
     outer = replace(_combined(reference, outer), split=split)
     if not is_metadataset(path) and path not in files:
         return _source_entry(reference, path, outer)
-    for key in ("dataset_config", "split_config", "aux"):
-        if getattr(reference, key):
-            raise _error(
-                reference.where, f"{key!r} is for data; {path} is a metadataset, so set it in there"
-            )
-    if reference.subset and not reference.subset.is_fraction:
-        raise _error(
-            reference.where,
-            "subset of a metadataset must be percentages, as there is no one order to count",
-        )
+    _check_outer(reference, path)
     if (path, split) in outer.trail:
         circle = " -> ".join([*(file for file, _ in outer.trail), path])
         raise _error(reference.where, f"the files name one another in a circle: {circle}")
@@ -230,6 +221,20 @@ def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> No
     return _resolve(
         entries[split], path, replace(outer, trail=(*outer.trail, (path, split))), files
     )
+
+
+def _check_outer(reference: Reference, path: str) -> None:
+    """Raises ValueError for settings of data beside the path of a metadataset."""
+    for key in ("dataset_config", "split_config", "aux"):
+        if getattr(reference, key):
+            raise _error(
+                reference.where, f"{key!r} is for data; {path} is a metadataset, so set it in there"
+            )
+    if reference.subset and not reference.subset.is_fraction:
+        raise _error(
+            reference.where,
+            "subset of a metadataset must be percentages, as there is no one order to count",
+        )
 
 
 def _resolve(entry: Entry, path: str, outer: _Outer, files: _Files) -> Node:

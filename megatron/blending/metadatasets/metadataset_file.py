@@ -251,24 +251,27 @@ def _parse_join(place: Place, table: Table) -> JoinEntry:
     )
     if len(keys) < 2:
         raise legs_place.error("must join at least two sources")
-    parsed = []
-    for key in keys:
-        at = legs_place.at(key, legs)
-        leg = at.table(legs[key])
-        at.check_keys(leg, (*_REFERENCE[:-1], "nonmatch"))
-        nonmatch = at.text(leg, "nonmatch") or "error"
-        if nonmatch not in _NONMATCH:
-            raise at.at("nonmatch", leg).error(
-                f"must be one of {', '.join(_NONMATCH)}, but is {nonmatch!r}"
-            )
-        without_nonmatch = Table((k, v) for k, v in leg.items() if k != "nonmatch")
-        without_nonmatch.line, without_nonmatch.lines = leg.line, leg.lines
-        reference = _parse_leg(at, without_nonmatch, "", _REFERENCE[:-1])
-        assert isinstance(reference, Reference)
-        parsed.append((key if isinstance(key, str) else None, reference, nonmatch))
-    return JoinEntry(
-        legs=tuple(parsed), joiner=_parse_joiner(place, table), **_parse_common(place, table)
+    parsed = tuple(
+        (key if isinstance(key, str) else None, *_parse_joined(legs_place.at(key, legs), legs[key]))
+        for key in keys
     )
+    return JoinEntry(legs=parsed, joiner=_parse_joiner(place, table), **_parse_common(place, table))
+
+
+def _parse_joined(at: Place, given: Any) -> tuple[Reference, str]:
+    """Return a source of a join, and what becomes of samples that it lacks."""
+    leg = at.table(given)
+    at.check_keys(leg, (*_REFERENCE[:-1], "nonmatch"))
+    nonmatch = at.text(leg, "nonmatch") or "error"
+    if nonmatch not in _NONMATCH:
+        raise at.at("nonmatch", leg).error(
+            f"must be one of {', '.join(_NONMATCH)}, but is {nonmatch!r}"
+        )
+    without_nonmatch = Table((k, v) for k, v in leg.items() if k != "nonmatch")
+    without_nonmatch.line, without_nonmatch.lines = leg.line, leg.lines
+    reference = _parse_leg(at, without_nonmatch, "", _REFERENCE[:-1])
+    assert isinstance(reference, Reference)
+    return reference, nonmatch
 
 
 def _parse_joiner(place: Place, table: Table) -> tuple[str, str]:

@@ -38,10 +38,18 @@ def integer_weights(weights: Sequence[Weight], max_period: int = MAX_PERIOD) -> 
     period = math.lcm(*(share.denominator for share in shares))
     if period <= max_period:
         return tuple(int(share * period) for share in shares)
-    whole = [max(int(share * max_period), 1 if share else 0) for share in shares]
-    missing = max_period - sum(whole)
+    return _rounded(shares, max_period)
+
+
+def _rounded(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
+    """Return whole numbers that sum to `total`, in the proportions of shares, which sum to 1.
+
+    `[9/16, 5/16, 2/16], 8 -> (5, 2, 1)`: 4, 2 and 1, and the largest remainder gets the one left.
+    """
+    whole = [max(int(share * total), 1 if share else 0) for share in shares]
+    missing = total - sum(whole)
     by_remainder = sorted(
-        range(len(shares)), key=lambda child: whole[child] - shares[child] * max_period
+        range(len(shares)), key=lambda child: whole[child] - shares[child] * total
     )
     for child in by_remainder[: max(missing, 0)]:
         whole[child] += 1
@@ -79,6 +87,25 @@ class WeightSchedule:
     """
 
     def __post_init__(self) -> None:
+        self._check_form()
+        for name in ("outputs_per_step", "num_pieces"):
+            check_whole(name, getattr(self, name))
+        check_one_of("schedule kind", self.kind, ("step", "linear"))
+        steps = [step for step, _ in self.points]
+        for step in steps:
+            check_whole("each step of a schedule", step, 0)
+        if not steps or steps[0] != 0 or sorted(set(steps)) != steps:
+            raise ValueError(
+                f"schedule must start at step 0 and its steps increase, but they are {steps}"
+            )
+        if len({len(weights) for _, weights in self.points}) != 1:
+            raise ValueError(
+                "each point of a schedule must give as many weights as there are children"
+            )
+        for _, weights in self.points:
+            integer_weights(weights)
+
+    def _check_form(self) -> None:
         points: Any = self.points
         for pair in points if isinstance(points, (list, tuple)) else [points]:
             is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
@@ -91,22 +118,6 @@ class WeightSchedule:
                 raise ValueError(
                     f"schedule points must be pairs (step, weights), but are {points!r}; {written}"
                 )
-        for name in ("outputs_per_step", "num_pieces"):
-            check_whole(name, getattr(self, name))
-        for step, _ in points:
-            check_whole("each step of a schedule", step, 0)
-        steps = [step for step, _ in self.points]
-        if not steps or steps[0] != 0 or sorted(set(steps)) != steps:
-            raise ValueError(
-                f"schedule must start at step 0 and its steps increase, but they are {steps}"
-            )
-        check_one_of("schedule kind", self.kind, ("step", "linear"))
-        if len({len(weights) for _, weights in self.points}) != 1:
-            raise ValueError(
-                "each point of a schedule must give as many weights as there are children"
-            )
-        for _, weights in self.points:
-            integer_weights(weights)
 
     def segments(self) -> list[tuple[int, tuple[Weight, ...]]]:
         """Return (first output, weights) of each stretch of constant weights."""

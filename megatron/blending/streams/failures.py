@@ -134,8 +134,18 @@ class Failures:
             return
         if isinstance(error, FatalSampleError):
             raise error
+        self._fail(error, node, function, where, sample, sources())
+
+    def _fail(
+        self,
+        error: Exception,
+        node: int,
+        function: object,
+        where: Callable[[], str],
+        sample: object,
+        found: Set[int],
+    ) -> None:
         self.num_failed += 1
-        found = sources()
         row = (node, next(iter(found)) if len(found) == 1 else None)
         in_a_row = self._in_a_row[row] = self._in_a_row.get(row, 0) + 1
         own = failure_tolerance_of(function)

@@ -73,6 +73,21 @@ class WorkerConfig:
         if self.rank is None:
             object.__setattr__(self, "rank", rank)
             object.__setattr__(self, "world_size", world_size)
+        self._check_numbers()
+        if self.global_error_handler is not None:
+            check_function("global_error_handler", self.global_error_handler)
+        for name in (
+            "restore_error_handler",
+            "worker_debug_path",
+            "worker_log_level",
+            "num_shards",
+        ):
+            if getattr(self, name):
+                warnings.warn(f"WorkerConfig: {name} has no effect here", stacklevel=3)
+        if self.start_method is not None:
+            check_one_of("start_method", self.start_method, START_METHODS)
+
+    def _check_numbers(self) -> None:
         for name in (
             "rank",
             "world_size",
@@ -90,22 +105,10 @@ class WorkerConfig:
             )
         if self.rank not in range(self.num_ranks):
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
-        if self.global_error_handler is not None:
-            check_function("global_error_handler", self.global_error_handler)
-        for name in (
-            "restore_error_handler",
-            "worker_debug_path",
-            "worker_log_level",
-            "num_shards",
-        ):
-            if getattr(self, name):
-                warnings.warn(f"WorkerConfig: {name} has no effect here", stacklevel=3)
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name} must be a number above 0, but is {value!r}")
-        if self.start_method is not None:
-            check_one_of("start_method", self.start_method, START_METHODS)
 
     @classmethod
     def default_worker_config(

@@ -343,6 +343,11 @@ REFUSED = {name: way for way, names in _REFUSED.items() for name in names.split(
 _PATTERNS = (*_WITHOUT_EFFECT.split(), *REFUSED)
 
 
+def _refusal_of_value(name: str, given: list[str], known: tuple[str, ...]) -> str:
+    wanted = f"be {' or '.join(known)}" if known else "have no value"
+    return f"{name} (must {wanted}, but is {' '.join(given)}; drop it)"
+
+
 def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without those options of Megatron-LM that are accepted, and with ours
     for those that are read as ours.
@@ -368,8 +373,7 @@ def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
         elif isinstance(found, str):
             refused.append(f"{name} ({found})")
         elif found.values is not None and not set(given) <= set(found.values):
-            wanted = f"be {' or '.join(found.values)}" if found.values else "have no value"
-            refused.append(f"{name} (must {wanted}, but is {' '.join(given)}; drop it)")
+            refused.append(_refusal_of_value(name, given, found.values))
     if refused:
         raise FlagError(f"options of Megatron-LM, refused: {', '.join(dict.fromkeys(refused))}")
     return kept

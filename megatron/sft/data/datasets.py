@@ -340,11 +340,17 @@ def short_names(paths: Sequence[str]) -> list[str]:
         names.append(
             next((name for name, level in zip(column, levels) if level.count(name) == 1), column[0])
         )
+    return _numbered(names)
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """`["a", "b", "a"] -> ["a", "b", "a#2"]`."""
     seen: Counter[str] = Counter()
-    for number, name in enumerate(names):
+    numbered = []
+    for name in names:
         seen[name] += 1
-        names[number] = name if seen[name] == 1 else f"{name}#{seen[name]}"
-    return names
+        numbered.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return numbered
 
 
 def _levels(parts: Sequence[tuple[str, ...]]) -> list[tuple[int, bool]]:

@@ -166,6 +166,7 @@ class SFTConfig:
                 "--mtp-num-layers needs a layer on the last pipeline stage, which is the kind of "
                 "layer it is; drop --account-for-loss-in-pipeline-split"
             )
+        self._check_experts()
         if len(parallel.cp_comm_type) not in (1, model.num_layers):
             raise ValueError(
                 "--cp-comm-type must be one value, or one for each of --num-layers "
@@ -176,6 +177,10 @@ class SFTConfig:
                 "--num-layers-per-virtual-pipeline-stage leaves one virtual stage per rank; lower "
                 "it or drop it"
             )
+
+    def _check_experts(self) -> None:
+        model, parallel = self.model, self.parallel
+        tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         if experts > 1 and model.num_experts is None:
             raise ValueError(f"--expert-model-parallel-size {experts} needs --num-experts")
         if model.num_experts is not None and tensor > 1 and experts == 1:
@@ -201,16 +206,8 @@ class SFTConfig:
             )
 
     def _check_context(self) -> None:
+        self._check_dump()
         seq_length = self.model.seq_length
-        if self.output.dump_schedule and not self.packing.sequence_packing:
-            raise ValueError("--dump-schedule needs --sequence-packing; a padded step has no packs")
-        last = self.training.train_iters or math.inf  # by --train-epochs: not known yet
-        beyond = [step for step in self.output.dump_schedule if step > last]
-        if beyond:
-            raise ValueError(
-                f"--dump-schedule {beyond[0]} must be at most --train-iters "
-                f"{self.training.train_iters}, the last step"
-            )
         if (
             self.packing.sequence_packing
             and self.capacity_per_rank < self.smallest_capacity_per_rank
@@ -224,6 +221,17 @@ class SFTConfig:
             raise ValueError(
                 f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this "
                 "layout without packing"
+            )
+
+    def _check_dump(self) -> None:
+        if self.output.dump_schedule and not self.packing.sequence_packing:
+            raise ValueError("--dump-schedule needs --sequence-packing; a padded step has no packs")
+        last = self.training.train_iters or math.inf  # by --train-epochs: not known yet
+        beyond = [step for step in self.output.dump_schedule if step > last]
+        if beyond:
+            raise ValueError(
+                f"--dump-schedule {beyond[0]} must be at most --train-iters "
+                f"{self.training.train_iters}, the last step"
             )
 
     def for_records(self, num_records: int) -> SFTConfig:

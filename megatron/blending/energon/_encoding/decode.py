@@ -61,23 +61,8 @@ class SampleDecoder:
 
     def __call__(self, name: str, content: bytes) -> Any:
         suffix = name if name in _PLAIN else name.rpartition(".")[2]
-        plain = _PLAIN.get(suffix)
         try:
-            if plain is not None:
-                return plain(content)
-            if suffix == "gz":
-                return self(name.removesuffix("gz").removesuffix("."), gzip.decompress(content))
-            if suffix in _PICKLES:
-                if not self.allow_code:
-                    raise DecodeError(
-                        f"part {name!r}: pickles run code; pass allow_code=True if you trust the "
-                        "data"
-                    )
-                return pickle.loads(content)
-            if suffix.lower() in IMAGE_SUFFIXES:
-                return _media("images").decode_image(content, self.image_decode)
-            if suffix.lower() in AV_SUFFIXES:
-                return self._open_av(content)
+            return self._decoded(suffix, name, content)
         except DecodeError:
             raise
         except ImportError as error:
@@ -86,6 +71,23 @@ class SampleDecoder:
             ) from error
         except Exception as error:  # whatever a library raises on bytes that it does not understand
             raise not_a(suffix, name, error) from error
+
+    def _decoded(self, suffix: str, name: str, content: bytes) -> Any:
+        plain = _PLAIN.get(suffix)
+        if plain is not None:
+            return plain(content)
+        if suffix == "gz":
+            return self(name.removesuffix("gz").removesuffix("."), gzip.decompress(content))
+        if suffix in _PICKLES:
+            if not self.allow_code:
+                raise DecodeError(
+                    f"part {name!r}: pickles run code; pass allow_code=True if you trust the data"
+                )
+            return pickle.loads(content)
+        if suffix.lower() in IMAGE_SUFFIXES:
+            return _media("images").decode_image(content, self.image_decode)
+        if suffix.lower() in AV_SUFFIXES:
+            return self._open_av(content)
         return content
 
     def _open_av(self, content: bytes) -> object:

@@ -31,6 +31,7 @@ from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.files import local_path
 from megatron.blending.formats.paths import is_folder
 from megatron.blending.formats.prepared.field_check import check_field_map
+from megatron.blending.formats.prepared.nv_meta import SampleType
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import JSON_SUFFIXES
@@ -202,6 +203,14 @@ def _sample_class(webdataset: WebDataset, reading: Reading, decode: Decode) -> t
         )
     if isinstance(made, type) and issubclass(made, Factory):
         made, decode = opened_by(made, webdataset.path, decode)
+    _check_names(kind, made)
+    return made, decode
+
+
+def _check_names(kind: SampleType, made: Any) -> None:
+    """ValueError for a field map with a field that the class `made` lacks, or without one that it
+    needs.
+    """
     names = getattr(made, "__dataclass_fields__", {})
     for name in kind.field_map:
         if names and name not in names:
@@ -217,7 +226,6 @@ def _sample_class(webdataset: WebDataset, reading: Reading, decode: Decode) -> t
                 f"{kind.where}: field_map: {kind.name} needs a field {name!r}; say where it comes "
                 "from"
             )
-    return made, decode
 
 
 def _known(module: str, name: str) -> type | None:

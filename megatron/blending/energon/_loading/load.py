@@ -18,7 +18,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -297,6 +297,17 @@ def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> 
     ValueError if it asks for others, or takes none of `_WITHOUT_EFFECT` that is given.
     """
     parameters = inspect.signature(hook).parameters.values()
+    _check_takes(hook, parameters, available)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return hook(**available)
+    return hook(**{p.name: available[p.name] for p in parameters if p.name in available})
+
+
+def _check_takes(
+    hook: Callable[..., Any],
+    parameters: Collection[inspect.Parameter],
+    available: Mapping[str, object],
+) -> None:
     missing = [
         p.name
         for p in parameters
@@ -307,12 +318,11 @@ def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> 
     if missing:
         name = getattr(hook, "__qualname__", hook)
         raise ValueError(f"{name} asks for {missing[0]!r}, which is none of {', '.join(available)}")
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return hook(**available)
-    for given in _WITHOUT_EFFECT:
-        if available.get(given) is not None and given not in [p.name for p in parameters]:
+    names = {p.name for p in parameters}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for given in () if takes_any else _WITHOUT_EFFECT:
+        if available.get(given) is not None and given not in names:
             raise ValueError(
                 f"{given} is given, but {hook.__qualname__} does not take it; add it to its "
                 "signature"
             )
-    return hook(**{p.name: available[p.name] for p in parameters if p.name in available})

@@ -10,7 +10,7 @@ import base64
 import difflib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.blending.energon._loading.cells import CellState, dealt_again
@@ -34,8 +34,12 @@ def check_stream(saved: State, now: State) -> None:
             f"seed must be {saved['seed']} as in the saved state, but is {now['seed']}"
         )
     before, here = _by_place(saved), _by_place(now)
-    names_before = [name for name, _, _ in before.values()]
-    names_here = [name for name, _, _ in here.values()]
+    _check_names([name for name, _, _ in before.values()], [name for name, _, _ in here.values()])
+    _check_records(before, here)
+    raise _differs("weights, batch sizes or the like changed")
+
+
+def _check_names(names_before: list[str], names_here: list[str]) -> None:
     if sorted(names_before) == sorted(names_here) and names_before != names_here:
         raise _differs(
             "the sources are the same in another order: " + _moved(names_before, names_here)
@@ -49,6 +53,9 @@ def check_stream(saved: State, now: State) -> None:
             )
         if names_before.count(name) < names_here.count(name):
             raise _differs(f"source {name!r} was added")
+
+
+def _check_records(before: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for place, (name, fingerprint, num_records) in before.items():
         if here.get(place, (name, fingerprint, num_records))[1:] != (fingerprint, num_records):
             records = here[place][2]
@@ -59,7 +66,6 @@ def check_stream(saved: State, now: State) -> None:
                 else f": it had {num_records} records and has {records}"
             )
             raise _differs(f"the data of {name!r} changed{counts}")
-    raise _differs("weights, batch sizes or the like changed")
 
 
 def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
@@ -184,10 +190,7 @@ def _differs(what: str) -> ValueError:
     )
 
 
-def checked_states(given: object) -> list[State]:
-    """Return what `load_state_dict` was given as a list; ValueError if it is damaged, or has two
-    states of a rank.
-    """
+def _as_states(given: object) -> list[State]:
     states = (
         [given]
         if isinstance(given, dict)
@@ -199,6 +202,14 @@ def checked_states(given: object) -> list[State]:
         raise ValueError(
             "load_state_dict takes what state_dict or save_state_rank gave, or a list of these"
         )
+    return states
+
+
+def checked_states(given: object) -> list[State]:
+    """Return what `load_state_dict` was given as a list; ValueError if it is damaged, or has two
+    states of a rank.
+    """
+    states = _as_states(given)
     for state in states:
         if state["version"] != VERSION:
             raise ValueError(

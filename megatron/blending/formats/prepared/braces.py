@@ -46,6 +46,23 @@ def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
     """Return where the brace at `start` closes and what it offers; None if it is not closed or
     offers nothing.
     """
+    cuts = _cuts(pattern, start)
+    if cuts is None:
+        return None
+    inside = [pattern[a + 1 : b] for a, b in itertools.pairwise(cuts)]
+    choices = (
+        _range(inside[0])
+        if len(inside) == 1
+        else [name for item in inside for name in expand_braces(item)]
+    )
+    return None if choices is None else (cuts[-1], choices)
+
+
+def _cuts(pattern: str, start: int) -> list[int] | None:
+    """Return the brace at `start`, its own commas, and where it closes; None if it does not.
+
+    `"a{b,{c,d}}", 1 -> [1, 3, 9]`
+    """
     depth, cuts = 0, [start]
     for at in range(start, len(pattern)):
         if pattern[at] == _OPEN:
@@ -55,17 +72,8 @@ def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
         elif pattern[at] == _CLOSE:
             depth -= 1
             if depth == 0:
-                cuts.append(at)
-                break
-    else:
-        return None
-    inside = [pattern[a + 1 : b] for a, b in itertools.pairwise(cuts)]
-    choices = (
-        _range(inside[0])
-        if len(inside) == 1
-        else [name for item in inside for name in expand_braces(item)]
-    )
-    return None if choices is None else (cuts[-1], choices)
+                return [*cuts, at]
+    return None
 
 
 def _check_number(count: int, pattern: str) -> None:
@@ -85,13 +93,16 @@ def _range(text: str) -> list[str] | None:
         numbers = range(start, end + 1, by) if start <= end else range(start, end - 1, -by)
         _check_number(max(abs(end - start) // by, width * _WIDE), text)
         return [f"{number:0{width}d}" for number in numbers]
-    if match := _LETTERS.fullmatch(text):
-        start, end = ord(match[1]), ord(match[2])
-        return [
-            chr(code)
-            for code in (range(start, end + 1) if start <= end else range(start, end - 1, -1))
-        ]
-    return None
+    return _letters(text)
+
+
+def _letters(text: str) -> list[str] | None:
+    match = _LETTERS.fullmatch(text)
+    if match is None:
+        return None
+    start, end = ord(match[1]), ord(match[2])
+    codes = range(start, end + 1) if start <= end else range(start, end - 1, -1)
+    return [chr(code) for code in codes]
 
 
 class _Run(NamedTuple):

@@ -10,7 +10,7 @@ imported or executed here.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,6 +103,15 @@ def read_info(root: str) -> dict[str, int]:
     return dict(counts)
 
 
+def _check_shards(shards: Sequence[str], counts: Mapping[str, int], where: str) -> None:
+    for shard in shards:
+        if shard not in counts:
+            raise ValueError(
+                f"{where}: shard {shard!r} is not in .info.json; "
+                f"{nearest(shard, counts) if len(counts) < 1000 else 'prepare the data set again'}"
+            )
+
+
 def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> SplitPart:
     """Return part `part` of the data set; ValueError naming file and key if there is no such
     part."""
@@ -115,12 +124,7 @@ def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> S
         )
     shards = _expanded(parts[part], f"{path}: split_parts.{part}")
     excluded = set(_expanded(content.get("exclude"), f"{path}: exclude"))
-    for shard in shards:
-        if shard not in counts:
-            raise ValueError(
-                f"{path}: split_parts.{part}: shard {shard!r} is not in .info.json; "
-                f"{nearest(shard, counts) if len(counts) < 1000 else 'prepare the data set again'}"
-            )
+    _check_shards(shards, counts, f"{path}: split_parts.{part}")
     kept = {shard: counts[shard] for shard in shards if shard not in excluded}
     return SplitPart(
         tuple((shard, counts[shard]) for shard in shards if shard in kept),
