@@ -218,9 +218,8 @@ def _padded_to(
     longest = -(-longest // pack) * pack
     # Empty microbatches make up the multiple: 5 of them, multiple 4 -> 3 more
     more = -longest.shape[1] % layout.microbatch_multiple
-    costs = (
-        np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more))) + layout.cost.fixed
-    )
+    work = np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more)))
+    costs = np.maximum(work + layout.cost.fixed, layout.cost.least)
     spent = _time_of(costs, layout)
     return _Account(
         microbatches=costs.shape[1],

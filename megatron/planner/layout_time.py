@@ -15,7 +15,12 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.model.shape import ModelShape
-from megatron.packing.scheduling.cost import PackCost, layers_pack_cost, part_shares
+from megatron.packing.scheduling.cost import (
+    PackCost,
+    launch_seconds,
+    layers_pack_cost,
+    part_shares,
+)
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import modelled_cost
@@ -95,7 +100,14 @@ class TimeModel:
             linear=linear,
             quadratic=flops.quadratic * repeated / ranks / attention,
             fixed=weights / self.device.memory_bandwidth,
+            least=launch_seconds(self._num_layers, candidate.pp * candidate.vpp),
         )
+
+    @property
+    def _num_layers(self) -> int:
+        """Layers, those that predict further tokens among them."""
+        assert self.shape.num_layers is not None
+        return self.shape.num_layers + (self.shape.mtp_num_layers or 0)
 
     def _flops(self) -> PackCost:
         assert self.shape.hidden_size is not None

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import given_flags, parse_flags
+from megatron.packing.scheduling.cost import launch_seconds
 from megatron.packing.user_files import disk_fault
 from megatron.planner.advice import Adviser, Beside
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
@@ -144,13 +145,15 @@ def _plan(
         model.cost(),
         1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12,
     )
-    cost = replace(
-        cost, fixed=cost.fixed * layout.cp
-    )  # context-parallel ranks share the work, but each moves weights
     rows = found.sequences.loss_tokens
     if rows is not None:  # also where baselines pad, which give masked tokens no logits either
         cost = cost.at_loss_share(int(rows.sum()) / found.sequences.num_tokens)
     seconds = 1 / (per_second * layout.tp * layout.cp)
+    cost = replace(
+        cost,
+        fixed=cost.fixed * layout.cp,  # context-parallel ranks share the work; each moves weights
+        least=_launches(model, layout) / seconds,
+    )
     capacity = layout.capacity(int(found.lengths.max()))
     count = _num_batches(options, layout)
     batches = list(drawn(found.sequences, layout.batch_size, count, lengths.seed))
@@ -162,6 +165,15 @@ def _plan(
     )
     lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
     return Plan(found, batches, layout.step_layout(model, capacity, cost, seconds), beside, lead)
+
+
+def _launches(model: ModelOptions, layout: LayoutOptions) -> float:
+    """Returns the seconds of the smallest pack; 0 of a measured cost, whose fixed part has them."""
+    shape = model.shape()
+    if model.pack_cost is not None or shape.num_layers is None:
+        return 0.0
+    num_layers = shape.num_layers + (shape.mtp_num_layers or 0)
+    return launch_seconds(num_layers, layout.pp * layout.vpp)
 
 
 def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:

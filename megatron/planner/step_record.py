@@ -263,7 +263,7 @@ def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in values.items():
         if isinstance(value, bool) and _FORMER_NAMES.get(name, name) == "sync_every_microbatch":
             continue
-        is_cost = name in ("linear", "quadratic", "fixed", "head")
+        is_cost = name in ("linear", "quadratic", "fixed", "head", "least")
         if (
             type(value) not in ((int, float) if is_cost else (int,))
             or not 0 <= value < _MAX_NUMBER

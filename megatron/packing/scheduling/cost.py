@@ -6,7 +6,7 @@ causal attention over pairs of tokens; less `head` for each masked token, which 
 layer. Layers that attend to a window of W tokens cost a factor times `window_squares`, which are
 L^2 up to L = W and 2 L W - W^2 beyond. Packing changes none of the terms, so sums over a batch, of
 L, of L^2, of the squares within each window and of loss tokens, give its FLOPs exactly. A
-microbatch costs `fixed` besides, whatever it holds.
+microbatch costs `fixed` besides, whatever it holds, and at least `least`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,20 @@ _FLOPS_PER_MULTIPLY_ADD = 3 * 2
 # measures it on the user's device.
 _BYTES_PER_WEIGHT = 2 + 2 + 4 + 4
 _FLOPS_PER_BYTE = 256
+# Kernels of a layer's forward and backward pass without fusions; of a chunk of a pipeline stage its
+# messages, two in and two out with the shape before each, and what surrounds the layers.
+_LAUNCHES_PER_LAYER = 150
+_LAUNCHES_PER_PART = 40
+LAUNCH_SECONDS = 5e-6
+"""In which a host launches a kernel from Python."""
+FLOPS_PER_SECOND = 400e12
+"""What an accelerator reaches meanwhile, for costs in FLOPs."""
 
 
 @dataclass(frozen=True)
 class PackCost:
     """Cost of a pack, forward plus backward: `sum(linear * L + quadratic * L^2 + windows - head *
-    masked tokens) + fixed` over its sequences, of length L.
+    masked tokens) + fixed` over its sequences, of length L; or `least`, if that is more.
 
     In FLOPs, or any other unit: schedulers use only the ratios. `linear` must be above `head`, the
     others at least 0.
@@ -48,9 +56,16 @@ class PackCost:
     """Share of `linear` that only tokens cost which count for the loss: the output layer."""
     windows: tuple[tuple[int, float], ...] = ()
     """(W, factor of `window_squares`) of each width of windowed layers."""
+    least: float = 0.0
+    """Least cost of a pack, however little it holds: its kernels must be launched, and pipeline
+    stages send messages. Launching goes on beside the work of larger packs.
+    """
 
     def __post_init__(self) -> None:
-        terms = (self.quadratic, self.fixed, self.head, *(factor for _, factor in self.windows))
+        terms = (
+            *(self.quadratic, self.fixed, self.head, self.least),
+            *(factor for _, factor in self.windows),
+        )
         if not (self.head < self.linear < math.inf and all(0 <= term < math.inf for term in terms)):
             raise ValueError(
                 "a pack cost needs linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite, "
@@ -122,7 +137,20 @@ class PackCost:
             quadratic=self.quadratic / ranks,
             fixed=self.fixed / fixed_ranks,
             windows=tuple((window, factor / ranks) for window, factor in self.windows),
+            least=self.least,
         )
+
+
+def launch_seconds(num_layers: int, num_parts: int) -> float:
+    """Seconds in which hosts launch all of a microbatch, one stage after the other: what the
+    smallest pack takes at least.
+
+        32 layers in 8 stages    ->    0.0256
+
+    Args:
+        num_parts: chunks of all pipeline stages.
+    """
+    return LAUNCH_SECONDS * (_LAUNCHES_PER_LAYER * num_layers + _LAUNCHES_PER_PART * num_parts)
 
 
 def window_squares(lengths: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:

@@ -95,10 +95,11 @@ def order_each_rank(
     _, length, cost = request.sorted
     model, number = request.model, packs.num_microbatches
     shapes = _shapes(request, packs, num_shapes)
-    costs = pack_costs(cost, pack, packs, request.cost.fixed)
+    of_pack = request.cost.fixed, request.cost.least
+    costs = pack_costs(cost, pack, packs, *of_pack)
     if not can_simulate(model, number):
         pack = _by_first_shape(pack, costs, model, shapes)
-        costs = pack_costs(cost, pack, packs, request.cost.fixed)
+        costs = pack_costs(cost, pack, packs, *of_pack)
         # The flow shop: beside its own sum, a rank's costliest pack passes all further stages
         # alone.
         stages = model.effective_stages
@@ -109,7 +110,7 @@ def order_each_rank(
         split = split_ranks(length, cost, pack, packs, weights=shape)
         split_costs = pack_costs(cost, split, packs)
         ways.append(renumber(split, place_by_cost(split_costs, _by_size(shape))))
-    all_costs = [pack_costs(cost, way, packs, request.cost.fixed) for way in ways]
+    all_costs = [pack_costs(cost, way, packs, *of_pack) for way in ways]
     ends = simulate(np.concatenate(all_costs), model).reshape(len(ways), -1)  # [ways, ranks]
     # Each rank takes the way that is best for it: sequence i that of its rank, pack[i] // number.
     best = ends.argmin(axis=0)
@@ -125,7 +126,8 @@ def order_microbatches(request: ScheduleRequest, pack: IntArray, packs: Packs) -
     """
     model = request.model
     shapes = _shapes(request, packs)
-    costs = pack_costs(request.sorted.cost, pack, packs, request.cost.fixed)
+    of_pack = request.cost.fixed, request.cost.least
+    costs = pack_costs(request.sorted.cost, pack, packs, *of_pack)
     if not can_simulate(model, packs.num_microbatches):
         return _by_first_shape(pack, costs, model, shapes)
     together = costs.max(axis=0, keepdims=True)  # [1, M]: one rank stands for all

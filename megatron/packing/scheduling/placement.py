@@ -78,10 +78,14 @@ class Placed(NamedTuple):
     """int64 [N], rank * num_microbatches + microbatch."""
 
 
-def pack_costs(cost: FloatArray, pack: IntArray, packs: Packs, fixed: float = 0.0) -> FloatArray:
-    """Sum of each pack's costs plus `fixed`, float64 [num_ranks, num_microbatches]."""
+def pack_costs(
+    cost: FloatArray, pack: IntArray, packs: Packs, fixed: float = 0.0, least: float = 0.0
+) -> FloatArray:
+    """Sum of each pack's costs plus `fixed`, or `least` if that is more; float64 [num_ranks,
+    num_microbatches].
+    """
     costs = np.float64(fixed) + np.bincount(pack, weights=cost, minlength=packs.size)
-    return costs.reshape(packs.num_ranks, packs.num_microbatches)
+    return np.maximum(costs, least).reshape(packs.num_ranks, packs.num_microbatches)
 
 
 def largest_rank(cost: FloatArray, pack: IntArray, packs: Packs) -> float:

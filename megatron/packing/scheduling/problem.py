@@ -172,6 +172,13 @@ class ScheduleRequest:
         """Modelled time that no schedule is below, in the unit of the cost; in pipelines no
         schedule of even packs.
         """
+        number, least = self.fewest_microbatches, self.cost.least
+        launches = max(least * (number + more) / each for each, more in self.model.stage_paces())
+        return max(self.work_bound, launches)
+
+    @cached_property
+    def work_bound(self) -> float:
+        """The same without the least cost of a pack."""
         return step_bound(
             self.sorted.cost, self.cost.fixed, self.num_ranks, self.fewest_microbatches, self.model
         )
@@ -185,11 +192,13 @@ class ScheduleRequest:
         return tokens
 
     def pack_costs(self, schedule: Schedule) -> FloatArray:
-        """Cost of each pack, float64 [num_ranks, num_microbatches], fixed cost included."""
+        """Cost of each pack, float64 [num_ranks, num_microbatches], fixed cost included; at least
+        the least one.
+        """
         num_packs = schedule.num_ranks * schedule.num_microbatches
         costs = np.full(num_packs, float(self.cost.fixed))
         costs += np.bincount(schedule.pack, weights=self.sequence_costs, minlength=num_packs)
-        return costs.reshape(schedule.num_ranks, -1)
+        return np.maximum(costs, self.cost.least).reshape(schedule.num_ranks, -1)
 
     def time_of(self, schedule: Schedule) -> float:
         """Modelled time of the step (`StepModel.time_of`), in the unit of the cost."""

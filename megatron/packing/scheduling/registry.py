@@ -67,7 +67,7 @@ def _scheduled(request: ScheduleRequest, placed: Placed) -> Schedule:
     """
     order, _, cost = request.sorted
     packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
-    good_enough = request.bound * GOOD_ENOUGH - request.cost.fixed * placed.num_microbatches
+    good_enough = request.work_bound * GOOD_ENOUGH - request.cost.fixed * placed.num_microbatches
     pack = reduce_moved_tokens(request, placed.pack, packs, good_enough)
     if request.model.num_stages == 1 and not request.model.sync_every_microbatch:
         costs = pack_costs(cost, pack, packs)

@@ -129,7 +129,8 @@ def balance_microbatches(
     for _, number, pack in placed[: limits.max_ordered]:
         packs = Packs(request.num_ranks, number, request.capacity)
         pack = order_microbatches(request, pack, packs)
-        costs = pack_costs(request.sorted.cost, pack, packs, request.cost.fixed)
+        of_pack = request.cost.fixed, request.cost.least
+        costs = pack_costs(request.sorted.cost, pack, packs, *of_pack)
         ordered.append(Placed(request.model.time_of(costs), number, pack))
     return min(ordered, key=_TIME)
 
@@ -142,7 +143,7 @@ def _sweep(
     is_small = length.size <= limits.small_batch
     max_fruitless = limits.max_fruitless if is_small else limits.max_fruitless_of_more
     # The bound without fixed costs, which grow with the number of microbatches.
-    floor = request.bound - request.cost.fixed * numbers[0] / request.model.num_stages
+    floor = request.work_bound - request.cost.fixed * numbers[0] / request.model.num_stages
     # Not a multiple: microbatches without a sequence cost no more than their fixed cost.
     tight = tight_packs(request, multiple=1)
     numbers = [number for number in numbers if number >= tight.num_microbatches]
@@ -306,7 +307,8 @@ class _Search:
         return self._placed(pack)
 
     def _costs(self, pack: IntArray) -> FloatArray:
-        return pack_costs(self._cost, pack, self._packs, self._request.cost.fixed)
+        of_pack = self._request.cost
+        return pack_costs(self._cost, pack, self._packs, of_pack.fixed, of_pack.least)
 
     def _placed(self, pack: IntArray) -> Placed:
         """The placement with packs sorted by cost into microbatches, and its time.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
+import torch
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
@@ -18,8 +19,10 @@ from megatron.packing.batch.layout import Alignment, OverLengthPolicy
 from megatron.packing.batch.tree_cuts import TreeRules
 from megatron.packing.layers import LayerKind
 from megatron.packing.scheduling.cost import (
+    FLOPS_PER_SECOND,
     PackCost,
     gpt_layers,
+    launch_seconds,
     layers_pack_cost,
     part_shares,
 )
@@ -211,7 +214,8 @@ def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
     """Returns the FLOPs of a pack through GPTModel.
 
     Context-parallel ranks share the work, but each moves all the weights: `fixed` counts once for
-    each of them.
+    each of them. All ranks that share a pack launch its kernels: `least` counts once for each,
+    where there is a GPU to launch them on.
 
     Args:
         vocab_size: no config has it; without it the output layer is not counted.
@@ -223,7 +227,15 @@ def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
         is_gated=config.gated_linear_unit,
         mtp_num_layers=config.mtp_num_layers or 0,
     )
-    return replace(cost, fixed=cost.fixed * config.context_parallel_size)
+    least = 0.0
+    if torch.cuda.is_available():
+        parts = config.pipeline_model_parallel_size * (
+            config.virtual_pipeline_model_parallel_size or 1
+        )
+        seconds = launch_seconds(config.num_layers + (config.mtp_num_layers or 0), parts)
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        least = seconds * FLOPS_PER_SECOND * ranks
+    return replace(cost, fixed=cost.fixed * config.context_parallel_size, least=least)
 
 
 def _shares_of(config: TransformerConfig, num_stages: int, vocab_size: int) -> tuple[float, ...]:

@@ -59,7 +59,7 @@ def least_time(asked: ScheduleRequest, num_microbatches: int) -> float | None:
     members = members[(members @ asked.sorted.length).max(axis=(1, 2)) <= asked.capacity]
     if not len(members):
         return None
-    costs = members @ asked.sorted.cost + asked.cost.fixed
+    costs = np.maximum(members @ asked.sorted.cost + asked.cost.fixed, asked.cost.least)
     if model.sync_every_microbatch:
         costs = costs.max(axis=2)[:, None]
     times = (costs.sum(axis=2) + model.bubble_packs * costs.max(axis=2)).max(axis=1)
@@ -75,9 +75,12 @@ def optimum(asked: ScheduleRequest) -> float:
     return min(time for number in numbers if (time := least_time(asked, number)) is not None)
 
 
-def random_request(rng, model: StepModel, masks: bool = False) -> ScheduleRequest:
+def random_request(
+    rng, model: StepModel, masks: bool = False, launches: bool = False
+) -> ScheduleRequest:
     """Small enough for brute force. Costs are small integers in some, so that they tie. masks: some
-    tokens have no loss and cost less, so that the longest need not be the costliest.
+    tokens have no loss and cost less, so that the longest need not be the costliest. launches:
+    small packs cost more than what they hold.
     """
     longest = int(rng.integers(1, 25))
     lengths = descending(rng, 1, longest + 1, rng.integers(0, 7))
@@ -92,6 +95,8 @@ def random_request(rng, model: StepModel, masks: bool = False) -> ScheduleReques
     loss_tokens = None
     if masks:
         cost, loss_tokens = replace(cost, head=cost.linear / 2), rng.integers(0, lengths + 1)
+    if launches:
+        cost = replace(cost, least=float(rng.choice([1, 10, 100, 1000])))
     return request(
         lengths,
         int(rng.integers(1, 4)),

@@ -7,25 +7,27 @@ import pytest
 
 from megatron.packing.scheduling.bounds import fewest_packs, rank_cost_bound
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.problem import Schedule
+from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from tests.unit_tests.packing.brute_force import MODES, least_time, optimum, random_request
 from tests.unit_tests.packing.requests import request
 from tests.unit_tests.packing.stubs import array
 
 
-@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize(("masks", "launches"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(
     ("mode", "met"),
     [("ranks", 0.75), ("pipelines", 0.4), ("unequal stages", 0.15), ("ranks that meet", 0.45)],
 )
-def test_bound_is_never_above_the_optimum_and_often_meets_it(mode, met, masks):
+def test_bound_is_never_above_the_optimum_and_often_meets_it(mode, met, masks, launches):
     """A bound above the optimum reports "1.000 of the bound" for schedules that others beat, and
     ends searches.
     """
     rng = np.random.default_rng(11)
     exact = total = 0
     for case in range(450):
-        asked = random_request(rng, MODES[mode][case % len(MODES[mode])], masks)
+        asked = random_request(rng, MODES[mode][case % len(MODES[mode])], masks, launches)
         best = optimum(asked)
         assert asked.bound <= best * (1 + 1e-9), asked
         exact += asked.bound >= best * (1 - 1e-9)
@@ -77,6 +79,31 @@ def test_bound_by_hand():
     # At a capacity of 4 there must be two.
     assert bound(4, StepModel()) == 5 + 20
     assert bound(4, StepModel(sync_every_microbatch=True)) == 5 + 20
+
+
+def test_packs_that_are_too_small_for_their_launches():
+    """Empty packs would be free, and many of them preferred to one."""
+    cost = PackCost(1.0, 0.0, fixed=2.0, least=8.0)
+    asked = request([9, 1, 1], 2, 9, cost=cost, model=StepModel(num_stages=2))
+    assert asked.bound == (11 + 11) / 2  # the 9 and its fixed cost, and as much to fill
+    assert request([1, 1], 2, 9, cost=cost, model=StepModel(num_stages=2)).bound == (8 + 8) / 2
+    schedule = Schedule(np.array([0, 1, 1]), np.array([1, 0, 0]), 2, 2)
+    assert asked.pack_costs(schedule).tolist() == [[8, 11], [8, 8]]
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_packs_are_not_more_than_their_launches_pay_for(stages):
+    """Packs that only launch kernels would be as good as free, and steps up to 19 % longer."""
+    model = StepModel(num_stages=stages)
+    lengths = [10] * 64
+
+    def number(least: float) -> int:
+        cost = PackCost(1.0, 0.0, fixed=1.0, least=least)
+        return default(request(lengths, 1, 100, cost=cost, model=model)).num_microbatches
+
+    numbers = [number(least) for least in (0.0, 20.0, 40.0, 80.0)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > 2 * numbers[-1]
 
 
 def test_costliest_rank_by_hand():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.step.settings import PackingOptions, PackingSettings
+from megatron.packing.step.settings import PackingOptions, PackingSettings, cost_of
 from tests.unit_tests.packing.plugged import make_config
 from tests.unit_tests.packing.stubs import Ranks
 
@@ -69,3 +69,12 @@ def test_shares_are_those_of_the_layers_that_megatron_core_builds(split, layers)
     found = PackingSettings.of(config, groups).model
     with_head = (layers[0], layers[1] + 1)
     assert found.relative_shares == pytest.approx([count / 2.5 for count in with_head])
+
+
+def test_gpus_wait_for_launches(monkeypatch):
+    """Each rank of a pack launches its kernels: shared out like work they would be next to free."""
+    config = make_config(num_layers=2, tensor_model_parallel_size=4, context_parallel_size=2)
+    assert cost_of(config).least == 0  # a CPU computes while it would launch
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seconds = 5e-6 * (2 * 150 + 40)
+    assert cost_of(config).least == pytest.approx(seconds * 400e12 * 8)
