@@ -1,0 +1,83 @@
+"""Commands of the how-to pages: training is parsed to the last value, tools that need no run are
+run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.sft.arguments.parse import parse_config
+from megatron.sft.commands import COMMANDS
+from megatron.sft.launch import taken_apart
+from tests.unit_tests.test_documents import ROOT, commands_in
+
+PAGES = sorted((ROOT / "docs" / "howto").glob("*.md"))
+MODELS = ROOT / "examples" / "recipes" / "models"
+FOUND = [words for page in PAGES for words in commands_in(page.read_text()) if words]
+TRAINING = [words for words in FOUND if words[0] not in COMMANDS or words[0] == "train"]
+TOOLS = [
+    words
+    for words in FOUND
+    if words[0] in ("inspect", "show")
+    and not {"checkpoints", "data"} & {*words}  # of a run, and of a prepared folder
+]
+
+
+def name_of(words: list[str]) -> str:
+    return " ".join(words)[:60]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with what the pages name."""
+    model = tmp_path / "Qwen3-8B"
+    shutil.copytree(ROOT / "tests" / "fixtures" / "released" / "qwen", model)  # its tokenizer
+    shutil.copy(MODELS / "Qwen3-8B.json", model / "config.json")
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    for name in (
+        "chats.jsonl",
+        "code.jsonl",
+        "prompts.jsonl",
+        "held_out.jsonl",
+        "data/chats.jsonl",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text((json.dumps({"messages": turns}) + "\n") * 64)
+    lines = (ROOT / "docs" / "howto" / "blend.md").read_text()
+    blend = re.findall(r"```yaml\n(.*?)```", lines, re.DOTALL)[0]
+    (tmp_path / "blend.yaml").write_text(blend)
+    (tmp_path / "run.yaml").write_text(
+        "pretrained_checkpoint: Qwen3-8B\ndata_path: chats.jsonl\nsequence_packing: true\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+def test_commands_are_found() -> None:
+    """Without commands the tests below pass."""
+    assert len(TRAINING) >= 8
+    assert len(TOOLS) >= 4
+
+
+@pytest.mark.parametrize("words", TRAINING, ids=name_of)
+def test_training_is_accepted(words: list[str]) -> None:
+    """Options that exist may have values that are none, or contradict one another: all that is
+    checked before a process is started.
+    """
+    given = taken_apart(words[1:] if words[0] == "train" else words)
+    config = parse_config(given.training, given.world_size or 8)
+    assert config.data.paths
+
+
+@pytest.mark.parametrize("words", TOOLS, ids=name_of)
+def test_tools_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What a page says of a model or of data, a reader sees."""
+    name, *arguments = words
+    importlib.import_module(COMMANDS[name].module).main(arguments, f"megatron-sft {name}")
+    assert capsys.readouterr().out.strip()
