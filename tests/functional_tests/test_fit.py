@@ -13,13 +13,20 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import MLP
 
 from megatron.sft.__main__ import main as train
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import fit
+from megatron.sft.distributed import make_groups
 from megatron.sft.fit import estimate
+from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.estimate import Request, StageEstimate, estimates
+from megatron.sft.fit.save_bytes import SaveBytes, save_bytes
+from megatron.sft.fit.step import run_step
+from megatron.sft.model import cpu_support, mcore_fixes
+from megatron.sft.model.checkpoint import Progress, state_to_save
 from tests.functional_tests.fit_check import (
     COMMON,
     EXPERTS,
@@ -29,8 +36,10 @@ from tests.functional_tests.fit_check import (
     PP2,
     SP2,
     VOCAB_SIZE,
+    Case,
 )
 from tests.functional_tests.forked_runs import train_forked
+from tests.functional_tests.ranks import run_ranks
 
 
 def request_of(flags: str, world_size: int, num_layers: int, *, like_cuda: bool = True) -> Request:
@@ -131,6 +140,36 @@ def test_a_folder_with_a_config_alone_is_enough(
         fit.main([*arguments, "2GiB"], "fit")
     assert ended.value.code == 1
     assert "does not fit" in capsys.readouterr().out
+
+
+def _save(case: Case) -> tuple[int, SaveBytes, int]:
+    """What is alive at most while a checkpoint is made of real tensors, what is described, and the
+    weights.
+    """
+    config = case.config()
+    mcore_fixes.install()
+    cpu_support.install()
+    make_groups(config)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
+    counter = ByteCounter()
+    training = run_step(config, VOCAB_SIZE, case.data, counter, num_steps=1)
+    with counter, counter.phase("save"):
+        state = state_to_save(training, Progress(1, 24, False), {}, {})
+    assert state["optimizer"]
+    (phase,) = (phase for phase in counter.phases if phase.name == "save")
+    weights = sum(p.nbytes for chunk in training.model for p in chunk.parameters())
+    return phase.peak - phase.start, save_bytes(training), weights
+
+
+@pytest.mark.parametrize("overlapped", ["", "--overlap-grad-reduce"])
+def test_a_checkpoint_takes_what_is_described(overlapped: str) -> None:
+    """A run that fits for a thousand steps would end at its first checkpoint. Here host and device
+    are one, so that this rank's shard and the gathered parts need no second copy.
+    """
+    case = Case(2, f"{PACKED} {GROUPED} --bf16 --use-distributed-optimizer {overlapped}")
+    for taken, described, weights in run_ranks(_save, 2, case):
+        assert described.host - weights <= taken <= 1.02 * (described.host - weights)
+        assert 0.9 * weights < described.device / 3 < 1.1 * weights  # 4 (1 + 1/2) bytes, not 2
 
 
 def test_what_does_not_fit_has_ways_out(

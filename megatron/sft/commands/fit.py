@@ -137,7 +137,17 @@ def run(config: SFTConfig, options: FitOptions) -> bool:
     for remark in dict.fromkeys(remark for estimate in found for remark in estimate.remarks):
         print(f"note      {remark}")
     print(f"status    {ESTIMATED}")
+    save_host = max(estimate.save_host_bytes for estimate in found)
     print(f"host      {_host(config, options)}")
+    print(
+        f"          at most {gib(save_host)} GiB for each rank while a checkpoint is made, with "
+        "--async-save until it is written (described)"
+    )
+    if any(_is_largest_at_save(estimate) for estimate in found):
+        print(
+            "note      a checkpoint takes most: the optimizer's state is gathered by buckets, "
+            "which --overlap-grad-reduce makes small"
+        )
     print(f"took      {time.monotonic() - start:.0f} s")
     if options.fit_json is not None:
         about = {"world_size": options.world_size, "assumes": assumed}
@@ -153,11 +163,17 @@ def run(config: SFTConfig, options: FitOptions) -> bool:
     return fits
 
 
+def _is_largest_at_save(estimate: Any) -> bool:
+    passes = sum(part.num_bytes for part in estimate.passes)
+    return estimate.save.num_bytes > max(passes, estimate.optimizer.num_bytes)
+
+
 def _column(estimate: Any) -> Column:
     parts: dict[tuple[str, str], int] = {}
     for part in (*estimate.states, *estimate.passes):
         parts[part.name, part.how] = part.num_bytes
-    for part in (estimate.build, estimate.optimizer):  # at other times than the passes
+    # At other times than the passes.
+    for part in (estimate.build, estimate.optimizer, estimate.save):
         parts[f"instead: {part.name}", part.how] = part.num_bytes
     return Column(estimate.stage.name, parts, estimate.peak)
 
@@ -198,5 +214,5 @@ def _host(config: SFTConfig, options: FitOptions) -> str:
     size = num_tokens * _BYTES_PER_PACKED_TOKEN * batches / 2**20
     return (
         f"at most {size:,.1f} MiB of batches for each rank ({batches} global batches, described); "
-        "without Python, data workers and checkpoints that are being saved"
+        "without Python and data workers"
     )

@@ -15,6 +15,7 @@ from megatron.sft.fit import cuda_branches
 from megatron.sft.fit.affine import NotAffineError, fitted
 from megatron.sft.fit.counter import ByteCounter, Phase
 from megatron.sft.fit.host_reads import HostReads, Routing
+from megatron.sft.fit.save_bytes import SaveBytes, save_bytes
 from megatron.sft.fit.stages import (
     Stage,
     at_depth,
@@ -53,6 +54,10 @@ class StageEstimate:
     """All that is alive at most while the model is built and before the first step."""
     optimizer: Part
     """Alive beside the states, at most, in an optimizer step."""
+    save: Part
+    """Alive beside the states, at most, while a checkpoint is made."""
+    save_host_bytes: int
+    """Bytes on the host, at most, while a checkpoint is made."""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -60,7 +65,8 @@ class StageEstimate:
         """Bytes of tensors, at most."""
         states = sum(part.num_bytes for part in self.states)
         passes = sum(part.num_bytes for part in self.passes)
-        return max(self.build.num_bytes, states + max(passes, self.optimizer.num_bytes))
+        beside = max(passes, self.optimizer.num_bytes, self.save.num_bytes)
+        return max(self.build.num_bytes, states + beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +96,9 @@ class Request:
 
 def trace(
     request: Request, rank: int, num_microbatches: int, *, passes: bool = True
-) -> list[Phase]:
-    """Returns the phases of a rank: build, a step, and what follows once the optimizer has its
-    state.
+) -> tuple[list[Phase], SaveBytes]:
+    """Returns the phases of a rank (build, a step, and what follows once the optimizer has its
+    state), and what a checkpoint takes then.
     """
     counter = ByteCounter(
         unit=cuda_branches.ALLOCATION_BYTES if request.like_cuda else 1,
@@ -102,7 +108,7 @@ def trace(
     config = one_step(request.config)
     world = fake_world(config, rank, request.world_size, reads, like_cuda=request.like_cuda)
     with world as mode:
-        run_step(
+        training = run_step(
             config,
             request.vocab_size,
             request.data(num_microbatches),
@@ -112,7 +118,7 @@ def trace(
             like_cuda=request.like_cuda,
             passes=passes,
         )
-    return counter.phases
+        return counter.phases, save_bytes(training)
 
 
 Shared = dict[tuple[Any, ...], Any]
@@ -137,10 +143,11 @@ def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
     depth = stage.num_stages, chunks, parallel.data_parallel_size(request.world_size)
     layers = kinds_of(config, stage)
     context = parallel.context_parallel_size, config.shards_optimizer
-    states_key = ("states", kind, layout, depth, layers, context)
+    buckets = config.parallel.overlap_grad_reduce
+    states_key = ("states", kind, layout, depth, layers, context, buckets)
     if states_key not in shared:
         shared[states_key] = trace(request, stage.rank, 1, passes=False)
-    build, _, optimizer = shared[states_key]
+    (build, _, optimizer), save = shared[states_key]
     # Only what lives on is at a phase's end.
     states = {name: optimizer.at_peak.get(name, 0) for name in STATES}
     again = config.model.recompute_granularity, config.capacity_per_rank, request.routing
@@ -154,6 +161,8 @@ def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
         passes=passes,
         build=Part("building the model", build.peak, "run"),
         optimizer=Part("optimizer step", optimizer.peak - sum(states.values()), "run"),
+        save=Part("checkpoint save", save.device, "described"),
+        save_host_bytes=save.host,
         remarks=tuple(remarks),
     )
 
@@ -196,7 +205,7 @@ def _beside_states(
     """
     if depth is not None:
         request = replace(request, config=at_depth(request.config, depth))
-    phases = {phase.name: phase for phase in trace(request, stage.rank, flight)}
+    phases = {phase.name: phase for phase in trace(request, stage.rank, flight)[0]}
     passes = phases["forward and backward 1"]
     alive_before = {name: passes.at_peak.get(name, 0) for name in STATES}
     others = {name: size for name, size in passes.at_peak.items() if name not in STATES}

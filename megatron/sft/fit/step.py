@@ -165,8 +165,9 @@ def run_step(
     num_steps: int = 2,
     like_cuda: bool = False,
     passes: bool = True,
-) -> None:
-    """Trains for `num_steps` on the same data; what was alive is in `counter.phases`.
+) -> Training:
+    """Returns what it has built and trained for `num_steps` on the same data; what was alive is in
+    `counter.phases`.
 
     From the second step on there is the optimizer's state. world: where this runs in a fake one,
     which may be `like_cuda`.
@@ -194,6 +195,7 @@ def run_step(
             with counter.phase(f"optimizer {number}"):
                 training.optimizer.step()
             count_by_part(training, counter)
+    return training
 
 
 def forward_backward(

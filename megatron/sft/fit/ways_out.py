@@ -1,7 +1,7 @@
 """mcore. Changes of options that take less memory, cheapest in time first, by traces.
 
     capacity     packs of half as many tokens, as far as the longest sequence lets them
-    sharding     the optimizer's state over data-parallel ranks
+    sharding     the optimizer's state over data-parallel ranks, in small buckets
     recompute    activations of layers computed again in the backward pass: a third more arithmetic
     CP, TP, PP   ranks share sequences, weights or layers: communication, and fewer replicas
 
@@ -94,6 +94,8 @@ def _tried(config: SFTConfig) -> Iterator[SFTConfig]:
         yield replace(config, training=replace(training, micro_batch_size=rows))
     if not config.shards_optimizer:
         yield replace(config, parallel=replace(parallel, use_distributed_optimizer=True))
+    elif not parallel.overlap_grad_reduce:  # smaller buckets, which saving gathers
+        yield replace(config, parallel=replace(parallel, overlap_grad_reduce=True))
     if model.recompute_granularity != "full":
         yield replace(config, model=replace(model, recompute_granularity="full"))
     context = replace(parallel, context_parallel_size=2 * parallel.context_parallel_size)
