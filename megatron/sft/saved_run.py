@@ -55,6 +55,7 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None
         options["base_folder"] = config.output.pretrained_checkpoint
+        # 16 of its hex digits tell bases apart, and stay readable in an error.
         options["base"] = fingerprint(open_folder(config.output.pretrained_checkpoint))[:16]
     return options
 
@@ -81,6 +82,8 @@ class SavedRun:
         self._locks = locks
         self._identity = datasets.train.identity
         self._model_options = model_options(config, datasets)
+        # Losses of other validation data, or of another part of it, are not compared with the best
+        # one.
         num_evaluated = min(
             config.training.eval_iters * config.training.global_batch_size, len(datasets.valid)
         )
@@ -113,6 +116,7 @@ class SavedRun:
             and save is not None
             and Path(folder).resolve() == Path(save).resolve()
         ):
+            # That step is saved already; a run that is stopped at once must not write it again.
             self._saved_iteration = loaded.iteration
             if dist.get_rank() == 0:
                 self._go_back(save, loaded)

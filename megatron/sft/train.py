@@ -171,7 +171,9 @@ class Trainer:
     def _run_steps(self, signals: StopSignals, log: RunLog | None) -> None:
         config = self._config
         last = config.training.train_iters
+        # A finished run that is started again tests nothing twice.
         ends_here = self._progress.iteration < last or self._progress.evaluation_due
+        # A run that was stopped between a step and its evaluation does that first.
         self._evaluate_if_due(signals, log)
         while self._progress.iteration < last and not self._stops_early():
             if self._step(signals, log):
@@ -258,6 +260,7 @@ class Trainer:
         for chunk in self._training.model:
             chunk.zero_grad_buffer()
         self._training.optimizer.zero_grad()
+        # The time of a step includes this wait; the passes' own time begins after it.
         taken = next(self._batches)
         watch = Stopwatch(self._device)
         self._losses = self._run(taken, len(self._names), forward_only=False)
@@ -277,6 +280,7 @@ class Trainer:
             figures_of(taken),
         )
         try:
+            # On a GPU the reduction is on its way meanwhile: its result is read after the update.
             lr, grad_norm, succeeded = self._update()
         except NonFiniteError as failure:
             lr, grad_norm, succeeded = self._skip(failure, log)
@@ -284,6 +288,8 @@ class Trainer:
         update = Update(
             taken.packed, taken.seconds_waited, watch.seconds, lr, grad_norm, not succeeded
         )
+        # Only now: a checkpoint of a step that failed must still hold what that step took from the
+        # queue.
         if self._queue is not None and taken.packed is not None:
             self._queue.finish(taken.packed.delayed)
         seconds = time.perf_counter() - start
@@ -296,6 +302,8 @@ class Trainer:
         )
         if log is not None:
             log.step(self._account.metrics(self._progress, update, reduced, seconds), update.batch)
+        # All ranks know it by the same reduction, so that none waits in a collective of `finish`
+        # alone.
         if reduced.all_written:
             self._saved.finish(log)
         if reduced.stop:

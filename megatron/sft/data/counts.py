@@ -12,6 +12,7 @@ import numpy.typing as npt
 from megatron.sft.data.chat_encoder import DROP_REASONS
 
 COLUMNS = ("sequences", "tokens", "square_sum", "cut", *DROP_REASONS)
+# Columns from here on count dropped records, one for each reason.
 _FIRST_REASON = len(COLUMNS) - len(DROP_REASONS)
 
 

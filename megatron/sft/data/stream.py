@@ -45,6 +45,7 @@ class Share(NamedTuple):
         """Draws that are made at once. A global batch is whole windows, which ranks take in
         turns."""
         most = max(1, _WINDOW // self.micro_batch_size)
+        # The largest divisor: 48 draws of 3 samples, at most 10 at once, are made 8 at once.
         return max(count for count in range(1, most + 1) if self.num_draws % count == 0)
 
 
@@ -94,6 +95,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             num_workers=num_workers,
             seed=samples.seed,
         )
+        # Rounded up: workers make one global batch ahead together.
         ahead = -(-share.num_draws // (share.draws_per_window * max(1, num_workers)))
         self._loader = WindowLoader(windows, workers, prefetch_factor=ahead)
 

@@ -164,6 +164,7 @@ def padded_batches(
         rows = rows if index is None else rows[:, index]
         return rows.pin_memory() if torch.cuda.is_available() else rows
 
+    # Rows of a microbatch are padded to its longest, then to what the layout needs.
     for draw in draws:
         samples = read_samples(draw)
         if {PARENTS, NUM_PATHS} & set(samples.form):

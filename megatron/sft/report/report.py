@@ -104,6 +104,7 @@ def _evaluation_rows(evaluations: Sequence[Evaluation]) -> Rows:
     """Returns the losses of each split, at the first and the last evaluation."""
     rows: Rows = []
     for split in dict.fromkeys(evaluation.split for evaluation in evaluations):
+        # Twice the list, so that one evaluation is both the first and the last.
         first, *_, last = [each for each in evaluations if each.split == split] * 2
         if first.iteration == last.iteration or split == "test":
             rows.append((f"{split} loss", f"{last.loss:.4f}   (after step {last.iteration})"))
