@@ -165,6 +165,8 @@ def load_checkpoint(
     _check_same_model(path, common["model_options"], model_options)
     if wanted.progress:
         _check_same_blend(path, common["data"], data, wanted.changed_blend)
+    if wanted.optimizer:
+        _check_same_parts(path, common, training.optimizer)
     with only_weights(path / "*.distcp"):
         same_layout = _layout() == common["layout"]
         state = _load_state(
@@ -225,6 +227,17 @@ def _check_same_blend(
             f"note: {path} was trained on other data, or in another order; its position in them is "
             "kept",
             flush=True,
+        )
+
+
+def _check_same_parts(path: Path, common: dict[str, Any], optimizer: Any) -> None:
+    """megatron-core names the state of experts that are shared by ranks apart from the others'."""
+    saved = sum(isinstance(key, int) for key in common.get("optimizer", {})) or 1
+    if saved != len(getattr(optimizer, "chained_optimizers", [optimizer])):
+        was, way = ("above 1", "raise it") if saved > 1 else ("1", "lower it")
+        raise CheckpointError(
+            f"{path} has the optimizer's state of a run with --expert-model-parallel-size {was}; "
+            f"{way}, or pass --no-load-optim"
         )
 
 

@@ -1,5 +1,7 @@
 """Which checkpoint a run continues from."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from megatron.packing.step.delay import DelayQueue
 from megatron.sft.model.checkpoint import (
     Wanted,
     _check_same_model,
+    _check_same_parts,
     gather_delayed,
     load_checkpoint,
     restored_queue,
@@ -103,3 +106,16 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path, saved, now, told
     with pytest.raises(ValueError, match=r"is of another model \(") as refused:
         _check_same_model(tmp_path, saved, now)
     assert told in str(refused.value)
+
+
+def test_another_kind_of_expert_parallel_is_refused_in_a_line():
+    """megatron-core ends in a KeyError that lists every tensor of the checkpoint."""
+    one, two = (SimpleNamespace(chained_optimizers=[None] * number) for number in (1, 2))
+    together: dict[str, Any] = {"optimizer": {"param_state": {}}}
+    apart: dict[str, Any] = {"optimizer": {0: {}, 1: {}}}
+    for common, optimizer in ((together, one), (apart, two), ({}, one), ({}, SimpleNamespace())):
+        _check_same_parts(Path("saved"), common, optimizer)
+    with pytest.raises(ValueError, match="model-parallel-size above 1; raise it, or pass --no-"):
+        _check_same_parts(Path("saved"), apart, one)
+    with pytest.raises(ValueError, match="model-parallel-size 1; lower it, or pass --no-load-opt"):
+        _check_same_parts(Path("saved"), together, two)
