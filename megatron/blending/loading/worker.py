@@ -2,7 +2,7 @@
 
 A worker may have as many outputs on the way as it was given credit for. It is told to start again
 at any time; outputs of before carry an older generation, and are thrown away by whoever gets them.
-A sample that fails is told at once, ahead of the output that it was to be part of: it is known also
+A failed sample is reported at once, ahead of the output that it was to be part of: it is known also
 if the worker then dies, hangs or gives up.
 
 What is sent is a pickle, with large arrays and tensors beside it: by far most of a batch of images.
@@ -155,7 +155,7 @@ def serve(
     put: Callable[[Message | Failure], None],
     ahead: int,
 ) -> None:
-    """Work until told to stop. `get(whether to wait)` gives the next command or None, `put` sends
+    """Work until asked to stop. `get(whether to wait)` gives the next command or None, `put` sends
     an output.
     """
 

@@ -173,7 +173,7 @@ class WorkerConfig:
         return False
 
     def in_worker(self) -> "WorkerConfig":
-        """Returns what a worker process is told: no process group, which it could not use."""
+        """Returns the part for a worker process: no process group, which it could not use."""
         copied = copy.copy(self)
         object.__setattr__(copied, "_global_rank", self.global_rank())
         object.__setattr__(copied, "data_parallel_group", None)

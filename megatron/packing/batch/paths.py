@@ -1,4 +1,4 @@
-"""pure. Paths of trees that are told apart: fields with a row per path, and which paths train a
+"""pure. Paths of trees that are distinguished: fields with a row per path, and which paths train a
 token.
 
 The paths of a tree are numbered in the order in which its nodes stand, so that those that go

@@ -34,8 +34,8 @@ def path_log_probs(
     paths = batch.paths
     if paths is None:
         raise ValueError(
-            "samples have no fields per path, by which log-probabilities could be told apart; make "
-            "them with megatron.packing.batch.paths.merge_with_fields"
+            "samples have no fields per path, by which log-probabilities could be distinguished; "
+            "make them with megatron.packing.batch.paths.merge_with_fields"
         )
     if not (paths.are_whole or allow_parts):
         raise ValueError(

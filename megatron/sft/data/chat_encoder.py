@@ -140,7 +140,7 @@ class ChatEncoder:
     takes_trees: bool = True
     """True if a sample may be a tree; otherwise records of several answers are refused."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
-    """Keys that were told not to be read."""
+    """Keys that were reported as unread."""
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:

@@ -18,7 +18,7 @@ its keys tell.
 The first of these that a record fits counts; a key that holds nothing (null, "", [], {}) counts as
 absent. Any record may have `weight`, which scales its loss. Invariant: a text that a record holds
 under one of the names of `TEXT_COLUMNS` is read, is a repetition of what is read, or is an error.
-Other keys are not read, and told.
+Other keys are not read, and are listed once.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
     """Read `record`, whose `columns` have other names; SampleError for what fits no layout, or
     would lose text.
     """
-    told = _renamed(record, columns)
-    found = _find(told, {name: column for column, name in columns.items()})
-    weight = weight_of(told["weight"], "weight") if "weight" in told else 1.0
-    unread = {key for key in told if not is_empty(told[key])} - found.read - {"weight"}
-    _check_unread(told, unread, found.content)
+    fields = _renamed(record, columns)
+    found = _find(fields, {name: column for column, name in columns.items()})
+    weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
+    unread = {key for key in fields if not is_empty(fields[key])} - found.read - {"weight"}
+    _check_unread(fields, unread, found.content)
     if found.read not in ({"text"}, {"tokens"}):
-        _check_preference(told)
+        _check_preference(fields)
     return Reading(found.content, weight, (unread - TEXT_COLUMNS) | found.unread_of_turns)
 
 
@@ -120,78 +120,78 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str,
     """The fields that hold something, by their names here. An empty string stays: it may be an
     answer.
     """
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for column, value in record.items():
         name = columns.get(column, column)
         if name == "none" or (is_empty(value) and not isinstance(value, str)):
             continue
-        if name in told:
+        if name in fields:
             raise SampleError(
                 f"record has {name} twice, by --data-columns; add none=COLUMN for the one to leave "
                 "out"
             )
-        told[name] = value
-    return told
+        fields[name] = value
+    return fields
 
 
-def _find(told: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
+def _find(fields: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
     turn_keys = Keys(columns.get("role"), columns.get("content"))
     for key in _TURNS:
-        if key in told:
-            return _turns(told, key, turn_keys)
-    if {"prompt", "responses"} <= told.keys():
-        return _prompt_and_responses(told, turn_keys)
-    if {"prompt", "completion"} <= told.keys():
-        return _prompt_and_completion(told, turn_keys)
-    if told.keys() & set(_QUESTION) and told.keys() & set(_ANSWER):
-        read = {_one(told, names)[0] for names in (_QUESTION, _CONTEXT, _ANSWER)}
-        return _Found(_conversation(told, _question(told)), {*read, *_BESIDE_TURNS, "history"})
-    if "text" in told:
-        return _Found(Passage("", text_of(told["text"], "text")), {"text"})
-    if "tokens" in told:
-        return _Found(TokenIds(told["tokens"]), {"tokens"})
+        if key in fields:
+            return _turns(fields, key, turn_keys)
+    if {"prompt", "responses"} <= fields.keys():
+        return _prompt_and_responses(fields, turn_keys)
+    if {"prompt", "completion"} <= fields.keys():
+        return _prompt_and_completion(fields, turn_keys)
+    if fields.keys() & set(_QUESTION) and fields.keys() & set(_ANSWER):
+        read = {_one(fields, names)[0] for names in (_QUESTION, _CONTEXT, _ANSWER)}
+        return _Found(_conversation(fields, _question(fields)), {*read, *_BESIDE_TURNS, "history"})
+    if "text" in fields:
+        return _Found(Passage("", text_of(fields["text"], "text")), {"text"})
+    if "tokens" in fields:
+        return _Found(TokenIds(fields["tokens"]), {"tokens"})
     raise SampleError(
-        f"record has keys {', '.join(map(repr, told)) or '(none)':.300}, but must have {_LAYOUTS}; "
-        "--data-columns gives odd names their meaning"
+        f"record has keys {', '.join(map(repr, fields)) or '(none)':.300}, but must have "
+        f"{_LAYOUTS}; --data-columns gives odd names their meaning"
     )
 
 
-def _turns(told: Mapping[str, Any], key: str, turn_keys: Keys) -> _Found:
+def _turns(fields: Mapping[str, Any], key: str, turn_keys: Keys) -> _Found:
     read = {key, *_BESIDE_TURNS}
-    if "responses" not in told:
-        found = read_branches(told[key], key, turn_keys)
-        return _Found(_conversations(told, found), read, found.unread)
-    trunk, unread = read_turns(told[key], key, *turn_keys)
-    return _answered(told, trunk, unread, read, turn_keys)
+    if "responses" not in fields:
+        found = read_branches(fields[key], key, turn_keys)
+        return _Found(_conversations(fields, found), read, found.unread)
+    trunk, unread = read_turns(fields[key], key, *turn_keys)
+    return _answered(fields, trunk, unread, read, turn_keys)
 
 
-def _prompt_and_responses(told: Mapping[str, Any], turn_keys: Keys) -> _Found:
-    prompt, read = told["prompt"], {"prompt", "responses", "weights"}
+def _prompt_and_responses(fields: Mapping[str, Any], turn_keys: Keys) -> _Found:
+    prompt, read = fields["prompt"], {"prompt", "responses", "weights"}
     if not isinstance(prompt, str):
         asked, unread = read_turns(prompt, "prompt", *turn_keys)
         trunk = [message._replace(weight=0.0) for message in asked]
-        return _answered(told, trunk, unread, read | set(_BESIDE_TURNS), turn_keys)
-    texts = read_texts(told["responses"])
+        return _answered(fields, trunk, unread, read | set(_BESIDE_TURNS), turn_keys)
+    texts = read_texts(fields["responses"])
     passages = [Passage(text_of(prompt, "prompt"), text) for text in texts]
-    return _Found(Answers(passages, weights_of(told.get("weights"), len(texts))), read)
+    return _Found(Answers(passages, weights_of(fields.get("weights"), len(texts))), read)
 
 
 def _answered(
-    told: Mapping[str, Any], trunk: list[Message], unread: set[str], read: set[str], keys: Keys
+    fields: Mapping[str, Any], trunk: list[Message], unread: set[str], read: set[str], keys: Keys
 ) -> _Found:
     """Returns the responses behind turns that were read of the keys `read`."""
-    found = read_responses(trunk, told["responses"], told.get("weights"), keys)
+    found = read_responses(trunk, fields["responses"], fields.get("weights"), keys)
     read = read | {"responses", "weights"}
-    return _Found(_conversations(told, found), read, unread | found.unread)
+    return _Found(_conversations(fields, found), read, unread | found.unread)
 
 
-def _conversations(told: Mapping[str, Any], found: Paths) -> Conversation | Answers:
-    paths = [_conversation(told, messages) for messages in found.paths]
+def _conversations(fields: Mapping[str, Any], found: Paths) -> Conversation | Answers:
+    paths = [_conversation(fields, messages) for messages in found.paths]
     return paths[0] if len(paths) == 1 else Answers(paths, [1.0] * len(paths))
 
 
-def _prompt_and_completion(told: Mapping[str, Any], turn_keys: Keys) -> _Found:
-    prompt, completion = told["prompt"], told["completion"]
+def _prompt_and_completion(fields: Mapping[str, Any], turn_keys: Keys) -> _Found:
+    prompt, completion = fields["prompt"], fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return _Found(
             Passage(text_of(prompt, "prompt"), text_of(completion, "completion")),
@@ -201,34 +201,34 @@ def _prompt_and_completion(told: Mapping[str, Any], turn_keys: Keys) -> _Found:
     answered, more = read_turns(completion, "completion", *turn_keys)
     messages = [*(message._replace(weight=0.0) for message in asked), *answered]
     return _Found(
-        _conversation(told, messages), {"prompt", "completion", *_BESIDE_TURNS}, unread | more
+        _conversation(fields, messages), {"prompt", "completion", *_BESIDE_TURNS}, unread | more
     )
 
 
-def _question(told: Mapping[str, Any]) -> list[Message]:
+def _question(fields: Mapping[str, Any]) -> list[Message]:
     messages = []
-    history = told.get("history", [])
+    history = fields.get("history", [])
     for number, pair in enumerate(history if isinstance(history, list) else [history]):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise SampleError(f"history[{number}] must be [question, answer], but is {pair!r:.60}")
         messages.append(Message("user", text_of(pair[0], f"history[{number}][0]")))
         messages.append(Message("assistant", text_of(pair[1], f"history[{number}][1]")))
-    parts = [_one(told, names) for names in (_QUESTION, _CONTEXT)]
+    parts = [_one(fields, names) for names in (_QUESTION, _CONTEXT)]
     asked = "\n\n".join(text for text in (text_of(text, key) for key, text in parts) if text)
-    key, answer = _one(told, _ANSWER)
+    key, answer = _one(fields, _ANSWER)
     return [*messages, Message("user", asked), Message("assistant", text_of(answer, key))]
 
 
-def _one(told: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+def _one(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
     """The first of these keys that holds something, with what it holds; "" where none does."""
-    key = next((name for name in names if told.get(name, "") != ""), names[0])
-    return key, told.get(key, "")
+    key = next((name for name in names if fields.get(name, "") != ""), names[0])
+    return key, fields.get(key, "")
 
 
-def _conversation(told: Mapping[str, Any], messages: list[Message]) -> Conversation:
+def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Conversation:
     """The turns with the system prompt and tools that stand beside them."""
     for key in _SYSTEM:
-        system = text_of(told.get(key, ""), key)
+        system = text_of(fields.get(key, ""), key)
         if system and messages[0].role != "system":
             messages = [Message("system", system), *messages]
         elif system and messages[0].content.strip() != system.strip():
@@ -236,7 +236,7 @@ def _conversation(told: Mapping[str, Any], messages: list[Message]) -> Conversat
                 f"record has two system prompts, {key} and another one; leave one out, as by "
                 f"none={key}"
             )
-    options = told.get("chat_template_kwargs", {})
+    options = fields.get("chat_template_kwargs", {})
     if not isinstance(options, Mapping) or options.keys() & {
         "messages",
         "tools",
@@ -246,26 +246,28 @@ def _conversation(told: Mapping[str, Any], messages: list[Message]) -> Conversat
             "chat_template_kwargs must be an object with variables of its own, but is "
             f"{options!r:.60}"
         )
-    return Conversation(messages, read_tools(told["tools"]) if told.get("tools") else None, options)
+    return Conversation(
+        messages, read_tools(fields["tools"]) if fields.get("tools") else None, options
+    )
 
 
-def _check_preference(told: Mapping[str, Any]) -> None:
+def _check_preference(fields: Mapping[str, Any]) -> None:
     """Raises SampleError for a record of preference data, which may say that its answer is a bad
     one.
     """
     for key in _PREFERENCES:
-        if isinstance(told.get(key), bool):
+        if isinstance(fields.get(key), bool):
             raise SampleError(
-                f"record has {key} {json.dumps(told[key])} beside an answer, as preference data "
+                f"record has {key} {json.dumps(fields[key])} beside an answer, as preference data "
                 "(KTO) marks good and bad answers, but training takes all of them for good ones; "
                 f"keep the records in which it is true, and pass --data-columns none={key}"
             )
 
 
-def _check_unread(told: Mapping[str, Any], unread: set[str], content: Content) -> None:
+def _check_unread(fields: Mapping[str, Any], unread: set[str], content: Content) -> None:
     said = said_in(content)
     for key in sorted(unread & TEXT_COLUMNS):
-        text = told[key]
+        text = fields[key]
         if isinstance(text, (int, float)):
             continue  # a count, as `tokens` may be
         is_string = isinstance(text, str) and bool(said)

@@ -41,7 +41,7 @@ from megatron.sft.options.config import SFTConfig
 class StepData:
     """The sequences of a step on each replica: lengths, by microbatch.
 
-    All microbatches must have equally many tokens: a stage is not told of others' shapes.
+    All microbatches must have equally many tokens: a stage does not receive others' shapes.
     """
 
     lengths: tuple[tuple[int, ...], ...]

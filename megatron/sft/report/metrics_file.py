@@ -1,7 +1,7 @@
 """pure. `metrics.jsonl`: written as a run goes, beside boards and what the user sees; read back for
 its report.
 
-A run's folder holds `metrics.jsonl`, one JSON object per line, told apart by "kind":
+A run's folder holds `metrics.jsonl`, one JSON object per line, distinguished by "kind":
 
     {"kind": "event", "event": "run", "iteration": 0, "seq_length": 1024, ...}
     {"kind": "train", "iteration": 1, "loss": 5.61, ...}
@@ -193,7 +193,7 @@ class Metrics(NamedTuple):
 
 def read_metrics(run_dir: Path | str) -> Metrics:
     """Reads what `MetricsWriter` wrote, null as NaN; ValueError if there is no file. Damaged lines
-    are told, and left
+    are reported, and left
     out: a run of weeks is not lost for a line.
     """
     path = Path(run_dir) / METRICS_FILE

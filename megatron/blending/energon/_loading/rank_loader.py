@@ -280,7 +280,7 @@ class Loader(Generic[T_co]):
         if self._stream.is_finite:
             self._begin_pass(self._epoch + 1)
             return
-        # The stream just continues: workers are not even told.
+        # The stream just continues: workers are not even notified.
         self._epoch += 1
         self._given = self._count = 0
         self._is_over = False

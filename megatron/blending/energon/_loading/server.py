@@ -2,7 +2,7 @@
 
 The rank takes its cells in turns: worker w of W makes those of the turns t with t % W == w. The
 packs of a block that holds lengths alone are dealt so one by one, as each worker knows all of them.
-A cell of which nothing comes out is not told. Several parts of the stream (`Lane`) are served side
+A cell without an output is not reported. Several parts of the stream (`Lane`) are served side
 by side, as the rank asks for them.
 """
 

@@ -105,7 +105,7 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
 def write_adapter_config(
     folder: Path, lora: LoraConfig, weights: AdapterWeights, base: str
 ) -> None:
-    """Write what PEFT and vLLM read beside the weights. The base is told by the path that it was
+    """Write what PEFT and vLLM read beside the weights. The base is named by the path that it was
     trained from.
     """
     alpha = lora.lora_alpha

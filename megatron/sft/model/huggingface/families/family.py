@@ -1,4 +1,4 @@
-"""pure. A family of HuggingFace models (`model_type`) as data, told by its differences from Llama.
+"""pure. A family of HuggingFace models (`model_type`) as data: its differences from Llama.
 
 A new family is a file beside this one that makes a `Family`, and a line in `registry`.
 """
