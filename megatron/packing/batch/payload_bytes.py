@@ -28,7 +28,7 @@ def to_bytes(payloads: Sequence[Payload | None]) -> Tensor:
             continue
         shapes: dict[str, Any] = {}
         for name, its in payload.tensors.items():
-            whole = [torch.as_tensor(tensor).detach().cpu().contiguous() for tensor in its]
+            whole = [tensor_of(tensor).detach().cpu().contiguous() for tensor in its]
             shapes[name] = [(tensor.dtype, tuple(tensor.shape)) for tensor in whole]
             tensors += whole
         header.append((shapes, payload.key))
@@ -66,6 +66,16 @@ def from_bytes(data: Tensor) -> list[Payload | None]:
     return payloads
 
 
+def tensor_of(value: Any) -> Tensor:
+    """Returns a tensor or an array as a tensor; a copy of an array that torch cannot share, as a
+    flipped or a read-only one.
+    """
+    if not isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    array = np.ascontiguousarray(value).reshape(value.shape)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -89,7 +99,7 @@ def payloads_of_packs(
         segments: dict[str, list[int]] = {}
         for segment, payload in enumerate(payloads[start:end]):
             for name, its in (payload.tensors or {} if payload else {}).items():
-                tensors.setdefault(name, []).extend(map(torch.as_tensor, its))
+                tensors.setdefault(name, []).extend(map(tensor_of, its))
                 segments.setdefault(name, []).extend([segment] * len(its))
         numbers = {name: np.array(its, np.int64) for name, its in segments.items()}
         yield PackPayloads(tensors, numbers)

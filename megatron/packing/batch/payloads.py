@@ -14,6 +14,7 @@ In the table of columns a sequence has the number of its payload, and what it co
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,10 @@ def payload_of(item: Mapping[str, Any], num_sequences: int) -> Payload | None:
         )
     if given is not None and key is None:
         key = item.get("__restore_key__") or None
+    try:
+        pickle.dumps(key)
+    except Exception as failure:  # later it would fail on this rank alone, while others wait
+        raise ValueError(f"a payload's key must be picklable, but is {key!r:.80}") from failure
     return Payload(None if given is None else named_tensors(given), key)
 
 
@@ -73,10 +78,7 @@ def named_tensors(given: Any) -> dict[str, list[Any]]:
             "payloads must be tensors by name, as {'pixels': [image, image]}, but are "
             f"{type(given).__name__}"
         )
-    return {
-        str(name): [value] if hasattr(value, "nbytes") else _tensors(name, value)
-        for name, value in given.items()
-    }
+    return {str(name): _tensors(name, value) for name, value in given.items()}
 
 
 def _tensors(name: object, value: Any) -> list[Any]:
@@ -86,5 +88,13 @@ def _tensors(name: object, value: Any) -> list[Any]:
             raise ValueError(
                 f"payload '{name}' must be a tensor, an array, or a list of them, but has "
                 f"{type(one).__name__}"
+            )
+        # Numpy's types have a kind; torch's are numbers all.
+        if getattr(one.dtype, "kind", "f") not in "biuf" or not getattr(
+            one.dtype, "isnative", True
+        ):
+            raise ValueError(
+                f"payload '{name}' must be of numbers in the machine's byte order, but is of "
+                f"{one.dtype}"
             )
     return found

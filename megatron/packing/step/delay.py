@@ -20,6 +20,7 @@ from megatron.packing.batch.columns import (
     IntArray,
     Sizes,
 )
+from megatron.packing.batch.payload_bytes import tensor_of
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples, joined
 
@@ -175,7 +176,7 @@ def _saved(payload: Payload) -> dict[str, Any]:
     if payload.tensors is None:
         return {"key": payload.key}
     tensors = payload.tensors.items()
-    return {"tensors": {name: [torch.as_tensor(one) for one in its] for name, its in tensors}}
+    return {"tensors": {name: [tensor_of(one) for one in its] for name, its in tensors}}
 
 
 def _loaded(state: dict[str, Any]) -> Delayed:

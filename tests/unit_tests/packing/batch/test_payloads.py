@@ -60,10 +60,14 @@ def test_bytes_are_the_payloads(first: int) -> None:
     for found, expected in zip(from_bytes(to_bytes(payloads)), payloads, strict=True):
         assert_equal(found, expected)
     assert from_bytes(to_bytes([])) == []
-    (arrived,) = from_bytes(to_bytes([Payload({"pixels": [np.arange(6).reshape(2, 3)]})]))
+    array = np.arange(6).reshape(2, 3)
+    read_only = array.copy()
+    read_only.flags.writeable = False
+    arrays = [array, array[:, ::-1], array.T, read_only, np.array(7)]
+    (arrived,) = from_bytes(to_bytes([Payload({"pixels": arrays})]))
     assert arrived is not None
     assert arrived.tensors is not None
-    assert arrived.tensors["pixels"][0].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert [one.tolist() for one in arrived.tensors["pixels"]] == [one.tolist() for one in arrays]
 
 
 def read(items: list[dict[str, Any]]) -> tuple[Samples, list[Payload]]:
@@ -107,6 +111,9 @@ def test_samples_have_the_number_and_the_cost_of_their_payload() -> None:
         ({"payloads": torch.ones(2)}, "must be tensors by name"),
         ({"payloads": {"pixels": "file.jpg"}}, "'pixels' must be a tensor, .* but has str"),
         ({"payloads": {"pixels": [torch.ones(1), None]}}, "'pixels' must be .* but has NoneType"),
+        ({"payloads": {"pixels": np.array(["a"])}}, "'pixels' must be of numbers"),
+        ({"payloads": {"pixels": np.ones(2, ">f4")}}, "'pixels' must be of numbers"),
+        ({"payload_key": lambda: 0}, "key must be picklable"),
         ({"costs": {"vision": [1]}}, "must have 'payloads' or a 'payload_key'"),
         ({"payload_key": 1, "cu_seqlens": [0, 1, 2]}, "must be one sequence"),
         ({"payload_key": 1, "tokens": np.ones((2, 3), int)}, "must be one sequence"),
