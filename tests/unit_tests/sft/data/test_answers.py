@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.blending import (
+    DefaultTaskEncoder,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+)
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
+from megatron.packing.batch import tree
 from megatron.packing.batch.reading import read_samples
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.chats import ChatLoad, open_chats
@@ -210,6 +217,36 @@ def test_wrong_answers_are_explained(record: dict[str, Any], fault: str) -> None
     with pytest.raises(SampleError) as caught:
         read_record(record, {})
     assert str(caught.value).startswith(fault)
+
+
+class Rollouts(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """A task encoder of a user's."""
+
+    def encode_sample(self, sample: Any) -> tree.MergedPaths:
+        paths, record = [], sample["json"]
+        for answer in record["responses"]:
+            ids = np.array([*record["prompt"].encode(), *answer.encode()])
+            paths.append(tree.Path(ids[:-1], ids[1:], np.ones(len(ids) - 1, np.float32)))
+        return tree.merge(paths)
+
+
+def test_a_task_encoder_may_return_a_tree(tmp_path: Path) -> None:
+    """What a loader makes of a tuple of arrays must still be one sample."""
+    lines = [json.dumps({"prompt": "ask", "responses": ["yes", "no"][:count]}) for count in (2, 1)]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(lines) + "\n")
+    worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    data = get_train_dataset(
+        str(tmp_path / "rollouts.jsonl"),
+        batch_size=None,
+        task_encoder=Rollouts(),
+        worker_config=worker,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+    )
+    given = list(itertools.islice(get_savable_loader(data), 2))
+    samples = read_samples(given)
+    assert sorted(samples.lengths.tolist()) == [5, 2 + 3 + 2]
+    assert sorted(samples.sizes.rows("node").tolist()) == [1, 3]
 
 
 def test_names_of_columns() -> None:
