@@ -172,6 +172,16 @@ def test_a_checkpoint_takes_what_is_described(overlapped: str) -> None:
         assert 0.9 * weights < described.device / 3 < 1.1 * weights  # 4 (1 + 1/2) bytes, not 2
 
 
+def test_a_measurement_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said before minutes of traces, in a line."""
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit) as ended:
+        fit.main(f"--num-layers 2 {COMMON} {PACKED} --verify".split(), "fit")
+    assert ended.value.code == 2
+    assert "--verify needs a GPU that torch can use" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_has_ways_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +242,7 @@ def test_a_gpu_out_of_memory_ends_in_one_line(tmp_path: Path) -> None:
     [
         ("--memory 80G --world-size 1", "--memory 80G: must be a size above 0, such as 80GiB"),
         ("--world-size 0", "--world-size"),
+        ("--world-size 2 --verify", "--verify runs the steps on one GPU; pass --world-size 1"),
         ("--world-size 3 --tensor-model-parallel-size 2", "must be a multiple of tensor"),
     ],
 )

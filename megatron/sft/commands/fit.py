@@ -55,6 +55,10 @@ class FitOptions:
     """Part of the tokens that counts for the loss; the others need no output layer."""
     expert_routing: Literal["balanced", "worst"] = "balanced"
     """Distribution of tokens over experts: even, or all to those of one rank."""
+    verify: bool = False
+    """Run two steps on a GPU of this machine as well, and say by how much its peaks differ. Needs
+    --world-size 1.
+    """
     fit_json: str | None = None
     """File for the estimate in bytes."""
 
@@ -70,10 +74,11 @@ class FitOptions:
 def main(arguments: Sequence[str], program: str) -> None:
     """Prints the estimate; status 2 and one line for a user's mistake, 1 for what does not fit."""
     outlive_output()
+    environment = dict(os.environ)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: the estimate runs on the CPU
     try:
         config, options = parse(arguments, program)
-        fits = run(config, options)
+        fits = run(config, options, environment)
     except (FlagError, ValueError, OSError) as failure:
         exit_with_message(program, str(failure))
     if not fits:
@@ -89,7 +94,14 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
         about="Estimate the memory of a run on each GPU, without a GPU.",
         usage="--pretrained-checkpoint FOLDER --world-size 8 --memory 80GiB [options of training]",
         common={
-            "Estimate": ("world_size", "memory", "loss_share", "expert_routing", "fit_json"),
+            "Estimate": (
+                "world_size",
+                "memory",
+                "loss_share",
+                "expert_routing",
+                "verify",
+                "fit_json",
+            ),
             **{title: COMMON[title] for title in _SHOWN},
         },
     )
@@ -111,12 +123,16 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
     return config, options
 
 
-def run(config: SFTConfig, options: FitOptions) -> bool:
-    """Prints the estimate; returns whether the run fits, True where no memory was given."""
+def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) -> bool:
+    """Prints the estimate; returns whether the run fits, True where no memory was given.
+
+    environment: of a process that may see GPUs.
+    """
     start = time.monotonic()
     silence_warnings(0)
     with lazy_compile():
         from megatron.sft.fit.estimate import Request, estimates
+        from megatron.sft.fit.verify import comparison, measured_elsewhere
         from megatron.sft.fit.vocabulary import vocab_size_of
         from megatron.sft.fit.ways_out import ways_out
     request = Request(
@@ -126,6 +142,7 @@ def run(config: SFTConfig, options: FitOptions) -> bool:
         loss_share=options.loss_share,
         routing=options.expert_routing,
     )
+    peaks = measured_elsewhere(request, environment) if options.verify else None
     found = estimates(request)
     columns = [_column(estimate) for estimate in found]
     assumed = _assumptions(request, options)
@@ -149,6 +166,11 @@ def run(config: SFTConfig, options: FitOptions) -> bool:
             "which --overlap-grad-reduce makes small"
         )
     print(f"took      {time.monotonic() - start:.0f} s")
+    for name, expected, size in [] if peaks is None else comparison(found[0], peaks):
+        print(
+            f"verified  {name}: {gib(size)} GiB at most on this GPU, {size / expected - 1:+.1%} of "
+            f"the estimate, {gib(expected)}"
+        )
     if options.fit_json is not None:
         about = {"world_size": options.world_size, "assumes": assumed}
         Path(options.fit_json).write_text(json.dumps(as_json(columns, about), indent=1))

@@ -72,6 +72,7 @@ BRANCHES = (
     Branch("packing.model.zigzag.sent", "indices are copied to the device", "run"),
     Branch("packing.model.pipeline.check_config", "a check", "none"),
     Branch("packing.batch.microbatches._split", "pinned memory of the host", "none"),
+    Branch("packing.step.settings.cost_of", "the least cost of a pack, a time", "none"),
     Branch("packing.step.groups.device_of", "finds the device", "none"),
     Branch("packing.step.prefetch.Prefetcher.__init__", "finds the device", "none"),
     Branch(

@@ -30,11 +30,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
 from megatron.packing.batch.samples import Samples
 from megatron.packing.model.zigzag import shard_index
+from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.host_reads import HostReads
 from megatron.sft.model.build import Training, build_training
 from megatron.sft.model.forward import PaddedBatch, forward_step, padded_batches
 from megatron.sft.options.config import SFTConfig
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,13 @@ def iterated(
             copied = None if following is None else _copied(following.batch)
         reads.num_loss_tokens = one.num_loss_tokens
         yield batch
+
+
+def on_device(prepared: Sequence[Prepared], device: torch.device) -> Iterator[Any]:
+    """Yields microbatches on a GPU, as the trainer's iterators do."""
+    if isinstance(prepared[0].batch, PaddedBatch):
+        return (one.batch.on(device) for one in prepared)
+    return PackedIterator([one.batch for one in prepared], device)
 
 
 def _copied(batch: Any) -> Any:
@@ -165,13 +175,14 @@ def run_step(
     num_steps: int = 2,
     like_cuda: bool = False,
     passes: bool = True,
+    device: torch.device = CPU,
 ) -> Training:
     """Returns what it has built and trained for `num_steps` on the same data; what was alive is in
     `counter.phases`.
 
     From the second step on there is the optimizer's state. world: where this runs in a fake one,
     which may be `like_cuda`.
-    passes: without, only the optimizer steps.
+    passes: without, only the optimizer steps. device: that of a real run.
     """
     reads = HostReads() if world is None else world[1]
     with _disable_current_modes():
@@ -180,13 +191,15 @@ def run_step(
         prepared = to_fake(prepared, world[0])
     with counter:
         with counter.phase("build"):
-            training = build_training(config, vocab_size, torch.device("cpu"))
+            training = build_training(config, vocab_size, device)
         counter.part = "gradients of activations and temporaries"
         watch_parts(training, counter)
         count_by_part(training, counter)
         for number in range(1, num_steps + 1):
             iterators = [
-                iterated(prepared, reads, like_cuda=like_cuda)
+                on_device(prepared, device)
+                if device != CPU
+                else iterated(prepared, reads, like_cuda=like_cuda)
                 for _ in range(config.num_virtual_stages or 1)
             ]
             if passes:
