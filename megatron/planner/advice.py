@@ -194,11 +194,36 @@ class Adviser:
                 else ""
             )
             remedies.append(f"--vpp {virtual}{unsure} would {_percent(saved)}")
+        shorter = _shorter_last_stage(model, self._beside)
+        if shorter is not None:
+            num_layers, shares = shorter
+            saved = self._change(replace(layout, model=replace(model, shares=shares)))
+            if saved >= MIN_SAID:
+                remedies.append(
+                    f"--decoder-last-pipeline-num-layers {num_layers} would {_percent(saved)}"
+                )
         return [f"Devices wait for {best.bubble:.0%} of the step: {'; '.join(remedies)}."]
 
 
 def _cost_per_token(batches: Sequence[Sequences], layout: StepLayout) -> float:
     return modelled_cost(batches, layout, default) / sum(batch.num_tokens for batch in batches)
+
+
+def _shorter_last_stage(model: StepModel, beside: Beside) -> tuple[int, tuple[float, ...]] | None:
+    """Returns the layers of a last stage that leaves one more to each other stage, and the shares
+    then; None where stages are not of equally many layers, or have too few.
+
+        4 stages of 8 layers and an output layer    ->    5, shares of 9 9 9 and 5 layers
+    """
+    if model.num_virtual_stages > 1 or not (model.shares and beside.has_equal_stages):
+        return None
+    others, last = model.shares[:-1], model.shares[-1]
+    per_stage = (beside.num_layers or 0) // model.num_stages
+    num_layers = per_stage - len(others)
+    if num_layers < 1 or max(others) > min(others) * (1 + 1e-9) or last <= others[0]:
+        return None
+    layer = others[0] / per_stage
+    return num_layers, (others[0] + layer,) * len(others) + (last - layer * len(others),)
 
 
 def _divided_shares(model: StepModel, num_virtual_stages: int) -> tuple[float, ...]:

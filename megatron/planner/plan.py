@@ -243,6 +243,10 @@ def _lead(
     parts = [f"{name} {value}" for name, value in (*sizes, ("ep", layout.ep)) if value > 1] or [
         "one rank"
     ]
+    num_layers, stages = model.shape().num_layers, ""
+    if num_layers is not None and not layout.stage_layers.are_equal:
+        of_parts = layout.stage_layers.of_parts(num_layers)
+        stages = f"; stages of {' '.join(map(str, of_parts))} layers"
     speed = "" if model.pack_cost else f", {options.tflops_per_device:g} TFLOP/s per device assumed"
     batches = "1 global batch" if count == 1 else f"{count:,} global batches"
     lines = [
@@ -250,7 +254,8 @@ def _lead(
         f"{quantiles[0]:,}, 90% {quantiles[1]:,}, 99% {quantiles[2]:,}, longest {lengths.max():,} "
         "tokens",
         f"model     {model.described()}{speed}",
-        f"layout    {', '.join(parts)} = {devices:,} device{'s' * (devices > 1)}; "
+        f"layout    {', '.join(parts)} = {devices:,} device{'s' * (devices > 1)}"
+        f"{stages}; "
         f"{capacity // layout.cp:,} tokens per rank and pack; {batches} of {layout.batch_size:,} "
         "sequences",
     ]

@@ -217,12 +217,15 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
         else f"{config.training.micro_batch_size} rows of {model.seq_length:,} tokens"
     )
     experts = "" if model.num_experts is None else f", {options.expert_routing} routing of experts"
+    stages = ""
+    if len(set(config.layers_of_parts)) > 1:
+        stages = f"; stages of {' '.join(map(str, config.layers_of_parts))} layers"
     return [
         f"model     {model.num_layers} layers, hidden {model.hidden_size}, vocabulary "
         f"{request.vocab_size:,}, {'bfloat16' if config.training.bf16 else 'float32'}",
         f"layout    {options.world_size} GPUs: {layout}"
         f"{', sequence parallel' * parallel.sequence_parallel}"
-        f"{', optimizer sharded' * config.shards_optimizer}",
+        f"{', optimizer sharded' * config.shards_optimizer}{stages}",
         f"assumes   {packs}, {options.loss_share:.0%} of them count for the loss{experts}; layers "
         "without Transformer Engine",
     ]

@@ -19,7 +19,16 @@ ALONE = Beside(1)
 
 
 def advice(
-    lengths, *others, ranks, capacity, stages=1, cost=COST, beside=ALONE, chunks=1, meet=False
+    lengths,
+    *others,
+    ranks,
+    capacity,
+    stages=1,
+    cost=COST,
+    beside=ALONE,
+    chunks=1,
+    meet=False,
+    shares=(),
 ):
     alignment = Alignment.for_layout(
         context_parallel_size=beside.context_parallel_size,
@@ -28,7 +37,11 @@ def advice(
     )
     group = stages if chunks > 1 else 1
     model = StepModel(
-        num_stages=stages, num_virtual_stages=chunks, stage_group=group, sync_every_microbatch=meet
+        num_stages=stages,
+        num_virtual_stages=chunks,
+        stage_group=group,
+        sync_every_microbatch=meet,
+        shares=shares,
     )
     layout = StepLayout(
         num_ranks=ranks,
@@ -123,6 +136,22 @@ def test_advised_chunks_are_those_that_layers_allow():
         "",
         "",
     ]
+
+
+def test_an_output_layer_asks_for_fewer_layers_on_its_stage():
+    """Four layers and an output layer of two: five and three are even. Eight packs of 100 take 40 +
+    8 * 60 on uneven stages, and 9 * 50 on even ones.
+    """
+
+    def advised(shares, **options):
+        beside = Beside(1, num_layers=8, **options)
+        said = advice([100] * 8, ranks=1, capacity=100, stages=2, beside=beside, shares=shares)
+        return said.partition("--decoder-last-pipeline-num-layers ")[2].partition(";")[0]
+
+    assert advised((0.4, 0.6)) == "3 would save 13.5% of the time."
+    assert advised((0.49, 0.51)) == ""  # it would make the first stage the slow one
+    assert advised((0.4, 0.6), has_equal_stages=False) == ""
+    assert advised(()) == ""
 
 
 def test_advised_batch_is_a_multiple_of_the_ranks():
