@@ -6,6 +6,7 @@
 # make unit   unit tests alone
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
+# make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
@@ -41,7 +42,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes docs test unit layouts trees faults fit-check fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes docs test unit families layouts trees faults fit-check fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -90,6 +91,11 @@ trees: $(VENV)/.dev
 
 layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
+
+# Every family and mechanism beside transformers and peft, and whole runs of each: about half an hour.
+families: $(VENV)/.dev
+	FAMILIES=all LAYOUTS=all $(VENV)/bin/pytest $(SPREAD) $(addprefix tests/functional_tests/test_, \
+	families.py hf_training.py lora_peft.py mechanisms.py mechanism_runs.py)
 
 faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -18,7 +19,16 @@ from safetensors.torch import save_file
 from megatron.sft.commands.export import export
 from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.model.huggingface.mxfp4 import from_mxfp4
-from megatron.sft.options.lora import LINEARS
+from tests.functional_tests.family_cases import (
+    ALONE,
+    EXAMPLES,
+    MORE_PEFT_CASES,
+    MORE_STEPS,
+    PEFT_CASES,
+    STEPS,
+    TEMPLATE_OF,
+    WITH_EXPERTS,
+)
 from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.hf_models import (
     FAMILY_MODELS,
@@ -32,6 +42,7 @@ from tests.functional_tests.hf_models import (
 )
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_hf_weights import CASES, assert_equal
+from tests.unit_tests.sft.data.test_turns import STRUCTURES
 
 BATCHES = [sequences_in_order(5, (9, 40, 23))]
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -175,56 +186,46 @@ def test_mxfp4_is_read_as_the_values_that_it_stands_for(tmp_path):
     assert "quantization_config" not in kept
 
 
-EXAMPLES = {
-    "llama": "Llama 2 to 3.3",
-    "mistral": "Mistral 7B to Small 3",
-    "qwen2": "Qwen 1.5 to 2.5",
-    "qwen3": "Qwen3",
-    "gemma": "Gemma 1",
-    "mixtral": "Mixtral",
-    "qwen2_moe": "Qwen 1.5 and 2 MoE",
-    "qwen3_moe": "Qwen3 MoE",
-    "seed_oss": "Seed-OSS 36B",
-    "smollm3": "SmolLM3",
-    "ernie4_5": "ERNIE 4.5, dense",
-    "glm4_moe": "GLM-4.5 to 4.7, Air",
-    "phi3": "Phi-3, Phi-4 (not longrope)",
-    "granite": "Granite 3, 4, dense",
-    "olmo2": "OLMo 2",
-    "glm4": "GLM-4-0414, Z1",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3",
-    "olmo3": "OLMo 3",
-    "exaone4": "EXAONE 4",
-    "ministral3": "Ministral 3",
-    "minimax_m2": "MiniMax-M2 to 2.7",
-    "qwen3_5_text": "Qwen3.5, 3.6, dense",
-    "qwen3_5_moe_text": "Qwen3.5, 3.6 MoE",
-    "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
-    "gpt_oss": "gpt-oss",
-}
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+
+
+def layouts_beside_transformers(kind: str) -> list[str]:
+    """Those in which tests compare a family with transformers or peft."""
+    found = [layout for model, layout in CASES if MODELS[model][0] == kind]
+    adapted = [(model, layout) for model, layout, _, _ in (*PEFT_CASES, *MORE_PEFT_CASES)]
+    for model, layout in (*STEPS, *MORE_STEPS, *adapted):
+        if (MODELS | FAMILY_MODELS)[model][0] == kind:
+            found.append(layout.lower())
+    if any(one == kind for one, _ in FAMILY_MODELS.values()):
+        has_experts = "experts" in repr([c for k, c in FAMILY_MODELS.values() if k == kind])
+        found.append("tp2-sp-ep2" if has_experts else "tp2-sp")
+    return found
 
 
 def table() -> str:
     """Returns the table of docs/reference/models.md, from the cases of the tests."""
+    axes = ("tp", "pp", "cp", "ep")
     lines = [
-        "| `model_type` | models | within | beside transformers: layouts | no adapters beside |",
-        "|---|---|---|---|---|",
+        "| `model_type` | models | within | logits, gradients | TP | PP | CP | EP | LoRA | "
+        "template |",
+        f"|{'---|' * 10}",
     ]
     for kind, family in FAMILIES.items():
-        layouts = ["one rank"]
-        for model, layout in CASES:
-            if MODELS[model][0] == kind and layout and layout not in layouts:
-                layouts.append(layout)
-        if any(found == kind for found, _ in FAMILY_MODELS.values()):
-            has_experts = "experts" in repr([c for k, c in FAMILY_MODELS.values() if k == kind])
-            layouts.append("tp2-sp-ep2" if has_experts else "tp2-sp")
-        fused = {row.part.split(".")[-2] for row in family.rows if row.sources}
-        without = [" ".join(LINEARS[name]) for name in LINEARS if name in fused]
+        beside = layouts_beside_transformers(kind)
+        cells = ["●"]
+        for axis in axes:
+            is_there = any(re.search(rf"\b{axis}[2-9]", layout) for layout in beside)
+            cells.append("●" if is_there else "○" if kind not in ALONE else "")
+        if kind not in WITH_EXPERTS:
+            cells[-1] = "none"
+        adapted = [model for model, *_ in (*PEFT_CASES, *MORE_PEFT_CASES)]
+        has_peft = any((MODELS | FAMILY_MODELS)[model][0] == kind for model in adapted)
+        cells.append("●" if has_peft else "○")
+        structure = TEMPLATE_OF.get(kind)
+        serves = structure is not None and STRUCTURES[structure] == "differ"
+        cells.append("" if structure is None else "served" if serves else "all")
         within = " ".join(f"`{outer}`" for outer in family.within)
-        cells = (f"`{kind}`", EXAMPLES[kind], within, ", ".join(layouts), ", ".join(without))
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join((f'`{kind}`', EXAMPLES[kind], within, *cells))} |")
     return "\n".join(lines)
 
 

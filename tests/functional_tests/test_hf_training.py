@@ -11,14 +11,12 @@ import torch
 
 from examples.benchmarks.hf_perturbed import grown, largest_so_far
 from examples.benchmarks.hf_training import batches, bfloat16_errors, largest, layout_of
+from tests.functional_tests.family_cases import MORE_STEPS, STEPS
 from tests.functional_tests.hf_models import train_by_product, train_by_transformers, write_model
 from tests.functional_tests.ranks import run_ranks
 
 ALL = os.environ.get("FAMILIES") == "all"
 DATA = batches(20 if ALL else 8)
-MECHANISMS = (("qwen3.5", "CP2"), ("gemma2", "CP2"), ("gpt-oss", "TP2"))
-"""Models with windows, soft caps, norms behind branches, sinks, biases of experts, delta nets."""
-MORE = (("gemma3", "PP2"), ("olmo3", "TP2"), ("minimax-m2", "TP2"))
 
 
 @pytest.fixture
@@ -29,15 +27,7 @@ def folder(tmp_path: Path, model: str) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        ("llama3", "TP2"),
-        ("qwen2", "PP2"),
-        ("qwen3", "CP2"),
-        ("gemma", "DP2"),
-        ("qwen2-moe", "TP2"),
-        ("mixtral", "DP2"),
-        *(MECHANISMS + MORE if ALL else MECHANISMS[:1]),
-    ],
+    [*STEPS, *MORE_STEPS * ALL],
 )
 def test_losses_of_many_steps(folder: Path, model: str, layout: str) -> None:
     """A parameter that is not decayed, or whose gradient is summed twice, shows from the second
@@ -58,7 +48,7 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(folder: Path, model: str) 
     assert 0 < ours <= 1.3 * theirs
 
 
-@pytest.mark.skipif(os.environ.get("FAMILIES") != "all", reason="make test-families runs it")
+@pytest.mark.skipif(not ALL, reason="make families runs it")
 def test_what_grows_is_rounding() -> None:
     """Qwen3.5-MoE takes runs apart that begin 1e-15 from one another: ten steps lose seven digits.
     A mistake would be larger than what transformers differs by from itself.

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from examples.benchmarks.hf_training import batches, largest
+from tests.functional_tests.family_cases import MORE_PEFT_CASES, PEFT_CASES
 from tests.functional_tests.hf_models import (
     logits_of,
     read_folder,
@@ -27,39 +28,11 @@ from tests.functional_tests.test_hf_weights import LAYOUTS, assert_equal
 
 pytest.importorskip("peft")
 BATCHES = [sequences_in_order(5, (40, 12, 17, 64, 9, 25, 8, 33)), *batches(19)]
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-TIED = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-PARTS = ["q_proj", "v_proj", "up_proj"]
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "num_steps", "options"),
-    [
-        ("llama3", "tp2-sp", 2, {"target_modules": "all-linear", **TIED}),
-        (
-            "qwen2",
-            "pp2",
-            20,
-            {"target_modules": PARTS, "use_rslora": True, "modules_to_save": ["lm_head"]},
-        ),
-        ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*ATTENTION, "up_proj"]}),
-        ("qwen3-moe", "ep2", 1, {"target_modules": ATTENTION}),
-        ("phi3", "tp2-sp", 2, {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
-        (
-            "gpt-oss",
-            "ep2",
-            2,
-            {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
-        ),
-        *[
-            ("gemma2", "pp2", 2, {"target_modules": PARTS}),
-            ("olmo3", "tp2-sp", 2, {"target_modules": PARTS}),
-            ("qwen3.5", "tp2-sp", 2, {"target_modules": ATTENTION}),
-            ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
-        ]
-        * (os.environ.get("FAMILIES") == "all"),
-    ],
+    [*PEFT_CASES, *MORE_PEFT_CASES * (os.environ.get("FAMILIES") == "all")],
 )
 def test_steps_beside_peft(
     tmp_path: Path, model: str, layout: str, num_steps: int, options: dict[str, Any]

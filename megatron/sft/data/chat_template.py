@@ -297,9 +297,8 @@ class ChatTemplate:
         except SlowTemplateError:
             raise
         except SampleError as error:
-            raise ValueError(
-                f"{error}, although it is a question and an answer; {_WAY_OUT}"
-            ) from None
+            told = f"{error}, although it is a question and an answer; {_WAY_OUT}"
+            raise ValueError(str(error) if "--template-date" in str(error) else told) from None
         if self._has_marks:
             around = find_ends(self.source, "", end_behind(texts, lasts), "")
         else:

@@ -1,0 +1,110 @@
+"""What tests run of each HuggingFace family beside transformers and peft, for them and for
+docs/reference/models.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+STEPS = (
+    ("llama3", "TP2"),
+    ("qwen2", "PP2"),
+    ("qwen3", "CP2"),
+    ("gemma", "DP2"),
+    ("qwen2-moe", "TP2"),
+    ("mixtral", "DP2"),
+    ("qwen3.5", "CP2"),
+)
+"""Model and layout of twenty steps of AdamW; `MORE_STEPS` with FAMILIES=all."""
+MORE_STEPS = (
+    ("gemma2", "CP2"),
+    ("gpt-oss", "TP2"),
+    ("gemma3", "PP2"),
+    ("olmo3", "TP2"),
+    ("minimax-m2", "TP2"),
+    ("ministral3", "CP2"),
+    ("ministral3", "PP2"),
+)
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_TIED = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
+_PARTS = ["q_proj", "v_proj", "up_proj"]
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("llama3", "tp2-sp", 2, {"target_modules": "all-linear", **_TIED}),
+    (
+        "qwen2",
+        "pp2",
+        20,
+        {"target_modules": _PARTS, "use_rslora": True, "modules_to_save": ["lm_head"]},
+    ),
+    ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*_ATTENTION, "up_proj"]}),
+    ("qwen3-moe", "ep2", 1, {"target_modules": _ATTENTION}),
+    ("phi3", "tp2-sp", 2, {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+    (
+        "gpt-oss",
+        "ep2",
+        2,
+        {"target_modules": ["q_proj", "o_proj"], "target_parameters": _EXPERTS},
+    ),
+)
+"""Model, layout, steps and options of peft's; `MORE_PEFT_CASES` with FAMILIES=all."""
+MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("gemma2", "pp2", 2, {"target_modules": _PARTS}),
+    ("olmo3", "tp2-sp", 2, {"target_modules": _PARTS}),
+    ("qwen3.5", "tp2-sp", 2, {"target_modules": _ATTENTION}),
+    ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
+)
+ALONE = ("ministral3",)
+"""Families with a mechanism that no model of `layouts.MECHANISMS` has."""
+WITH_EXPERTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"),
+    *("qwen3_5_moe_text", "qwen3_next", "gpt_oss"),
+)
+TEMPLATE_OF = {
+    "llama": "LLAMA3",
+    "mistral": "MISTRAL3",
+    "qwen2": "QWEN25",
+    "qwen3": "QWEN3",
+    "gemma": "GEMMA",
+    "mixtral": "MISTRAL",
+    "qwen2_moe": "CHATML",
+    "qwen3_moe": "QWEN3",
+    "glm4_moe": "GLM",
+    "phi3": "PHI",
+    "gemma2": "GEMMA",
+    "gemma3_text": "GEMMA",
+    "exaone4": "EXAONE",
+    "qwen3_5_text": "QWEN3",
+    "qwen3_5_moe_text": "QWEN3",
+    "qwen3_next": "QWEN25",
+    "gpt_oss": "GPT_OSS",
+}
+"""Family -> the structure of its released template, in test_chat_template."""
+EXAMPLES = {
+    "llama": "Llama 2 to 3.3",
+    "mistral": "Mistral 7B to Small 3",
+    "qwen2": "Qwen 1.5 to 2.5",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma 1",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen 1.5 and 2 MoE",
+    "qwen3_moe": "Qwen3 MoE",
+    "seed_oss": "Seed-OSS 36B",
+    "smollm3": "SmolLM3",
+    "ernie4_5": "ERNIE 4.5, dense",
+    "glm4_moe": "GLM-4.5 to 4.7, Air",
+    "phi3": "Phi-3, Phi-4 (not longrope)",
+    "granite": "Granite 3, 4, dense",
+    "olmo2": "OLMo 2",
+    "glm4": "GLM-4-0414, Z1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "olmo3": "OLMo 3",
+    "exaone4": "EXAONE 4",
+    "ministral3": "Ministral 3",
+    "minimax_m2": "MiniMax-M2 to 2.7",
+    "qwen3_5_text": "Qwen3.5, 3.6, dense",
+    "qwen3_5_moe_text": "Qwen3.5, 3.6 MoE",
+    "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
+    "gpt_oss": "gpt-oss",
+}
