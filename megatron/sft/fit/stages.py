@@ -80,7 +80,10 @@ def depths_of(config: SFTConfig, stage: Stage) -> tuple[int, ...]:
         unit *= model.recompute_num_layers or 1
     elif model.recompute_granularity == "full" and (model.recompute_num_layers or 1) < depth:
         first = model.recompute_num_layers or 1
-    depths = tuple(first + unit * number for number in (1, 2, 3, 4))
+    # Below frozen embeddings the first layer's input has no gradient: alone it is no layer like the
+    # others.
+    numbers = (2, 3, 4, 5) if config.lora.lora else (1, 2, 3, 4)
+    depths = tuple(first + unit * number for number in numbers)
     return depths if depth % unit == 0 and depths[-1] < depth else ()
 
 
