@@ -78,6 +78,7 @@ def plan(
         about="Compare packing schedulers on your lengths and layout, without a GPU.",
         usage="FILE [--dp 8 --tp 2 ...] [--pretrained-checkpoint FOLDER | --config run.yaml]",
         common=COMMON,
+        footer="The fastest layouts that fit: megatron-sft plan --auto-layout --help",
     )
     groups = (LengthOptions, ModelOptions, LayoutOptions, PlanOptions)
     lengths, model, layout, options = parse_flags(

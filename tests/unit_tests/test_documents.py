@@ -112,9 +112,10 @@ def flags_of(name: str) -> set[str]:
         return own | negated | {flag_of(f.name) for c in classes for f in fields(c)}
     out = io.StringIO()
     module = importlib.import_module(COMMANDS[name].module)
-    for flag in ("--help-all", "--help"):
+    more = [["--auto-layout", "--help-all"]] if name == "plan" else []
+    for flags in (["--help-all"], ["--help"], *more):
         with redirect_stdout(out), redirect_stderr(io.StringIO()), suppress(SystemExit):
-            module.main([flag], f"megatron-sft {name}")
+            module.main(flags, f"megatron-sft {name}")
     return set(re.findall(r"--[a-z][a-z0-9-]*", out.getvalue()))
 
 
