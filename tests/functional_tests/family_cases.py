@@ -53,6 +53,15 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("olmo3", "tp2-sp", 2, {"target_modules": _PARTS}),
     ("qwen3.5", "tp2-sp", 2, {"target_modules": _ATTENTION}),
     ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
+    (  # its folder holds experts as one tensor, which is not transposed
+        "qwen3.5-moe",
+        "ep2",
+        1,
+        {
+            "target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"],
+            "target_parameters": _EXPERTS,
+        },
+    ),
 )
 ALONE = ("ministral3",)
 """Families with a mechanism that no model of `layouts.MECHANISMS` has."""

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.utils import unwrap_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -266,6 +266,23 @@ def write_model(
         if buffer_name in model.state_dict():
             torch.nn.init.normal_(buffer, 0.0, 0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size="100kB")
+
+
+def stack_experts(folder: Path) -> dict[str, Tensor]:
+    """Writes a folder's eight experts of each layer as one tensor, and returns all tensors."""
+    tensors = read_folder(folder)
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gates, values, downs = (
+            torch.stack([tensors.pop(f"{prefix}{e}.{name}_proj.weight") for e in range(8)])
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{prefix}gate_up_proj"] = torch.cat((gates, values), 1)
+        tensors[f"{prefix}down_proj"] = downs
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
 
 
 def train_by_transformers(

@@ -36,6 +36,7 @@ from tests.functional_tests.hf_models import (
     logits_of,
     read_folder,
     sequences_in_order,
+    stack_experts,
     train_by_product,
     train_by_transformers,
     write_model,
@@ -147,18 +148,8 @@ def test_what_is_no_language_model_is_carried_through(tmp_path, name, outer, bod
 
 def test_stacked_experts_are_written_as_they_were(tmp_path):
     """Some releases hold the experts of a layer as one tensor, others one by one."""
-    run_ranks(write_model, 1, "qwen3.5-moe", tmp_path / "apart")
-    config = json.loads((tmp_path / "apart" / "config.json").read_text())
-    tensors = read_folder(tmp_path / "apart")
-    for layer in range(4):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        gates, values, downs = (
-            torch.stack([tensors.pop(f"{prefix}{e}.{name}_proj.weight") for e in range(8)])
-            for name in ("gate", "up", "down")
-        )
-        tensors[f"{prefix}gate_up_proj"] = torch.cat((gates, values), 1)
-        tensors[f"{prefix}down_proj"] = downs
-    put(tmp_path / "stacked", config, tensors)
+    run_ranks(write_model, 1, "qwen3.5-moe", tmp_path / "stacked")
+    tensors = stack_experts(tmp_path / "stacked")
     flags = "--expert-model-parallel-size 2"
     assert_equal(written_again(tmp_path / "stacked", flags, 2), tensors, 0.0)
 

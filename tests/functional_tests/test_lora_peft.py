@@ -18,6 +18,7 @@ from tests.functional_tests.hf_models import (
     logits_of,
     read_folder,
     sequences_in_order,
+    stack_experts,
     train_by_product,
     train_by_transformers,
     write_model,
@@ -44,6 +45,8 @@ def test_steps_beside_peft(
         tmp_path / name for name in ("base", "source", "ours", "merged", "gradients")
     )
     run_ranks(write_model, 1, model, base)
+    if model == "qwen3.5-moe":
+        stack_experts(base)
     run_ranks(write_peft, 1, base, source, {"r": 3, "lora_alpha": 5, **options})
     world_size, flags = LAYOUTS[layout]
     per_rank = run_ranks(
