@@ -75,12 +75,9 @@ class ModelOptions(ModelShape):
             for name in ("num_layers", "hidden_size", "num_attention_heads")
         }
         missing = [flag_of(name) for name, value in shape.items() if value is None]
-        others = [
-            name
-            for name in ("ffn_hidden_size", "kv_channels", "num_query_groups")
-            if getattr(self, name)
-        ]
-        if missing and (len(missing) < len(shape) or others or self.is_gated):
+        others = (self.ffn_hidden_size, self.kv_channels, self.num_query_groups, self.is_gated)
+        is_begun = len(missing) < len(shape) or any(others)
+        if missing and is_begun:
             raise ValueError(
                 f"a model's shape also needs {', '.join(missing)}; pass all, or none for the 8B "
                 "default"

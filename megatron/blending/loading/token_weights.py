@@ -122,11 +122,18 @@ def _mean_by_bytes(
     ):
         return None
     sizes = [source.num_bytes(range(place, place + 1)) or 0 for place in places]
-    mean, mean_size, count = sum(lengths) / len(lengths), sum(sizes) / len(sizes), len(sizes)
-    variance = sum((size - mean_size) ** 2 for size in sizes)
+    estimate = _on_line(sizes, lengths, total / len(source))
+    # A slope that few samples gave may lead anywhere; below what a single one has, it is no mean.
+    if estimate is None or len(sizes) <= 2:
+        return None
+    return estimate if estimate >= min(lengths) and estimate > 0 else None
+
+
+def _on_line(sizes: Sequence[int], lengths: Sequence[int], size: float) -> float | None:
+    """Return the length at a size on the regression line; None where all sizes are equal."""
+    mean, mean_size = sum(lengths) / len(lengths), sum(sizes) / len(sizes)
+    variance = sum((each - mean_size) ** 2 for each in sizes)
     if not variance:
         return None
-    slope = sum((size - mean_size) * length for size, length in zip(sizes, lengths)) / variance
-    estimate = mean + slope * (total / len(source) - mean_size)
-    # A slope that few samples gave may lead anywhere; below what a single one has, it is no mean.
-    return estimate if count > 2 and estimate >= min(lengths) and estimate > 0 else None
+    slope = sum((each - mean_size) * length for each, length in zip(sizes, lengths)) / variance
+    return mean + slope * (size - mean_size)

@@ -28,13 +28,7 @@ def _data_args(values: list[str]) -> list[str]:
 
 
 def _per_split_data_args(values: list[str]) -> list[str]:
-    paths: Any = read_json(_one_file(values))
-    if not isinstance(paths, dict) or not all(
-        isinstance(parts or [], list) for parts in paths.values()
-    ):
-        raise ValueError(
-            'must be a file with JSON such as {"train": ["a.jsonl"], "valid": ["b.jsonl"]}'
-        )
+    paths = _paths_by_split(values)
     flags = {"train": "--data-path", "valid": "--valid-data-path"}
     beyond = [split for split, parts in paths.items() if parts and split not in flags]
     if beyond:
@@ -47,6 +41,17 @@ def _per_split_data_args(values: list[str]) -> list[str]:
         if paths.get(split)
         for word in (flag, *map(str, paths[split]))
     ]
+
+
+def _paths_by_split(values: list[str]) -> dict[str, Any]:
+    paths: Any = read_json(_one_file(values))
+    if not isinstance(paths, dict) or not all(
+        isinstance(parts or [], list) for parts in paths.values()
+    ):
+        raise ValueError(
+            'must be a file with JSON such as {"train": ["a.jsonl"], "valid": ["b.jsonl"]}'
+        )
+    return paths
 
 
 def _one_file(values: list[str]) -> str:

@@ -185,10 +185,8 @@ class DataConfig:
         if not any(weight is not None for weight in weights):
             paths = [one for path in self.data_path for one in expanded(path, "--data-path")]
             return tuple((None, path) for path in paths)
-        if (
-            any((weight is None) == (number % 2 == 0) for number, weight in enumerate(weights))
-            or len(weights) % 2
-        ):
+        are_pairs = None not in weights[::2] and set(weights[1::2]) == {None}
+        if not are_pairs or len(weights) % 2:
             raise ValueError(
                 "--data-path with weights must be pairs such as 5 a.jsonl 3 b.jsonl, but is "
                 f"{' '.join(self.data_path)}"

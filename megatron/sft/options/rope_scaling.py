@@ -79,12 +79,7 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     if not isinstance(kind, str | None):
         raise ValueError(f"{where} has rope_type {shown(kind)}, but it must be a name")
     if kind in _PLAIN:
-        nested = [name for name, value in fields.items() if isinstance(value, dict)]
-        if nested:
-            raise ValueError(
-                f"{where} has one rope per kind of layer ({', '.join(nested)}), which is not "
-                "supported"
-            )
+        _check_not_nested(fields, where)
         return None
     if kind not in _NEEDED:
         raise ValueError(
@@ -99,13 +94,21 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     return scaling
 
 
+def _check_not_nested(fields: Mapping[str, Any], where: str) -> None:
+    nested = [name for name, value in fields.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(
+            f"{where} has one rope per kind of layer ({', '.join(nested)}), which is not supported"
+        )
+
+
 def _scaling_of(kind: str, fields: Mapping[str, Any], where: str) -> RopeScaling:
     known = {
         name: fields[name]
         for name in RopeScaling._fields
         if fields.get(name) is not None and name != "rope_type"
     }
-    for name in (name for name in (*known, "attention_factor") if name not in _SWITCHES):
+    for name in sorted({*known, "attention_factor"} - set(_SWITCHES)):
         if fields.get(name) is not None and not is_positive(fields[name]):
             raise ValueError(
                 f"{where} must have numbers above 0, but {name} is {shown(fields[name])}"

@@ -83,7 +83,7 @@ def batch_samples(
             raise _missing(name, batch_type, first)
         else:
             continue
-        action = actions.get(name) if actions else None
+        action = (actions or {}).get(name)
         fields[name] = (
             action(fields[name]) if action else _column(name, fields[name], default_action)
         )
