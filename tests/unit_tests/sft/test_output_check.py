@@ -1,12 +1,19 @@
 """What a run will write, against the room that there is."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from megatron.sft import output_check
+from megatron.sft.model import checkpoint_files
+from megatron.sft.model.checkpoint_files import CheckpointError
 from megatron.sft.model.huggingface.write import check_target
-from megatron.sft.output_check import Planned, _num_saves, check_room
+from megatron.sft.output_check import Planned, _num_saves, check_output, check_room
 from tests.unit_tests.sft.command_line import parse
 
 MEGABYTE = 10**6
@@ -64,3 +71,38 @@ def test_a_mounted_disk_is_not_replaced(tmp_path, monkeypatch):
         ValueError, match="is where a disk is mounted, and cannot be replaced; give a folder in it"
     ):
         check_target(tmp_path)
+
+
+HOLD = """import sys; from megatron.sft.model.checkpoint_folder import FolderLock
+lock = FolderLock(sys.argv[1], "--run-dir"); print("held", flush=True); sys.stdin.read()"""
+
+
+@pytest.mark.parametrize("flags", ["", "--save {0}/checkpoints", "--save {0}"])
+def test_a_folder_that_another_run_writes_to_is_refused(tmp_path, monkeypatch, flags):
+    """Lines of two runs would stand in one metrics.jsonl, and a report speak of neither."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for module in (output_check, checkpoint_files):
+        monkeypatch.setattr(module, "gathered", lambda value: [value])
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = parse(f"--run-dir {run_dir} {flags.format(run_dir)}")
+    companions: Any = SimpleNamespace(config=config, are_saved=lambda: False)
+    command = [sys.executable, "-c", HOLD, str(run_dir)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        done, flag = ("saved", "--save") if flags == "--save {0}" else ("written", "--run-dir")
+        with pytest.raises(
+            CheckpointError,
+            match=f"{run_dir} is being {done} to by process {holder.pid} of .*; end that run, or "
+            f"pass another {flag}",
+        ):
+            check_output(companions, run_dir)
+        holder.kill()
+    monkeypatch.setattr(output_check, "check_room", lambda _: [])
+    monkeypatch.setattr(output_check, "_planned", lambda _: [])
+    locks = check_output(companions, run_dir)
+    assert [lock is not None for lock in locks] == [bool(flags), flags != "--save {0}"]
+    locks.release()
