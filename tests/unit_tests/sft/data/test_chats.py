@@ -81,6 +81,31 @@ def test_bad_samples_are_skipped_counted_and_logged_once(encoder, write_lines, c
     assert of_line_4.startswith(f"some: {path}:4: ")
 
 
+def test_a_tokenizer_that_panics_names_file_and_line(tmp_path, write_lines):
+    """A pattern that gives up ends Rust in a panic, which is no Exception of Python: the run ended
+    without a place, and nothing skipped the line.
+    """
+    pytest.importorskip("transformers")
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    model = models.WordLevel({"one": 0, "two": 1, "?": 2, "<end>": 3}, unk_token="?")
+    panicking = Tokenizer(model)
+    panicking.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    panicking.save(str(tmp_path / "tokenizer.json"))
+    settings = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}'
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    encoder = ChatEncoder(tokenizer, seq_length=64, over_length_policy="error")
+    path = write_lines("a.jsonl", text_line("one"), text_line("x" * 40), text_line("two"))
+    strict = chats(encoder, path)
+    next(strict)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: the tokenizer fails on the text: .*retry"):
+        next(strict)
+    stream = chats(encoder, path, 100, batch=3)
+    assert len(next(stream)) == 2
+    assert stream.counts.dropped(0) == {"bad sample": 1}
+
+
 def test_a_broken_source_is_an_error(encoder, write_lines):
     """Hours later one would find that a source of the blend gave nothing; samples between broken
     ones are no row.
