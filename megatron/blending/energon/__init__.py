@@ -273,7 +273,7 @@ _DIFFERS = {
     "prepare_metadataset": "checks all splits; nothing needs to be written for joins",
     "stateless": "may be missing; seeds come from where a sample stands, not from how many calls "
     "there were",
-    "traverse_metadataset": "paths are strings",
+    "traverse_metadataset": "paths are strings; one that is missing is an error",
 }
 _ABSENT = {
     "DecodeFileStore": "stores that cookers get decode already",

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterator
-from fnmatch import fnmatch
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,10 @@ class EPath:
         return Path(self._text)
 
     def open(self, mode: str = "r", block_size: int | None = None, **options: Any) -> Any:
-        """Returns an open file; `block_size` has no effect."""
+        """Returns an open file; writing makes its folder, and `block_size` has no effect."""
         if self.is_local():
+            if set(mode) & set("wax"):
+                Path(self._text).parent.mkdir(parents=True, exist_ok=True)
             return Path(self._text).open(mode, **options)
         return self._system().open(self._text, mode, **options)
 
@@ -136,10 +138,15 @@ class EPath:
         return int(self._system().size(self._text))
 
     def walk(self) -> Iterator[EPath]:
-        """Yields all files below a folder, in order of their names."""
+        """Yields all files below a folder, in order of their names, links to folders followed."""
         if self.is_local():
-            for folder, folders, files in os.walk(self._text):
-                folders.sort()
+            for folder, folders, files in os.walk(self._text, followlinks=True):
+                above = os.path.realpath(folder) + os.sep
+                folders[:] = sorted(
+                    name
+                    for name in folders
+                    if not above.startswith(os.path.realpath(os.path.join(folder, name)) + os.sep)
+                )
                 yield from (EPath(os.path.join(folder, name)) for name in sorted(files))
         else:
             protocol = self._text.split(URL, 1)[0]
@@ -147,10 +154,12 @@ class EPath:
             yield from (EPath(path if URL in path else protocol + URL + path) for path in found)
 
     def glob(self, pattern: str) -> Iterator[EPath]:
-        """Yields the files below a folder whose path from there matches, in order."""
+        """Yields the files below a folder whose path from there matches, in order; `**` stands for
+        any number of folders, none included.
+        """
+        parts = pattern.split("/")
         for path in self.walk():
-            below = path.relative_to(self)
-            if fnmatch(below, pattern) and below.count("/") == pattern.count("/"):
+            if _matches(path.relative_to(self).split("/"), parts):
                 yield path
 
     def with_suffix(self, suffix: str) -> EPath:
@@ -195,3 +204,12 @@ class EPath:
 
     def __lt__(self, other: EPath) -> bool:
         return self._text < other._text
+
+
+def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Returns whether names of folders and a file match the parts of a pattern."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_matches(names[start:], parts[1:]) for start in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], parts[0]) and _matches(names[1:], parts[1:])

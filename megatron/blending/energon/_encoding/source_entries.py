@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.blending.arguments import nearest
@@ -182,6 +182,8 @@ def _decoder(reading: Reading) -> Decode:
     if not callable(decoder):
         name = type(reading.encoder).__name__
         raise ValueError(f"{name}.decoder must be a SampleDecoder or None, but is {decoder!r}")
+    if reading.allow_code and isinstance(decoder, SampleDecoder):
+        return replace(decoder, allow_code=True)
     return decoder
 
 

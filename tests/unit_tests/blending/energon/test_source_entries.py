@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.blending.energon._encoding.cooking import Cooker, cooker
+from megatron.blending.energon._encoding.decode import SampleDecoder
 from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.energon._encoding.file_store import open_store
 from megatron.blending.energon._encoding.samples import (
@@ -516,3 +517,17 @@ def test_a_store_gives_nothing_outside_its_folder(tmp_path, name):
     store = open_store(f"filesystem://{tmp_path / 'media'}", lambda key, content: content, "here")
     with pytest.raises(ValueError, match="is not a file below this folder"):
         store.get(name)
+
+
+class OfImages(DefaultTaskEncoder):
+    decoder = SampleDecoder(image_decode="pilrgb")
+
+
+def test_allowed_code_holds_for_an_encoders_own_decoder(tmp_path):
+    """Heard for the default decoder alone, it would look like a mistake of the data."""
+    shard = {"s.tar": [("k", {"pkl": pickle.dumps({"a": 1})})]}
+    folder = write_folder(tmp_path / "c", shard, CRUDE)
+    (sample,) = opened(folder, encoder=OfImages(), allow_code=True)
+    assert sample["pkl"] == {"a": 1}
+    with pytest.raises(ValueError, match="pickles run code"):
+        opened(folder, encoder=OfImages())

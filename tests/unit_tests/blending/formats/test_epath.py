@@ -59,3 +59,25 @@ def test_urls():
     assert not (folder / "b.txt").is_file()
     with pytest.raises(ValueError, match="no local path"):
         folder.local_path()
+
+
+def test_patterns_and_links_of_local_folders(tmp_path):
+    """`**/*.tar` found shards one folder down alone, so that a data set was prepared in part."""
+    root = EPath(tmp_path / "data")
+    for name in ("a.txt", "sub/b.txt", "sub/c.bin", "sub/deep/d.txt"):
+        (root / name).write_text("x")  # makes the folders
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "data" / "sub", target_is_directory=True)
+    (tmp_path / "data" / "sub" / "loop").symlink_to(tmp_path / "data", target_is_directory=True)
+
+    def found(pattern):
+        return sorted(path.relative_to(root) for path in root.glob(pattern))
+
+    of_sub = ["b.txt", "deep/d.txt"]
+    every = ["a.txt", *(f"link/{name}" for name in of_sub), *(f"sub/{name}" for name in of_sub)]
+    assert found("**/*.txt") == every
+    assert found("*.txt") == ["a.txt"]
+    assert found("link/*.txt") == ["link/b.txt"]
+    assert found("s?b/**/d.txt") == ["sub/deep/d.txt"]
+    assert sorted(path.relative_to(root) for path in root.walk()) == sorted(
+        [*every, "link/c.bin", "sub/c.bin"]
+    )
