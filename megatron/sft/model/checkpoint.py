@@ -29,7 +29,12 @@ from megatron.sft.model.unpickling import check_metadata, only_weights
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.packing import PackingConfig
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Gathered over gloo by the rank that writes. Else every rank gathers all of it, on its device
+    # and on its host: ranks of a node would need as many times the memory, to throw it away.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 """Optimizer state as one tensor per parameter, whatever the layout."""
 # Options that are younger than some checkpoints, which were saved at their defaults.
 _UNSAID = {

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.model.checkpoint import (
+    METADATA,
     Wanted,
     _check_same_model,
     _check_same_parts,
@@ -119,3 +121,16 @@ def test_another_kind_of_expert_parallel_is_refused_in_a_line():
         _check_same_parts(Path("saved"), apart, one)
     with pytest.raises(ValueError, match="model-parallel-size 1; lower it, or pass --no-load-opt"):
         _check_same_parts(Path("saved"), together, two)
+
+
+def test_a_sharded_optimizer_is_gathered_by_one_rank():
+    """Each rank of a node would gather all of it, on its device and then on the host, to throw it
+    away: twice the optimizer's bytes, eight times where eight ranks share a machine.
+    """
+    asked = []
+    optimizer = SimpleNamespace(get_parameter_state_dp_zero=lambda **how: asked.append(how))
+    save: Any = DistributedOptimizer.sharded_param_state_fully_reshardable
+    assert save(optimizer, {}, is_loading=False, metadata=METADATA) is None
+    assert asked == [
+        {"use_gloo_comm": True, "empty_data": False, "return_on_all_ranks": False},
+    ]
