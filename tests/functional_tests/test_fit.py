@@ -22,7 +22,7 @@ from megatron.sft.commands import fit
 from megatron.sft.distributed import make_groups
 from megatron.sft.fit import estimate
 from megatron.sft.fit.counter import ByteCounter
-from megatron.sft.fit.estimate import Request, StageEstimate, estimates
+from megatron.sft.fit.estimate import Request, Shared, StageEstimate, estimates
 from megatron.sft.fit.save_bytes import SaveBytes, save_bytes
 from megatron.sft.fit.step import run_step
 from megatron.sft.model import cpu_support, mcore_fixes
@@ -90,6 +90,20 @@ def test_earlier_stages_hold_more_microbatches() -> None:
     assert [one.stage.in_flight for one in found] == [4, 3, 2, 1]
     assert middle[0] > middle[1]
     assert found[1].states == found[2].states
+
+
+def test_replicas_and_context_ranks_share_states() -> None:
+    """A search over layouts traces them once: a model of 80 layers takes seconds each time."""
+    requests = [
+        request_of(
+            f"{GROUPED} --use-distributed-optimizer --bf16 --context-parallel-size {n}", 4, 2
+        )
+        for n in (1, 4)
+    ]
+    shared: Shared = {}
+    found = [estimates(request, shared) for request in requests]
+    assert sum(key[0] == "states" for key in shared) == 1
+    assert found[1] == estimates(requests[1])
 
 
 def test_worst_routing_takes_more_than_balanced() -> None:

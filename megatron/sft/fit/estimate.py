@@ -140,11 +140,11 @@ def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
     kind = stage.number == 0, stage.number == stage.num_stages - 1
     chunks = config.num_virtual_stages
     layout = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    depth = stage.num_stages, chunks, parallel.data_parallel_size(request.world_size)
-    layers = kinds_of(config, stage)
+    # Context-parallel ranks share the optimizer as replicas do: what is left of the world counts.
+    shards = request.world_size if config.shards_optimizer else None
+    depth = stage.num_stages, chunks, kinds_of(config, stage)
+    states_key = ("states", kind, layout, depth, shards, parallel.overlap_grad_reduce)
     context = parallel.context_parallel_size, config.shards_optimizer
-    buckets = config.parallel.overlap_grad_reduce
-    states_key = ("states", kind, layout, depth, layers, context, buckets)
     if states_key not in shared:
         shared[states_key] = trace(request, stage.rank, 1, passes=False)
     (build, _, optimizer), save = shared[states_key]
