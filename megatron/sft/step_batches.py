@@ -13,10 +13,12 @@ from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megatron.packing.step.decide import GlobalBatchError
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
 from megatron.packing.step.groups import data_groups, is_data_rank
@@ -161,5 +163,12 @@ class StepBatches(Iterator[StepBatch]):
 
     def _padded(self) -> StepBatch:
         before = self._stream.counts
-        rows = list(islice(self._rows, self._share.num_draws))
+        try:
+            rows = list(islice(self._rows, self._share.num_draws))
+        except Exception as failure:  # the user's data and code may raise anything
+            if dist.get_world_size() > 1:  # the others have not failed, and save with nobody
+                raise
+            is_said = isinstance(failure, ValueError)
+            said = str(failure) if is_said else f"{type(failure).__name__}: {failure}"
+            raise GlobalBatchError(said) from failure
         return StepBatch(None, rows, self._stream.counts - before)

@@ -455,6 +455,24 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
     assert sum(step["dropped_samples"] for step in steps_of(tmp_path / "skipping").values()) >= 1
 
 
+def test_a_broken_line_saves_a_single_unpacked_run(chats: Path, tmp_path: Path) -> None:
+    """All steps since the last checkpoint were lost, though no other rank could be waited for."""
+    broken = tmp_path / "broken.jsonl"
+    lines = chats.read_text().splitlines()
+    lines[17] = '{"messages": [{"role": "user"}]}'
+    broken.write_text("\n".join(lines) + "\n")
+    flags = [flag for flag in MODEL if flag != "--sequence-packing"]
+    arguments = [*options(broken, tmp_path, 30), "--save-interval", "20", "--seed", "3"]
+    status, output = train_forked(1, [*flags, *arguments, "--num-workers", "0"])
+    assert status == 2, output
+    (line,) = [line for line in output.splitlines() if "error: " in line]
+    assert f"{broken}:18: " in line
+    done = max(steps_of(tmp_path))
+    tracker = tmp_path / "checkpoints/latest_checkpointed_iteration.txt"
+    assert 0 < done < 20
+    assert tracker.read_text() == str(done)
+
+
 def test_a_suspended_run_ends_in_a_line_or_goes_on(chats: Path, tmp_path: Path) -> None:
     """A scheduler suspends a job for longer than its collectives wait."""
     arguments = [*MODEL, *options(chats, tmp_path, train_iters=60), "--save-interval", "2"]
