@@ -90,7 +90,7 @@ def test_a_released_model_comes_back(tmp_path: Path, model: str) -> None:
         assert status == 0, output
         assert re.findall(r"step (\d+)/", output) == ["3"]
         assert settings_of(tmp_path / "third") == written
-    ((complaints, _),) = run_ranks(talk, 1, second)
+    ((complaints, _, _),) = run_ranks(talk, 1, second, ["how"])
     assert complaints == []
     assert read_folder(first).keys() == read_folder(RELEASED / model).keys()
 
