@@ -145,22 +145,41 @@ def _cut(tree: Tree, rules: TreeRules) -> Iterator[Tree]:
     joining may leave several, are apart.
     """
     taken: set[int] = set()
+    branching: set[int] = set()
     num_tokens = num_keys = root = 0
     for leaf in _leaves(tree):
         path = _path(tree, leaf)
         fresh = [number for number in path if number not in taken]
-        more = sum(rules.tokens(tree[number].length) for number in fresh)
-        keys = sum(tree[number].depth + tree[number].length for number in fresh)
+        more, keys = _tokens(tree, fresh, rules), _keys(tree, path, fresh, branching)
         is_over = num_tokens + more > rules.capacity
         is_over |= num_keys + keys > rules.keys_per_token * (num_tokens + more)
         if taken and (is_over or path[0] != root):
             yield _part(tree, taken)
-            taken, num_tokens, num_keys, fresh = set(), 0, 0, path
-            more = sum(rules.tokens(tree[number].length) for number in fresh)
-            keys = sum(tree[number].depth + tree[number].length for number in fresh)
+            taken, branching, num_tokens, num_keys, fresh = set(), set(), 0, 0, path
+            more, keys = _tokens(tree, fresh, rules), _keys(tree, path, fresh, branching)
+        branching.update(path[: len(path) - len(fresh)][-1:])
         taken.update(fresh)
         num_tokens, num_keys, root = num_tokens + more, num_keys + keys, path[0]
     yield _part(tree, taken)
+
+
+def _tokens(tree: Tree, fresh: Sequence[int], rules: TreeRules) -> int:
+    return sum(rules.tokens(tree[number].length) for number in fresh)
+
+
+def _keys(tree: Tree, path: Sequence[int], fresh: Sequence[int], branching: set[int]) -> int:
+    """Returns the keys that a part gathers more with a path, of which the nodes `fresh` are new.
+
+    A part joins nodes that have one child left, so its keys are those of the leaves and of the
+    nodes that branch:
+
+        a chain of 2, 3, 4 tokens    ->    9 keys; with a branch of 5 tokens below the first
+                                           node, 2 + 7 more
+    """
+    ends = [path[-1]]
+    above = path[: len(path) - len(fresh)][-1:]
+    ends += [number for number in above if number not in branching]
+    return sum(tree[number].depth + tree[number].length for number in ends)
 
 
 def _part(tree: Tree, taken: set[int]) -> Tree:

@@ -144,6 +144,21 @@ def test_keys_bound_a_tree(bound: int) -> None:
     assert after.lengths.sum() < 1.01 * num_parts / 40 * sizes.path_tokens.sum()
 
 
+def test_keys_of_a_part_are_those_of_its_joined_nodes() -> None:
+    """A later turn's path alone, counted node by node, would be over the bound: each of those turns
+    would be computed apart, with its whole context.
+    """
+    turns = [[1] * 100 * turn + [2] * 50 for turn in range(1, 41)]
+    samples = read_samples([sample_of(turns)])
+    after, part_of = shaped(samples, rules(capacity=10**6, keys_per_token=8))
+    nodes = Nodes.of(after)
+    keys = np.zeros(part_of.size)
+    np.add.at(keys, nodes.sample, nodes.depths + nodes.lengths)
+    assert (keys <= 8 * after.lengths).all()
+    assert part_of.size == 7  # node by node: 30, of 13 times the tokens of the tree
+    assert after.lengths.sum() < 3.5 * samples.lengths.sum()
+
+
 @given(PATHS, st.integers(1, 8))
 def test_truncated_trees_are_trees_of_truncated_paths(paths: list[list[int]], limit: int) -> None:
     """Cut by the tokens of the tree, later branches would be lost whole."""
