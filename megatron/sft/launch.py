@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
@@ -73,6 +74,16 @@ def is_launched() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
+def torchrun_arguments(found: Launch) -> list[str]:
+    """Returns what torchrun is given. Signals that are ignored, as HUP is under `nohup`, stay so:
+    torchrun would handle them all the same, and end the run.
+    """
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    handled = [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    training = ["-m", "megatron.sft", "train", *found.training]
+    return ["--signals-to-handle", ",".join(handled), *found.torchrun, *training]
+
+
 def launch(found: Launch, program: str) -> NoReturn:
     """Runs the processes, and ends with their status; the last line says why, if they failed."""
     # Imported here, since it takes seconds: torch.
@@ -86,7 +97,7 @@ def launch(found: Launch, program: str) -> NoReturn:
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, and says so in four lines
     try:
-        run(parse_args([*found.torchrun, "-m", "megatron.sft", "train", *found.training]))
+        run(parse_args(torchrun_arguments(found)))
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         said = first.error_file_data.get("message")

@@ -3,6 +3,7 @@ line.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.packing.flags import FlagError
-from megatron.sft.launch import Launch, taken_apart
+from megatron.sft.launch import Launch, taken_apart, torchrun_arguments
 
 ROOT = Path(__file__).parents[3]
 GOOD = (
@@ -79,3 +80,16 @@ def test_a_run_of_two_processes(tmp_path):
     done = run("--nproc-per-node", "2", *GOOD.split(), "--run-dir", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 1/1" in done.stdout
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """torchrun would end a run that somebody left behind with nohup."""
+    found = Launch(["--nproc-per-node", "2"], ["--lr", "1"])
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        name, signals, *rest = torchrun_arguments(found)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (name, signals) == ("--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT")
+    assert rest == [*found.torchrun, "-m", "megatron.sft", "train", *found.training]
+    assert "SIGHUP" in torchrun_arguments(found)[1]
