@@ -191,7 +191,18 @@ def padding_rows(metrics: Metrics) -> Rows:
             f"{without:.1%} without packing",
         ),
         ("padding removed", removed),
+        *prefix_rows(metrics.steps),
     ]
+
+
+def prefix_rows(steps: Sequence[StepMetrics]) -> Rows:
+    """Returns how many tokens shared prefixes saved, where samples were trees."""
+    computed = sum(step.tokens for step in steps)
+    apart = sum(step.path_tokens or step.tokens for step in steps)  # 0: none was a tree
+    if apart == computed:
+        return []
+    times = f"{ratio(apart, computed):.2f}x the tokens"
+    return [("shared prefixes", f"computed once; separate sequences would have {times}")]
 
 
 def tokens_without_packing(metrics: Metrics) -> int:

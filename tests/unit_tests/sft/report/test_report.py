@@ -106,6 +106,17 @@ def test_the_padded_run_itself_removes_nothing(tmp_path):
     assert rows["training loss"].startswith("9.0000 -> 9.0000")
 
 
+def test_shared_prefixes_by_hand(tmp_path):
+    """What trees save would be seen nowhere, as padding is all that packing itself removes."""
+    writer = MetricsWriter(tmp_path, train_iters=2, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000)
+    writer.step(step(1, path_tokens=0))  # no tree in this step
+    writer.step(step(2, path_tokens=5000))
+    writer.close()
+    expected = "computed once; separate sequences would have 1.75x the tokens"
+    assert rows_of(tmp_path)["shared prefixes"] == expected
+
+
 def test_nothing_to_report_on_is_one_clear_error(tmp_path):
     """A mistyped folder would end in a stack trace, or in a report full of nan."""
     with pytest.raises(
