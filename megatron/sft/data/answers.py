@@ -41,6 +41,12 @@ def read_branches(turns: object, where: str, keys: Keys, level: int = 0) -> Path
     """
     if level > MAX_LEVELS:
         raise SampleError(f"turns must branch at most {MAX_LEVELS} times, but {where:.60} do more")
+    for number, turn in enumerate(turns[1:-1] if isinstance(turns, list) else (), 1):
+        if isinstance(turn, list):
+            raise SampleError(
+                f"{where}[{number}] is a list of alternatives, which must be the last entry, but "
+                "more follow; put what continues an alternative into a list with it"
+            )
     has_branches = isinstance(turns, list) and len(turns) > 1 and isinstance(turns[-1], list)
     if not isinstance(turns, list) or not has_branches:
         messages, unread = read_turns(turns, where, *keys)

@@ -99,7 +99,7 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
     would lose text.
     """
     fields = _renamed(record, columns)
-    found = _find(fields, {name: column for column, name in columns.items()})
+    found = _find(fields, {name: column for column, name in columns.items()}, record)
     weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
     unread = {key for key in fields if not is_empty(fields[key])} - found.read - {"weight"}
     _check_unread(fields, unread, found.content)
@@ -134,7 +134,9 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str,
     return fields
 
 
-def _find(fields: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
+def _find(
+    fields: Mapping[str, Any], columns: Mapping[str, str], record: Mapping[str, Any]
+) -> _Found:
     turn_keys = Keys(columns.get("role"), columns.get("content"))
     for key in _TURNS:
         if key in fields:
@@ -150,9 +152,12 @@ def _find(fields: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
         return _Found(Passage("", text_of(fields["text"], "text")), {"text"})
     if "tokens" in fields:
         return _Found(TokenIds(fields["tokens"]), {"tokens"})
+    # Columns of Parquet are null or [] where a record has none: only here may that be the fault.
+    empty = ", ".join(repr(column) for column, value in record.items() if is_empty(value))
     raise SampleError(
-        f"record has keys {', '.join(map(repr, fields)) or '(none)':.300}, but must have "
-        f"{_LAYOUTS}; --data-columns gives odd names their meaning"
+        f"record has keys {', '.join(map(repr, fields)) or '(none)':.300}"
+        f"{f' (empty: {empty:.300})' if empty else ''}, but must have {_LAYOUTS}; "
+        "--data-columns gives odd names their meaning"
     )
 
 

@@ -188,11 +188,12 @@ def test_parquet_gives_what_json_gives(tmp_path: Path) -> None:
         ({"prompt": ASK, "responses": [["a"]]}, "responses[0][0] must be {role, content}"),
         ({"prompt": ASK, "responses": [[]]}, "responses[0] must be a list of at least one message"),
         ({"messages": [*ASK, []]}, "messages[1] must hold at least one answer, but is empty"),
+        ({"prompt": ASK, "responses": []}, "record has keys 'prompt' (empty: 'responses'), but"),
         ({"messages": [[answer("a")]]}, "messages[0] must be {role, content}"),
         ({"messages": deep(101)}, "turns must branch at most 100 times, but messages[1][0][1][0]["),
         (
             {"messages": [*ASK, [answer("a")], answer("b")]},
-            "messages[1] must be {role, content}",
+            "messages[1] is a list of alternatives, which must be the last entry, but more follow",
         ),
         (
             {"prompt": ASK, "responses": ["a", "b"], "weights": [1]},

@@ -332,7 +332,10 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
             "record has keys 'prompt', 'chosen', 'rejected', but must have",
         ),
         ({}, "record has keys (none), but must have messages"),
-        ({"instruction": "q", "output": None}, "record has keys 'instruction', but must have"),
+        (
+            {"instruction": "q", "output": None},
+            "record has keys 'instruction' (empty: 'output'), but must have",
+        ),
         (
             PAIR | {"response": "b"},
             "record has response, which would be lost beside what is read; name its meaning",
