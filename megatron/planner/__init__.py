@@ -3,10 +3,12 @@
     from megatron.packing.scheduling.registry import SCHEDULERS
     from megatron.planner.compare import compare
     from megatron.planner.plan_options import LayoutOptions, ModelOptions
+    from megatron.planner.sequences import Sequences
 
-    lengths = np.random.default_rng(0).integers(16, 4096, 512)
-    layout = LayoutOptions(dp=8, pp=2).step_layout(8192, ModelOptions().cost(), None)
-    for outcome in compare([lengths], layout, SCHEDULERS, longest=4096).outcomes:
+    batch = Sequences(np.random.default_rng(0).integers(16, 4096, 512))
+    model = ModelOptions()
+    layout = LayoutOptions(dp=8, pp=2).step_layout(model, 8192, model.cost(), None)
+    for outcome in compare([batch], layout, SCHEDULERS, longest=4096).outcomes:
         print(f"{outcome.name:30} fill {outcome.fill:.0%}, balance {outcome.balance:.3f}")
 
 Names to know: `plan.plan` (the command), `compare.compare` (schedulers side by side),

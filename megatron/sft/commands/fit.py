@@ -157,14 +157,9 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     save_host = max(estimate.save_host_bytes for estimate in found)
     print(f"host      {_host(config, options)}")
     print(
-        f"          at most {gib(save_host)} GiB for each rank while a checkpoint is made, with "
+        f"          at most {gib(save_host)} GiB for a rank that writes a checkpoint, with "
         "--async-save until it is written (described)"
     )
-    if any(_is_largest_at_save(estimate) for estimate in found):
-        print(
-            "note      a checkpoint takes most: the optimizer's state is gathered by buckets, "
-            "which --overlap-grad-reduce makes small"
-        )
     print(f"took      {time.monotonic() - start:.0f} s")
     for name, expected, size in [] if peaks is None else comparison(found[0], peaks):
         print(
@@ -185,17 +180,12 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     return fits
 
 
-def _is_largest_at_save(estimate: Any) -> bool:
-    passes = sum(part.num_bytes for part in estimate.passes)
-    return estimate.save.num_bytes > max(passes, estimate.optimizer.num_bytes)
-
-
 def _column(estimate: Any) -> Column:
     parts: dict[tuple[str, str], int] = {}
     for part in (*estimate.states, *estimate.passes):
         parts[part.name, part.how] = part.num_bytes
     # At other times than the passes.
-    for part in (estimate.build, estimate.optimizer, estimate.save):
+    for part in (estimate.build, estimate.optimizer):
         parts[f"instead: {part.name}", part.how] = part.num_bytes
     return Column(estimate.stage.name, parts, estimate.peak)
 

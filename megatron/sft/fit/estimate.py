@@ -15,7 +15,7 @@ from megatron.sft.fit import cuda_branches
 from megatron.sft.fit.affine import NotAffineError, fitted
 from megatron.sft.fit.counter import ByteCounter, Phase
 from megatron.sft.fit.host_reads import HostReads, Routing
-from megatron.sft.fit.save_bytes import SaveBytes, save_bytes
+from megatron.sft.fit.save_bytes import save_bytes
 from megatron.sft.fit.stages import (
     Stage,
     at_depth,
@@ -54,10 +54,8 @@ class StageEstimate:
     """All that is alive at most while the model is built and before the first step."""
     optimizer: Part
     """Alive beside the states, at most, in an optimizer step."""
-    save: Part
-    """Alive beside the states, at most, while a checkpoint is made."""
     save_host_bytes: int
-    """Bytes on the host, at most, while a checkpoint is made."""
+    """Bytes on the host of the rank that writes, at most, while a checkpoint is made."""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -65,8 +63,7 @@ class StageEstimate:
         """Bytes of tensors, at most."""
         states = sum(part.num_bytes for part in self.states)
         passes = sum(part.num_bytes for part in self.passes)
-        beside = max(passes, self.optimizer.num_bytes, self.save.num_bytes)
-        return max(self.build.num_bytes, states + beside)
+        return max(self.build.num_bytes, states + max(passes, self.optimizer.num_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +93,9 @@ class Request:
 
 def trace(
     request: Request, rank: int, num_microbatches: int, *, passes: bool = True
-) -> tuple[list[Phase], SaveBytes]:
+) -> tuple[list[Phase], int]:
     """Returns the phases of a rank (build, a step, and what follows once the optimizer has its
-    state), and what a checkpoint takes then.
+    state), and the bytes on the host that a checkpoint takes then.
     """
     counter = ByteCounter(
         unit=cuda_branches.ALLOCATION_BYTES if request.like_cuda else 1,
@@ -147,7 +144,7 @@ def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
     context = parallel.context_parallel_size, config.shards_optimizer
     if states_key not in shared:
         shared[states_key] = trace(request, stage.rank, 1, passes=False)
-    (build, _, optimizer), save = shared[states_key]
+    (build, _, optimizer), save_host_bytes = shared[states_key]
     # Only what lives on is at a phase's end.
     states = {name: optimizer.at_peak.get(name, 0) for name in STATES}
     again = config.model.recompute_granularity, config.capacity_per_rank, request.routing
@@ -161,8 +158,7 @@ def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
         passes=passes,
         build=Part("building the model", build.peak, "run"),
         optimizer=Part("optimizer step", optimizer.peak - sum(states.values()), "run"),
-        save=Part("checkpoint save", save.device, "described"),
-        save_host_bytes=save.host,
+        save_host_bytes=save_host_bytes,
         remarks=tuple(remarks),
     )
 

@@ -1,14 +1,14 @@
-"""mcore. Bytes that a checkpoint takes while it is made, beside what lives from step to step.
+"""mcore. Bytes that a checkpoint takes on the host while it is made; on the device it takes none.
 
 Described, not run: in a fake world the device and the host are both the CPU. Of a sharded optimizer
-each rank gathers the whole state of its weights, bucket by bucket over NCCL, and keeps it on the
-host (`DistributedOptimizer.get_parameter_state_dp_zero`). A bucket is all weights of the rank,
+one rank of each data-parallel group gathers the whole state of its weights, bucket by bucket over
+gloo (`DistributedOptimizer.get_parameter_state_dp_zero`). A bucket is all weights of the rank,
 unless --overlap-grad-reduce cuts them into buckets of 40 million.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
@@ -20,23 +20,15 @@ _STATES = 3
 """Main parameter and Adam's two moments."""
 
 
-class SaveBytes(NamedTuple):
-    """Bytes beside the run's own."""
+def save_bytes(training: Training) -> int:
+    """Returns the bytes on the host of the rank that writes: the state of all its weights, buffers
+    of a bucket, and a copy of the weights.
 
-    device: int
-    """A gathered bucket of one state, and this rank's shard of it."""
-    host: int
-    """The state of all weights of this rank, buffers of a bucket, and a copy of the weights."""
-
-
-def save_bytes(training: Training) -> SaveBytes:
-    """Returns the bytes of a checkpoint of this rank, at most.
-
-    Only the first replica keeps a copy of the weights. Pretrained weights take nothing on the
-    device when they are read: they are copied into the model block by block.
+    Pretrained weights take nothing on the device when they are read: they are copied into the model
+    block by block.
     """
     optimizer: Any = training.optimizer
-    device = host = buckets = 0
+    host = buckets = 0
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not isinstance(one, DistributedOptimizer):
             tensors = [p for group in one.optimizer.param_groups for p in group["params"]]
@@ -49,8 +41,7 @@ def save_bytes(training: Training) -> SaveBytes:
             host += _FLOAT32 * _STATES * buffer.numel_unpadded
             for bucket in buffer.buckets:
                 size = bucket.grad_data.numel()
-                device = max(device, _FLOAT32 * (size + size // replicas))
                 # Shards of all states; the gathered bucket in parts, in one, and the one before.
                 buckets = max(buckets, _FLOAT32 * (_STATES * (size // replicas) + 3 * size))
     weights = sum(p.nbytes for chunk in training.model for p in chunk.parameters())
-    return SaveBytes(device, host + buckets + weights)
+    return host + buckets + weights

@@ -94,8 +94,6 @@ def _tried(config: SFTConfig) -> Iterator[SFTConfig]:
         yield replace(config, training=replace(training, micro_batch_size=rows))
     if not config.shards_optimizer:
         yield replace(config, parallel=replace(parallel, use_distributed_optimizer=True))
-    elif not parallel.overlap_grad_reduce:  # smaller buckets, which saving gathers
-        yield replace(config, parallel=replace(parallel, overlap_grad_reduce=True))
     if model.recompute_granularity != "full":
         yield replace(config, model=replace(model, recompute_granularity="full"))
     context = replace(parallel, context_parallel_size=2 * parallel.context_parallel_size)
