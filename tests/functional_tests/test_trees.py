@@ -29,6 +29,7 @@ from tests.functional_tests.oracle import (
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.trees import KINDS, TreeSample, apart, batches_of_trees
 
+pytestmark = pytest.mark.filterwarnings("ignore:some trees of sequences are trained in parts")
 IS_ALL = os.environ.get("LAYOUTS") == "all"
 NUM_STEPS = 3 if IS_ALL else 1
 BATCHES = batches_of_trees(1, list(KINDS), NUM_STEPS)

@@ -62,7 +62,7 @@ from megatron.packing.step.payloads import (
 from megatron.packing.step.replica import Part, StepPlan, broadcast, broadcast_part
 from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
-from megatron.packing.step.trees import reason_against, warn_of_paths_apart
+from megatron.packing.step.trees import reason_against, warn_of_parts, warn_of_paths_apart
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
 
@@ -207,6 +207,8 @@ def _load_and_place(
     own = shaped(local, settings.trees)
     if exchange.rank() == 0:
         warn_of_paths_apart(local, settings.paths_apart)
+        if not settings.paths_apart:
+            warn_of_parts(own)
     report = RankReport.of(loaded, delayed, own, settings.alignment)
     decision = _decide(report, num_fetches, settings, exchange, queue)
     if not isinstance(decision, Decision):

@@ -7,8 +7,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
+
 from megatron.packing.batch.columns import AXIS_POSITIONS, NUM_PATHS, PARENTS, PAYLOADS, Form
 from megatron.packing.batch.samples import Samples
+from megatron.packing.batch.tree_shapes import ShapedTrees
 from megatron.packing.step.transformer_engine import transformer_engine_installed
 
 
@@ -29,6 +32,17 @@ def warn_of_paths_apart(samples: Samples, reason: str) -> None:
     if reason and PARENTS in samples.columns:
         warnings.warn(
             f"trees of sequences are trained path by path, shared prefixes each time: {reason}",
+            stacklevel=2,
+        )
+
+
+def warn_of_parts(trees: ShapedTrees) -> None:
+    """Warns of trees that are trained in parts; Python shows it once."""
+    if trees.part_of.size and np.bincount(trees.part_of).max() > 1:
+        warnings.warn(
+            "some trees of sequences are trained in parts, each of which computes the prefix that "
+            "it shares with others: they do not fit into a pack (--max-seqlen-per-dp-cp-rank), or "
+            "their attention would gather too many keys",
             stacklevel=2,
         )
 

@@ -1,13 +1,16 @@
-"""Where paths of trees are trained apart, and that it is said."""
+"""Where paths of trees are trained apart, or trees in parts, and that it is said."""
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.packing.batch.reading import read_samples
+from megatron.packing.batch.tree_shapes import ShapedTrees
 from megatron.packing.step import trees
 from tests.unit_tests.packing.batch.test_reading import TREE
 
@@ -36,5 +39,18 @@ def test_paths_apart_are_said() -> None:
     tree, plain = read_samples([TREE]), read_samples([{"tokens": [1, 2]}])
     with pytest.warns(UserWarning, match="trained path by path, shared prefixes each time: why"):
         trees.warn_of_paths_apart(tree, "why")
-    trees.warn_of_paths_apart(plain, "why")  # a warning is an error in tests
-    trees.warn_of_paths_apart(tree, "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trees.warn_of_paths_apart(plain, "why")
+        trees.warn_of_paths_apart(tree, "")
+
+
+def test_parts_of_trees_are_said() -> None:
+    """A trunk is computed once per part: more tokens than `show` promised, and no word why."""
+    samples = read_samples([TREE, TREE])
+    with pytest.warns(UserWarning, match=r"trained in parts, .*--max-seqlen-per-dp-cp-rank"):
+        trees.warn_of_parts(ShapedTrees(samples, np.array([0, 1, 1])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trees.warn_of_parts(ShapedTrees(samples, np.array([0, 1])))
+        trees.warn_of_parts(ShapedTrees(samples, np.array([], np.int64)))
