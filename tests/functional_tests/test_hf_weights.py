@@ -25,6 +25,7 @@ from tests.functional_tests.ranks import run_ranks
 BATCHES = [sequences_in_order(5, (40, 12, 17, 64, 9, 25, 8, 33))]
 LAYOUTS = {
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
     "pp2-uneven": (2, "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1"),
     "tp4-sp-two-groups": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
