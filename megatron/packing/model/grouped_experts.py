@@ -58,19 +58,26 @@ class GroupedExperts(SequentialMLP):
         experts = cast("list[MLP]", list(self.local_experts))
         # An expert's own forward is run once for all tokens; only its linear layers are replaced.
         together = copy.copy(experts[0])
-        together._modules = {
-            name: module
-            for name, module in together._modules.items()
-            if name not in ("linear_fc1", "linear_fc2")
-        }
         first = [expert.linear_fc1 for expert in experts]
         second = [expert.linear_fc2 for expert in experts]
-        vars(together)["linear_fc1"] = lambda x: (_multiplied(first, x, groups), None)
-        vars(together)["linear_fc2"] = lambda x: (
-            _multiplied(second, x, groups, permuted_probs),
-            None,
-        )
+        together._modules = {
+            **together._modules,
+            "linear_fc1": _Layers(first, groups),
+            "linear_fc2": _Layers(second, groups, permuted_probs),
+        }
         return together(permuted_local_hidden_states, permuted_probs)
+
+
+class _Layers(torch.nn.Module):
+    """A linear layer of all experts, in the place of one expert's; parameters stay theirs."""
+
+    def __init__(self, layers: list[Any], groups: Groups, bias_scale: Tensor | None = None) -> None:
+        super().__init__()
+        self._arguments = layers, groups, bias_scale
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        layers, groups, bias_scale = self._arguments
+        return _multiplied(layers, x, groups, bias_scale), None
 
 
 class Groups:
