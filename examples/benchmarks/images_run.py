@@ -75,7 +75,7 @@ class Source(Iterator[dict[str, Any]]):
 
 
 def process(rank: int, store: str, results: Any) -> None:
-    """What each of two processes does."""
+    """Runs in each of two processes."""
     torch.set_num_threads(1)
     file_store = dist.FileStore(store, 2)
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=2)

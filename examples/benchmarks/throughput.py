@@ -59,7 +59,7 @@ TINY_PARTS = {
     "--moe-ffn-hidden-size 32 --untie-embeddings-and-output-weights",
     "8B, LoRA": "--lora --lora-rank 4 --untie-embeddings-and-output-weights",
 }
-"""What a dry run keeps of shapes that are more than sizes."""
+"""Options of a dry run for shapes that are more than sizes."""
 CHATS = '{"mode":"distribution","type":"empirical","preset":"chat","max_seq_len":%d}'
 TAIL = (
     '{"mode":"distribution","type":"lognormal","min_seq_len":16,"max_seq_len":%d,"mean_seq_len":%d,'

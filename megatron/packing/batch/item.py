@@ -52,7 +52,7 @@ class Item(NamedTuple):
     num_paths: IntArray = NO_PATHS
     """Paths of each sequence or tree, where they have fields."""
     payload: Payload | None = None
-    """What stands beside the tokens; the item is one sequence then."""
+    """Payloads beside the tokens; an item with any is one sequence."""
     costs: Mapping[str, Any] = MappingProxyType({})
     """Units of the payload by kind."""
 

@@ -84,7 +84,7 @@ class PackPayloads(NamedTuple):
     """The payloads of one microbatch, in the order of its sequences."""
 
     tensors: Mapping[str, Sequence[Tensor]]
-    """By name; what no sequence has is not there."""
+    """Tensors by name, without those that no sequence has."""
     segments: Mapping[str, IntArray]
     """int64 [n]: number of the pack's segment that each is of."""
 

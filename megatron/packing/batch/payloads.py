@@ -23,7 +23,7 @@ Tensors = Mapping[str, Sequence[Any]]
 
 
 class Payload(NamedTuple):
-    """What one sequence has beside its tokens."""
+    """Tensors of one sequence beside its tokens, or the key that restores them."""
 
     tensors: Tensors | None
     """None where they are to be made by the key."""

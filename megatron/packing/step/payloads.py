@@ -110,7 +110,7 @@ class _Failure(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a data rank has to tell after a swap."""
+    """Outcome of a swap on one data-parallel rank."""
 
     failures: list[_Failure]
     number: int = 0

@@ -44,7 +44,7 @@ class Part(NamedTuple):
     decision: Decision | None = None
     """On the scheduling rank."""
     payloads: Sequence[Payload | None] = ()
-    """Of each sequence; empty where none has any."""
+    """Payload of each sequence; empty where none has any."""
 
 
 def broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:

@@ -25,7 +25,7 @@ _ANSWER = "?"
 
 
 class Prompt(NamedTuple):
-    """What the model is asked."""
+    """Questions to the model."""
 
     text: str
     """For a person to read: the last question."""

@@ -146,7 +146,7 @@ def _of_layers(config: SFTConfig) -> list[Any]:
 
 
 def _kinds(config: SFTConfig) -> list[tuple[Any, ...]]:
-    """What options say of each layer."""
+    """Options with one value for each layer."""
     lists = [getattr(config.model, field.name) for field in _of_layers(config)]
     return list(zip(*lists)) if lists else [()] * config.model.num_layers
 
