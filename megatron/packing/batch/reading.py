@@ -85,7 +85,7 @@ class SampleReader:
         """Cost of each payload, by the number of its sequence."""
         self._items: list[Item] = []
         self._fetches: list[int] = []
-        """One value for each sequence or tree."""
+        """Number of the fetch that each sequence or tree came with."""
 
     def add(self, given: Given | Iterable[Given], fetch: int) -> None:
         """Adds what `next` call number `fetch` returned: a dict, or any number of them.

@@ -146,7 +146,7 @@ def _of_layers(config: SFTConfig) -> list[Any]:
 
 
 def _kinds(config: SFTConfig) -> list[tuple[Any, ...]]:
-    """Options with one value for each layer."""
+    """Returns for each layer the values of the options that have one per layer."""
     lists = [getattr(config.model, field.name) for field in _of_layers(config)]
     return list(zip(*lists)) if lists else [()] * config.model.num_layers
 
