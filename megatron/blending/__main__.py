@@ -37,8 +37,11 @@ def main(
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program)
     prepare = parser.add_subparsers(dest="command", required=True).add_parser(
-        "prepare", help="index a folder of tar shards, or a JSONL file, for reading in any order"
+        "prepare",
+        help="index a folder of tar shards, or a JSONL file, for reading in any order",
+        description="Index a folder of tar shards, or a JSONL file, for reading in any order.",
     )
+    prepare.add_argument("--help-all", action="help", help=argparse.SUPPRESS)
     add = prepare.add_argument
     add("path", help="folder of .tar shards, at any depth; or a .jsonl file")
     add(
@@ -58,14 +61,23 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--shuffle-tars", action="store_true", help="deal the shards to the parts in a random order"
     )
-    add("--sample-type", help="class of the samples, such as TextSample, or CrudeWebdataset")
+    add(
+        "--sample-type",
+        metavar="CLASS",
+        help="class of the samples, such as TextSample, or CrudeWebdataset",
+    )
     add(
         "--field-map",
         default="{}",
         metavar="JSON",
         help="""field -> part, such as '{"text": "txt", "label": "json[class]"}'""",
     )
-    add("--dataset-yaml-name", default="dataset.yaml")
+    add(
+        "--dataset-yaml-name",
+        default="dataset.yaml",
+        metavar="NAME",
+        help="name of the file that says how samples are read",
+    )
     add("--skip-dataset-yaml", action="store_true", help="leave dataset.yaml as it is")
     add(
         "--tar-index-only",

@@ -20,15 +20,15 @@ class Command:
     about: str = ""
     """One sentence for the head of the help."""
     usage: str | None = None
-    """Arguments of a typical call, for the first line of the short help."""
+    """Arguments of a typical call, for the first line of the help."""
     common: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Title of a group -> fields that --help shows; --help-all shows all options. Without any,
     --help shows all.
     """
     footer: str = ""
     """Last lines of the short help."""
-    answers: Callable[[Sequence[str], Iterable[str]], list[str]] | None = None
-    """Takes all unknown options and the known flags; returns what to do about those that it
+    answers: Callable[[Sequence[str], Iterable[str]], dict[str, str]] | None = None
+    """Takes all unknown options and the known flags; returns what to do about each of those that it
     knows.
     """
 

@@ -13,32 +13,26 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import inspect
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.packing.flag_faults import FlagError as FlagError
+from megatron.packing.flag_faults import stray_value, unknown_options
 from megatron.packing.flag_help import Command, short_help
-from megatron.packing.user_files import read_yaml, shortened, shown
+from megatron.packing.user_files import read_yaml, shown
 
 _type_hints = cache(typing.get_type_hints)
 _NOT_IN_YAML = ("help", "help_all", "version", "config")
 _HELP = ("-h", "--help", "--help-all")
-
-
-class FlagError(ValueError):
-    """A wrong option; the message is one line that says what to do."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(shortened(message))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,7 +74,7 @@ def parse_flags(
     flags = [argument.split("=", 1)[0] for argument in rest if argument.startswith("--")]
     known = parser._option_string_actions
     if unknown := [flag for flag in flags if flag not in known]:
-        raise FlagError(_unknown_options("", unknown, known, command))
+        raise unknown_options("", unknown, known, command)
     given |= {known[flag].dest for flag in flags}
     try:
         if imply is not None:
@@ -94,7 +88,10 @@ def parse_flags(
 
 
 def _values(parser: _Parser, arguments: Sequence[str]) -> dict[str, Any]:
-    values = vars(parser.parse_args(arguments))
+    parsed, stray = parser.parse_known_args(arguments)
+    if stray:
+        raise stray_value(stray[0], arguments, parser._option_string_actions)
+    values = vars(parsed)
     for name, value in values.items():
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(number, int) and not -(2**63) <= number < 2**63:
@@ -157,8 +154,11 @@ def build_parser(groups: Sequence[type], command: Command, *, shows_help: bool) 
     take 0.1 s to read.
     """
     parser = _Parser(prog=command.program, description=command.about, allow_abbrev=False)
-    if command.is_short:
-        parser.add_argument("--help-all", action="help", help="show all options and exit")
+    if command.usage is not None and not command.is_short:
+        parser.usage = f"{parser.prog} {command.usage}".replace("%", "%%")
+    # Where --help shows all, --help-all does so, too.
+    help_all = "show all options and exit" if command.is_short else argparse.SUPPRESS
+    parser.add_argument("--help-all", action="help", help=help_all)
     parser.add_argument(
         "--version", action=_Version, nargs=0, help="show the installed versions and exit"
     )
@@ -269,7 +269,7 @@ def _values_of_yaml(
     unknown = [key for key in options if str(key).replace("_", "-") not in actions]
     if unknown and of_others is None:
         names = [str(key) for key in unknown]
-        raise FlagError(_unknown_options(f"--config {path}: ", names, actions, command))
+        raise unknown_options(f"--config {path}: ", names, actions, command)
     for key, value in options.items():
         name = str(key).replace("_", "-")
         if name not in actions and of_others is not None:
@@ -316,27 +316,6 @@ def _wanted(action: argparse.Action) -> str:
         return f"one of {', '.join(map(str, action.choices))}"
     kind = {int: "a whole number", float: "a number"}.get(action.type, "text")  # type: ignore[call-overload]
     return f"a list of at least one {kind}" if action.nargs == "+" else kind
-
-
-def _unknown_options(
-    where: str, unknown: Sequence[str], known: Iterable[str], command: Command
-) -> str:
-    """The message about options that nobody declares: all that another trainer has, else the first
-    one.
-    """
-    known = list(known)
-    flags = [name if name.startswith("--") else f"--{name}" for name in known]
-    answers = [] if command.answers is None else command.answers(unknown, flags)
-    if answers:
-        return f"{where}options of other trainers: {'; '.join(answers)}"
-    first = unknown[0]
-    name = first if first.startswith("--") else first.replace("_", "-")
-    return f"{where}unknown option {shown(first) if where else first}{_nearest(name, known)}"
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name[:100], list(names), n=1)
-    return f"; did you mean {close[0]}?" if close else "; see --help"
 
 
 def given_flags(options: Any, arguments: Sequence[str]) -> list[str]:

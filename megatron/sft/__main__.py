@@ -12,23 +12,31 @@ import difflib
 import importlib
 import sys
 
-from megatron.sft.commands import COMMANDS
+from megatron.sft.commands import COMMANDS, OF_OTHERS
 from megatron.sft.environment import fail, program, world_from_environment
 
 
 def main() -> None:
     """Runs the subcommand; one line and status 2 for a name that is none."""
     name, *arguments = sys.argv[1:] or ["train"]
+    name = "--help" if name == "help" else name
     typed = f"{program()} {name}"
     if name not in COMMANDS and name.startswith("-"):
-        name, arguments, typed = "train", sys.argv[1:], program()
+        name, arguments, typed = "train", [name, *arguments], program()
     elif name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it is one of {', '.join(COMMANDS)}"
-        fail(f"unknown command {name}; {hint}", world_from_environment()[0])
+        fail(f"unknown command {name}; {_way_out(name)}", world_from_environment()[0])
     elif not sys.argv[1:]:
         typed = program()
     importlib.import_module(COMMANDS[name].module).main(arguments, typed)
+
+
+def _way_out(name: str) -> str:
+    if name in OF_OTHERS:
+        return f"what other trainers name so is megatron-sft {OF_OTHERS[name]} here"
+    if name.endswith((".yaml", ".yml")):
+        return f"for a file of options, pass --config {name}"
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"did you mean {close[0]}?" if close else f"it is one of {', '.join(COMMANDS)}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -187,21 +187,32 @@ def program() -> str:
     return "python -m megatron.sft" if name == "__main__.py" else name
 
 
-def fail(message: str, rank: int) -> NoReturn:
+def fail(message: str, rank: int, details: Sequence[str] = ()) -> NoReturn:
     """End this process with status 2. Rank 0 says why in one line, and torchrun in its summary, the
     last thing on the terminal, of every rank that has something to say; under another launcher each
     rank says it itself.
+
+    details: lines that rank 0 prints before.
     """
+    if rank == 0:
+        _print_lines(details)
     if rank != 0 and _ERROR_FILE not in os.environ:
         message = f"rank {world_from_environment()[0]}: {message}"
     tell_torchrun(message, is_shown=rank == 0 or _ERROR_FILE not in os.environ)
     raise SystemExit(2)
 
 
-def exit_with_message(program: str, message: str) -> NoReturn:
-    """Ends a subcommand of one process with status 2 and one line."""
-    print(f"{program}: error: {shortened(' '.join(message.split()))}", file=sys.stderr, flush=True)
+def exit_with_message(program: str, failure: Exception) -> NoReturn:
+    """Ends a subcommand of one process with status 2 and one line, below the failure's details."""
+    _print_lines(getattr(failure, "details", ()))
+    message = shortened(" ".join(str(failure).split()))
+    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line.rstrip(), file=sys.stderr)
 
 
 def tell_torchrun(message: str, *, is_shown: bool) -> None:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], program: str) -> None:
         world_size = found.world_size or world_size
         config, notes = parse_with_notes(found.training, world_size, command)
     except ValueError as failure:  # a FlagError, or the environment's
-        fail(str(failure), rank)
+        fail(str(failure), rank, getattr(failure, "details", ()))
     if found.torchrun:
         launch(found, program)
     for line in [*megatron_flag_notes(arguments), *notes] if rank == 0 else ():

@@ -150,6 +150,7 @@ FOLDERS = {
         "user_files",
         "former_names",
         "flag_help",
+        "flag_faults",
         "flags",
         "layers",
         "stages",

@@ -358,11 +358,13 @@ def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
     for those that are read as ours.
 
     Raises FlagError that names all that are refused, for their kind or for their value, and what to
-    do instead.
+    do instead. Where names of other trainers stand among them those of a refused kind are kept:
+    whoever answers these answers all at once.
     """
     kept: list[str] = []
     refused: list[str] = []
     names = {flag.split("=", 1)[0] for flag, _ in _by_flag(arguments)}
+    is_of_others = any("_" in name for name in names)  # neither ours nor Megatron's have one
     for flag, values in _by_flag(arguments):
         name, *equals = flag.split("=", 1)
         given = [*equals, *values]
@@ -373,7 +375,7 @@ def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
             kept += [name, *map(_tokenizer, given)]
             continue
         found = _found(name)
-        if found is None:
+        if found is None or (is_of_others and isinstance(found, str)):
             kept += [flag, *values]
         elif isinstance(found, str):
             refused.append(f"{name} ({found})")
@@ -382,6 +384,12 @@ def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
     if refused:
         raise FlagError(f"options of Megatron-LM, refused: {', '.join(dict.fromkeys(refused))}")
     return kept
+
+
+def refusal_of(name: str) -> str | None:
+    """Returns what to do instead of an option of Megatron-LM that is refused for its kind."""
+    found = _found(name)
+    return found if isinstance(found, str) else None
 
 
 def _found(name: str) -> Accepted | str | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron.sft.arguments.megatron_flags import refusal_of
+
 _OURS = {
     "--pretrained-checkpoint FOLDER (a folder on this machine)": """
         model_name_or_path model_name model base_model base_model_config model_id_or_path
@@ -117,10 +119,16 @@ _WAYS = {
         dataset_text_field dataset_kwargs formatting remove_unused_columns columns dataset_dir
         dataset_config dataset_format
     """,
+    "drop it: thoughts are trained as the records have them": "enable_thinking",
+    "drop it: tokens are counted in every run": "include_num_input_tokens_seen",
+    "drop it: files of weights are safetensors": "save_safetensors load_safetensors",
+    "drop it: without --save nothing but --save-hf is written": "save_only_model",
     "drop it: code of a model's folder is never run": "trust_remote_code",
     "drop it: this is not offered": """
         neftune_noise_alpha use_dora label_smoothing_factor plot_loss max_samples use_galore
         use_badam report_to_hub pad_to_sequence_len pad_to_multiple_of wandb_watch wandb_log_model
+        loss_watchdog_threshold loss_watchdog_patience model_author use_hf
+        cross_entropy_loss_fusion cross_entropy_fusion_impl
     """,
 }
 ANSWERS = {
@@ -130,20 +138,22 @@ ANSWERS = {
 """Name of another trainer, with underscores -> what to do."""
 
 
-def answers_to(unknown: Iterable[str], ours: Iterable[str]) -> list[str]:
+def answers_to(unknown: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
     """Returns what to do about each of these options, as the user wrote them; none about a name
     that nobody has.
 
-    ours: our flags. `["--learning_rate", "--weight_decay"] -> ["--learning_rate is --lr here",
-    "--weight_decay is --weight-decay"]`
+    ours: our flags. `["--learning_rate", "--weight_decay"] -> {"--learning_rate": "is --lr here",
+    "--weight_decay": "is --weight-decay"}`
     """
     flags = set(ours)
-    found = []
+    found = {}
     for name in dict.fromkeys(unknown):
         plain = name.lstrip("-").replace("-", "_")
         flag = "--" + plain.replace("_", "-")
         if flag in flags:
-            found.append(f"{name} is {flag}")
+            found[name] = f"is {flag}"
         elif plain.lower() in ANSWERS:
-            found.append(f"{name} {ANSWERS[plain.lower()]}")
+            found[name] = ANSWERS[plain.lower()]
+        elif (way := refusal_of(flag)) is not None:
+            found[name] = f"({way})"
     return found

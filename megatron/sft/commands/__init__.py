@@ -33,6 +33,14 @@ COMMANDS = {
     "prepare": Subcommand(f"{_HERE}.prepare", "index tar shards or JSONL files for random access"),
 }
 """Name -> subcommand, in the order of --help."""
+OF_OTHERS = {
+    **dict.fromkeys(("sft", "pt", "pretrain", "finetune", "fine-tune"), "train"),
+    **dict.fromkeys(("infer", "inference", "generate", "webchat"), "chat"),
+    **dict.fromkeys(("merge-lora", "merge", "merge_sharded_fsdp_weights"), "train --lora-merge"),
+    **dict.fromkeys(("preprocess", "tokenize"), "show"),
+    "estimate-memory": "fit",
+}
+"""Subcommand of another trainer -> ours."""
 
 
 def table() -> str:

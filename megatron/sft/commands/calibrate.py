@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], program: str) -> None:
     try:
         calibrate_here(parse_arguments(arguments, program, implied))
     except (FlagError, ValueError, OSError) as failure:
-        exit_with_message(program, str(failure))
+        exit_with_message(program, failure)
 
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,14 +92,18 @@ def main(arguments: Sequence[str], program: str) -> None:
     silence_warnings(0)  # of transformers and peft, about one another
     about = "Talk to a model in the terminal, through transformers."
     try:
-        (options,) = parse_flags((ChatOptions,), arguments, Command(program=program, about=about))
+        (options,) = parse_flags(
+            (ChatOptions,),
+            arguments,
+            Command(program=program, about=about, usage="FOLDER [options]"),
+        )
         with ExitStack() as end:
             folder = end.enter_context(huggingface_folder(options.folder))
             converse(open_speaker(folder, options), options)
     except KeyboardInterrupt:
         print()
     except (FlagError, ValueError, OSError, ImportError) as failure:
-        exit_with_message(program, str(failure))
+        exit_with_message(program, failure)
 
 
 @contextmanager

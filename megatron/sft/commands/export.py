@@ -56,7 +56,11 @@ def main(arguments: Sequence[str], program: str) -> None:
     outlive_output()
     about = "Write a checkpoint as a HuggingFace folder, in one process, whatever the run's layout."
     try:
-        (options,) = parse_flags((ExportOptions,), arguments, Command(program=program, about=about))
+        (options,) = parse_flags(
+            (ExportOptions,),
+            arguments,
+            Command(program=program, about=about, usage="CHECKPOINT FOLDER [options]"),
+        )
         silence_warnings(0)
         export(
             options.checkpoint,
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str], program: str) -> None:
             options.source,
         )
     except (FlagError, ValueError, OSError) as failure:
-        exit_with_message(program, str(failure))
+        exit_with_message(program, failure)
     print(f"wrote {options.folder}")
 
 

@@ -19,6 +19,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
 from megatron.sft.arguments.defaults import chosen_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
+from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.environment import (
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str], program: str) -> None:
         config, options = parse(arguments, program)
         fits = run(config, options, environment)
     except (FlagError, ValueError, OSError) as failure:
-        exit_with_message(program, str(failure))
+        exit_with_message(program, failure)
     if not fits:
         raise SystemExit(1)
 
@@ -92,6 +93,7 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
     command = Command(
         program=program,
         about="Estimate the memory of a run on each GPU, without a GPU.",
+        answers=answers_to,
         usage="--pretrained-checkpoint FOLDER --world-size 8 --memory 80GiB [options of training]",
         common={
             "Estimate": (

@@ -65,12 +65,12 @@ def main(arguments: Sequence[str], program: str) -> None:
     about = "Tell what data, a blend, a model folder, an adapter or checkpoints hold."
     try:
         (options,) = parse_flags(
-            (InspectOptions,), arguments, Command(program=program, about=about)
+            (InspectOptions,), arguments, Command(program=program, about=about, usage="PATH")
         )
         for line in lines_of(options.path):
             print(line)
     except (FlagError, ValueError, OSError) as failure:
-        exit_with_message(program, str(failure))
+        exit_with_message(program, failure)
 
 
 def lines_of(path: str) -> Iterator[str]:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str], program: str) -> None:
             return plan_layout(arguments, program)
         plan(arguments, lengths_from, program, implied)
     except (ValueError, OSError) as failure:
-        exit_with_message(program, str(failure))
+        exit_with_message(program, failure)
 
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megatron.planner.plan import drawn
 from megatron.planner.sequences import Sequences
 from megatron.sft.arguments.defaults import chosen_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
+from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.commands.length_sources import lengths_from
@@ -118,6 +119,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
     command = Command(
         program=f"{program} --auto-layout",
         about="Find the fastest parallel layouts that fit, without a GPU.",
+        answers=answers_to,
         usage="--pretrained-checkpoint FOLDER --data-path FILE --world-size 64 --gpu h200",
         common={
             "Search": tuple(LayoutSearchOptions.__dataclass_fields__),

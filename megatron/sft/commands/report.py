@@ -30,7 +30,9 @@ def main(arguments: Sequence[str], program: str) -> None:
     outlive_output()
     about = "Print what a run achieved, and draw RUN_DIR/report.png."
     try:
-        (options,) = parse_flags((ReportOptions,), arguments, Command(program=program, about=about))
+        (options,) = parse_flags(
+            (ReportOptions,), arguments, Command(program=program, about=about, usage="RUN_DIR")
+        )
         report(options.run_dir)
     except (FlagError, ValueError, OSError) as failure:
-        exit_with_message(program, str(failure))
+        exit_with_message(program, failure)

@@ -20,6 +20,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
 from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
+from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.counts import Counts
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str], program: str) -> None:
             report.add(next(stream))
         report.summary(stream.counts)
     except (FlagError, ValueError, OSError) as failure:
-        exit_with_message(program, str(failure))
+        exit_with_message(program, failure)
 
 
 def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfig]:
@@ -87,6 +88,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfi
     command = Command(
         program=program,
         about="Show samples as a run would train them, and how long they are.",
+        answers=answers_to,
         usage="--data-path FILE [--pretrained-checkpoint FOLDER] | --config run.yaml",
         common=COMMON,
     )

@@ -77,6 +77,21 @@ def write_yaml(tmp_path):
     return write
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--turbo", "True"], "--turbo takes no value; drop True"),
+        (["--turbo", "false"], "--turbo takes no value; drop both, or pass --no-turbo"),
+        (["--turbo", "red"], "'red' belongs to no option; options begin with --, see --help"),
+        (["car.yaml"], "'car.yaml' belongs to no option; for a file of options pass --config"),
+        (["--bore", "9", "-t"], "'-t' belongs to no option; options begin with --, see --help"),
+    ],
+)
+def test_words_of_no_option(arguments, message):
+    """HuggingFace's switches take True and False; "unrecognized arguments: True" names no flag."""
+    assert message_of(*NEEDED, *arguments) == message
+
+
 def test_defaults_are_those_of_the_dataclass():
     """A parser with defaults of its own would train with other numbers than the dataclass
     documents.

@@ -170,7 +170,12 @@ def test_help_imports_neither_torch_nor_megatron_core():
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("trian", "did you mean train?"), ("bake", "it is one of train, plan, ")],
+    [
+        ("trian", "did you mean train?"),
+        ("bake", "it is one of train, plan, "),
+        ("sft", "what other trainers name so is megatron-sft train here"),
+        ("run.yaml", "for a file of options, pass --config run.yaml"),
+    ],
 )
 def test_unknown_commands_are_one_line(main, name, words):
     """argparse would complain of missing options, of a command that is not meant."""
@@ -178,6 +183,28 @@ def test_unknown_commands_are_one_line(main, name, words):
     assert (status, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith(f"pretrain_sft.py: error: unknown command {name}; {words}")
+
+
+def test_answers_about_many_options_stand_above_the_line(main):
+    """The last line is what a user looks at first, and torchrun's summary repeats it alone."""
+    status, _, err = main("--learning_rate", "1", "--cutoff_len", "2", "--optim", "x", "--foo")
+    assert status == 2
+    *details, line = err.splitlines()
+    assert [each.split()[:2] for each in details] == [
+        ["--learning_rate", "--lr"],
+        ["--cutoff_len", "--seq-length"],
+        ["--optim", "drop"],
+        ["--foo", "unknown"],
+    ]
+    assert line.startswith("pretrain_sft.py: error: 4 options are none of ours")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "train"])
+def test_every_command_shows_all_its_options(main, name):
+    """--help-all is in each short help; where nothing is left out it was an unknown option."""
+    status, out, err = main(name, "--help-all")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"usage: pretrain_sft.py {name}")
 
 
 def test_train_is_the_command_without_a_name(main):

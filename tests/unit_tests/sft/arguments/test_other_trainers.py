@@ -53,12 +53,24 @@ def test_flags_of_trl_and_others(arguments, said):
 def test_all_names_are_answered_at_once(tmp_path):
     """A file of 20 keys would take 20 starts."""
     path = tmp_path / "axolotl.yaml"
-    path.write_text("base_model: Qwen/Qwen3-8B\nsequence_len: 4096\nnum_epochs: 2\nlrr: 1\n")
+    path.write_text("base_model: Qwen/Qwen3-8B\nsequence_len: 4096\nlrr: 1\n")
     assert message_of("--config", str(path)) == (
         f"--config {path}: options of other trainers: base_model is --pretrained-checkpoint "
-        "FOLDER (a folder on this machine) here; sequence_len is --seq-length here; num_epochs is "
-        "--train-epochs here"
+        "FOLDER (a folder on this machine) here; sequence_len is --seq-length here; lrr is unknown"
     )
+
+
+def test_many_names_are_a_table():
+    """One line of 25 answers is cut in its middle, and nobody finds a name in it."""
+    with pytest.raises(FlagError) as failure:
+        parse_config(["--lrr", "1", *(f"--{name}" for name in ANSWERS)], 1, TRAIN)
+    table = [line.split(maxsplit=1) for line in failure.value.details]
+    assert table[0] == ["--lrr", "unknown"]
+    assert ["--learning_rate", "--lr"] in table
+    assert ["--optim", "drop it: the optimizer is Adam"] in table
+    assert ["--fp16", "--bf16"] in table  # which alone is answered as Megatron-LM's
+    assert len(table) > 200
+    assert f"{len(table)} options are none of ours" in str(failure.value)
 
 
 def test_a_typing_mistake_is_none_of_them():

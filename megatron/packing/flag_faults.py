@@ -1,0 +1,90 @@
+"""pure. What is wrong with a command line, and the way out: unknown options, values that no option
+takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+
+from megatron.packing.flag_help import Command
+from megatron.packing.user_files import shortened, shown
+
+_MAX_IN_A_LINE = 3
+"""Answers that still read well in one line."""
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+class FlagError(ValueError):
+    """A wrong option; the message is one line that says what to do."""
+
+    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+        super().__init__(shortened(message))
+        self.details = tuple(map(shortened, details))
+        """Lines to print above the message, where one would be too long."""
+
+
+def unknown_options(
+    where: str, unknown: Sequence[str], known: Iterable[str], command: Command
+) -> FlagError:
+    """Returns the error about options that nobody declares: all of them if another trainer has one,
+    else the first.
+
+    where: the file that names them, with a colon; empty on a command line.
+    """
+    known, unknown = list(known), list(dict.fromkeys(unknown))
+    flags = [name if name.startswith("--") else f"--{name}" for name in known]
+    answers = {} if command.answers is None else command.answers(unknown, flags)
+    if not answers:
+        first = unknown[0]
+        name = first if first.startswith("--") else first.replace("_", "-")
+        return FlagError(
+            f"{where}unknown option {shown(first) if where else first}{nearest(name, known)}"
+        )
+    if len(unknown) <= _MAX_IN_A_LINE:
+        said = [f"{name} {answers[name]}" for name in unknown if name in answers]
+        rest = [f"{name} is unknown" for name in unknown if name not in answers]
+        return FlagError(f"{where}options of other trainers: {'; '.join(said + rest)}")
+    width = max(map(len, unknown))
+    lines = [
+        f"  {name:{width}}  {_plain(answers[name]) if name in answers else 'unknown'}"
+        for name in unknown
+    ]
+    message = f"{where}{len(unknown)} options are none of ours; above stands what to do about each"
+    return FlagError(message, lines)
+
+
+def _plain(answer: str) -> str:
+    """`"is --lr here" -> "--lr"`, `"(drop it)" -> "drop it"`."""
+    if answer.startswith("("):
+        return answer[1:-1]
+    return answer.removeprefix("is ").removesuffix(" here")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: the right one, or where to look."""
+    close = difflib.get_close_matches(name[:100], list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else "; see --help"
+
+
+def stray_value(
+    value: str, arguments: Sequence[str], known: dict[str, argparse.Action]
+) -> FlagError:
+    """Returns the error about a word that belongs to no option.
+
+    `["--bf16", "True"] -> "--bf16 takes no value; drop True"`
+    """
+    place = arguments.index(value) if value in arguments else 0
+    flag = arguments[place - 1] if place else ""
+    if isinstance(known.get(flag), argparse.BooleanOptionalAction):
+        if value.lower() in _TRUE:
+            return FlagError(f"{flag} takes no value; drop {value}")
+        if value.lower() in _FALSE:
+            no = flag.replace("--", "--no-", 1)
+            return FlagError(f"{flag} takes no value; drop both, or pass {no}")
+    if value.endswith((".yaml", ".yml")) and "--config" in known:
+        return FlagError(
+            f"{shown(value)} belongs to no option; for a file of options pass --config"
+        )
+    return FlagError(f"{shown(value)} belongs to no option; options begin with --, see --help")
