@@ -167,10 +167,8 @@ def build_parser(groups: Sequence[type], command: Command, *, shows_help: bool) 
     )
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
-        helps, hints = (
-            field_docstrings(group) if shows_help else {},
-            _type_hints(group),
-        )
+        helps = field_docstrings(group) if shows_help else {}
+        hints = _type_hints(group)
         for field in fields(group):
             required = field.default is MISSING
             help_text = helps.get(field.name, "").replace("%", "%%")

@@ -55,9 +55,8 @@ def disk_fault(error: OSError) -> str:
 def read_text(path: str | os.PathLike[str], most_bytes: int = MAX_BYTES) -> str:
     """Return the content of a UTF-8 file, without a byte-order mark."""
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # of a pipe, not waiting for a writer
+        # O_NONBLOCK: opening a pipe returns at once, instead of waiting for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError("it is no regular file")
@@ -124,9 +123,8 @@ def _integer(digits: str) -> int:
 
 
 def _any_integer(digits: str) -> int:
-    if (
-        len(digits) > _MAX_DIGITS_KEPT
-    ):  # Python converts no more than 4300, which takes quadratic time
+    # Conversion takes quadratic time. Python itself converts no more than 4300 digits.
+    if len(digits) > _MAX_DIGITS_KEPT:
         raise ValueError(
             f"not JSON that can be read: the number {digits[:20]}... has {len(digits):,} digits"
         )
@@ -167,11 +165,8 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{line}{error.problem}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        OverflowError,
-    ) as error:  # scalars that look like numbers and dates, too
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # ValueError and OverflowError come from scalars that look like dates or numbers.
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
 
 

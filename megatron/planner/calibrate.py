@@ -198,9 +198,8 @@ def _passes(
     """
     layout = PackLayout.of(lengths, Alignment())
     microbatch = layout_microbatches([layout])[0]
-    params = packed_seq_params(
-        microbatch, device
-    )  # with what the first of several layers found out for all
+    # One for all layers: the first of them stores there what the others need as well.
+    params = packed_seq_params(microbatch, device)
     tokens = torch.randint(model.vocab_size, (1, layout.num_tokens), device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     mask = torch.ones(1, layout.num_tokens, device=device)

@@ -118,10 +118,8 @@ def compare(
     for name, scheduler in schedulers.items():
         try:
             ran = [_run(name, scheduler, layout, each) for each in asked]
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a scheduler may be the user's: compare the others
+        except (Exception, SystemExit) as error:
+            # A scheduler may be the user's and raise anything. The others are still compared.
             failed.append(Failed(name, f"{type(error).__name__}: {error}"))
             continue
         outcomes.append(_outcome(name, [account for account, _ in ran]))

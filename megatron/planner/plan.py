@@ -142,10 +142,8 @@ def _plan(
         model, layout, remarks = as_in_run(found.run, model, layout, given)
     layout.check(model)
     found, notes = _fitted(found, lengths, layout)
-    cost, per_second = (
-        model.cost(),
-        1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12,
-    )
+    cost = model.cost()
+    per_second = 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
     rows = found.sequences.loss_tokens
     if rows is not None:  # also where baselines pad, which give masked tokens no logits either
         cost = cost.at_loss_share(int(rows.sum()) / found.sequences.num_tokens)

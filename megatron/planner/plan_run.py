@@ -79,10 +79,8 @@ def _model_of(options: Mapping[str, Any]) -> ModelOptions:
         for name, value in options["model"].items()
         if name in named
     }
-    vocabulary, unit = (
-        options["data"]["vocab_size"],
-        options["model"]["make_vocab_size_divisible_by"],
-    )
+    vocabulary = options["data"]["vocab_size"]
+    unit = options["model"]["make_vocab_size_divisible_by"]
     return ModelOptions(
         **shape, vocab_size=None if vocabulary is None else -(-vocabulary // unit) * unit
     )
@@ -98,10 +96,8 @@ def _is_readable(path: str) -> bool:
 
 def _layout_of(options: Mapping[str, Any], run: RunSource) -> LayoutOptions:
     parallel, stages = options["parallel"], options["parallel"]["pipeline_model_parallel_size"]
-    per_chunk, context = (
-        parallel["num_layers_per_virtual_pipeline_stage"],
-        parallel["context_parallel_size"],
-    )
+    per_chunk = parallel["num_layers_per_virtual_pipeline_stage"]
+    context = parallel["context_parallel_size"]
     # Runs made before stages could be uneven do not have these options.
     of_stages = {name: parallel[name] for name in STAGE_OPTIONS if name in parallel}
     counted = options["model"]["num_layers"]

@@ -261,10 +261,8 @@ class _Scene:
 def _pack_in_words(lengths: Sequence[int], capacity: int) -> str:
     if not lengths:
         return "empty"
-    sequences, total = (
-        "1 sequence" if len(lengths) == 1 else f"{len(lengths):,} sequences",
-        sum(lengths),
-    )
+    sequences = "1 sequence" if len(lengths) == 1 else f"{len(lengths):,} sequences"
+    total = sum(lengths)
     return (
         f"{sequences}, {total:,} of {capacity:,} tokens ({total / capacity:.0%}), longest "
         f"{max(lengths):,}"

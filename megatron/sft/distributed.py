@@ -51,9 +51,8 @@ def process_groups(
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
     # Files come first: other records are other numbers of steps, too.
-    check_agreement(
-        {**(read or {}), **_options_and_versions(config)}
-    )  # before groups, which would not match
+    # Before groups are made: ranks with other options would wait in other groups.
+    check_agreement({**(read or {}), **_options_and_versions(config)})
     make_groups(config)
     # As Megatron seeds: stages differ, so that their layers do.
     # Data-parallel, tensor and context ranks of a stage share it: what they hold alike must start

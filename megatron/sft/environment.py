@@ -94,10 +94,8 @@ def silence_warnings(rank: int) -> None:
     if rank != 0:
         warnings.simplefilter("ignore")
         logging.getLogger("megatron.sft").setLevel(logging.ERROR)
-    for name in (
-        "megatron.core",
-        "torch.utils.cpp_extension",
-    ):  # the latter: CUDA's compiler is here, but no GPU
+    # cpp_extension warns where CUDA's compiler is installed, but no GPU.
+    for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -170,9 +168,8 @@ class _Output:
 
     def _drop(self) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(
-            null, self._stream.fileno()
-        )  # also for what is buffered, for other processes and for libraries in C
+        # The descriptor itself, so that buffered text, other processes and C libraries follow.
+        os.dup2(null, self._stream.fileno())
         os.close(null)
 
     def __getattr__(self, name: str) -> Any:

@@ -155,9 +155,8 @@ def _planned(companions: Companions) -> list[Planned]:
     num_saves = _num_saves(config)
     if output.save is not None and num_saves:
         num_bytes = _MIN_BYTES_PER_WEIGHT * num_weights(adapter or weights)
-        num_kept = min(
-            num_saves, (output.keep_checkpoints or num_saves) + 1
-        )  # an old one goes once a new one is there
+        # One more than are kept: an old one is removed only when the new one is complete.
+        num_kept = min(num_saves, (output.keep_checkpoints or num_saves) + 1)
         planned.append(Planned("--save", Path(output.save), num_bytes, num_kept))
     if output.save_hf is not None:
         dtype = (

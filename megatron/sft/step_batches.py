@@ -111,9 +111,8 @@ class StepBatches(Iterator[StepBatch]):
             prepare = self._packed
             self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
             reads = is_data_rank(self._groups)
-            groups = data_groups(
-                self._groups
-            )  # made by this thread: that is collective over the world
+            # Made here, not by the thread that prefetches: it is collective over the world.
+            groups = data_groups(self._groups)
             for group in (groups.exchange, groups.replica):
                 if group is not None:  # else torch's own 30 minutes
                     _set_pg_timeout(

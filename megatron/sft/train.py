@@ -96,9 +96,8 @@ class Trainer:
         )
         self._forward_backward = get_forward_backward_func()
         if not counts_samples():
-            logging.getLogger("megatron.blending").setLevel(
-                logging.ERROR
-            )  # others draw the same samples, and tell
+            # Other ranks of the replica load the same samples, and report the same.
+            logging.getLogger("megatron.blending").setLevel(logging.ERROR)
         self._answers: Answers | None = None
         if datasets.prompts and datasets.tokenizer is not None:
             self._answers = Answers(config, datasets.tokenizer, datasets.prompts)
@@ -332,9 +331,8 @@ class Trainer:
         """Change the weights: learning rate of this step, gradient norm, whether they were
         changed."""
         _, optimizer, scheduler, _ = self._training
-        lr = optimizer.param_groups[0][
-            "lr"
-        ]  # that of this step; the scheduler continues to the next one's
+        # Read before the scheduler steps: it is this step's rate, not the next one's.
+        lr = optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)

@@ -305,9 +305,8 @@ def _map_file(path: str) -> tuple[Any, int, int]:
     often no more than 1024, and a thousand sources have tens of thousands of shards.
     """
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # of a pipe, not waiting for a writer
+        # O_NONBLOCK: opening a pipe returns at once, instead of waiting for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):

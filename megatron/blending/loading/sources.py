@@ -42,12 +42,10 @@ class LoadedDataset(tuple[Any, Any]):
         repetitions: float | None = None,
     ) -> "LoadedDataset":
         self = super().__new__(cls, (dataset, weight))
-        self.dataset, self.weight, self.entry, self.repetitions = (
-            dataset,
-            weight,
-            entry,
-            repetitions,
-        )
+        self.dataset = dataset
+        self.weight = weight
+        self.entry = entry
+        self.repetitions = repetitions
         return self
 
 

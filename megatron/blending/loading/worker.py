@@ -233,9 +233,8 @@ def process_main(
     # pages.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # a closed terminal's; it ends with the process that reads from it
+    # A closed terminal sends SIGHUP. This process ends with the one that reads from it instead.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
     # Both have it open now. Were it the parent's to remove, it would stay when that is killed.

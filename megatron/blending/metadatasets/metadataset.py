@@ -73,10 +73,8 @@ class Subset:
         """Return the part `outer`, a subset in shares, of this one: 50-100 % of 0-50 % is 25-50
         %."""
         width = self.to_share - self.from_share
-        start, end = (
-            self.from_share + outer.from_share * width,
-            self.from_share + outer.to_share * width,
-        )
+        start = self.from_share + outer.from_share * width
+        end = self.from_share + outer.to_share * width
         return replace(self, from_share=start, to_share=end)
 
 

@@ -282,10 +282,8 @@ def _parse_joiner(place: Place, table: Table) -> tuple[str, str]:
     at = place.at("joiner", table)
     joiner = at.table(table["joiner"])
     at.check_keys(joiner, ("__module__", "__class__", "__function__"))
-    module, names = (
-        at.text(joiner, "__module__"),
-        [at.text(joiner, key) for key in ("__class__", "__function__")],
-    )
+    module = at.text(joiner, "__module__")
+    names = [at.text(joiner, key) for key in ("__class__", "__function__")]
     names = [name for name in names if name]
     if module is None or len(names) != 1:
         raise at.error("must have '__module__' and one of '__class__' and '__function__'")

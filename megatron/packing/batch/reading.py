@@ -141,10 +141,8 @@ class SampleReader:
             loss_mask[ends[unlabelled[ends - 1]] - 1] = 0
         if least_label <= IGNORED:  # -100 is a mask in HuggingFace's labels, and no id of a token
             ignored = labels == IGNORED
-            loss_mask, labels = (
-                np.where(ignored, np.float32(0), loss_mask),
-                np.where(ignored, 0, labels),
-            )
+            loss_mask = np.where(ignored, np.float32(0), loss_mask)
+            labels = np.where(ignored, 0, labels)
         sources = np.repeat(
             [item.source for item in self._items], [len(item.lengths) for item in self._items]
         ).astype(np.int32)

@@ -159,11 +159,9 @@ class _Run:
     def split(self, size: int) -> None:
         """Leaves the first `size` tokens here, and makes one child of the others."""
         rest = self.tail(size)
-        self.pairs, self.weights, self.counts = (
-            self.pairs[:size],
-            self.weights[:size],
-            self.counts[:size],
-        )
+        self.pairs = self.pairs[:size]
+        self.weights = self.weights[:size]
+        self.counts = self.counts[:size]
         self.children = [rest]
 
 

@@ -116,9 +116,8 @@ def _by_sequence(
         or v.shape[-1] != q.shape[-1]
     ):
         return attend(q, k, v, sinks, BlockKernel(segments, scores))
-    if (
-        q.is_cuda and q.shape[1] != k.shape[1]
-    ):  # with groups of heads only one that has all scores in memory is left
+    # For grouped heads torch has one kernel only, which keeps all scores in memory: repeat them.
+    if q.is_cuda and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out = []
     for parts in zip(q.split(query_lengths), k.split(key_lengths), v.split(key_lengths)):

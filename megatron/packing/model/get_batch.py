@@ -120,9 +120,8 @@ def get_batch_on_this_rank_for_sequence_packing(
     device = device_of(groups.tp)
     params = packed_seq_params(microbatch, device)
     index = shard_index(params.padded_lengths, groups.cp.size(), groups.cp.rank())
-    index_there = (
-        None if index is None else sent(index, microbatch["padding_mask"].device)
-    )  # where all fields are
+    # On the device of the fields, which may still be the host.
+    index_there = None if index is None else sent(index, microbatch["padding_mask"].device)
 
     def shard(values: Tensor) -> Tensor:
         return sent(
@@ -148,9 +147,8 @@ def get_batch_on_this_rank_for_sequence_packing(
         and mask is not None
         and mask.device.type == "cpu" != device.type
     ):
-        mask = (
-            mask if index is None else mask[index]
-        )  # what counts, for `head`, which must not ask the device
+        # Rows that count, found on the host: `head` must not wait for the device to find them.
+        mask = mask if index is None else mask[index]
         params.loss_rows = sent(mask.nonzero().squeeze(1), device)
     batch = Batch(
         **fields,
@@ -236,9 +234,8 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
         max_seqlen_q=microbatch["max_seqlen"],
         max_seqlen_kv=microbatch["max_seqlen"],
     )
-    params.padded_lengths = tuple(
-        on_host.diff().tolist()
-    )  # for `zigzag.padded_lengths`, which then reads no device
+    # `zigzag.padded_lengths` takes these, and so reads nothing from the device.
+    params.padded_lengths = tuple(on_host.diff().tolist())
     params.has_axes = "axis_positions" in microbatch
     if microbatch.get("parents") is not None:
         params.tree = PackTree(

@@ -91,10 +91,8 @@ class _Head:
 
     def __init__(self, gpt: GPTModel, num_words: int | None, rule: LogitRule) -> None:
         self._layer, self._words = gpt.output_layer, Words(num_words, rule)
-        self._plain_layer, self._plain_loss = (
-            gpt.output_layer.forward,
-            gpt.compute_language_model_loss,
-        )
+        self._plain_layer = gpt.output_layer.forward
+        self._plain_loss = gpt.compute_language_model_loss
         self._num_further = gpt.config.mtp_num_layers or 0
         self._plain_calls: float = math.inf
         """Of the output layer, before the one whose losses are computed here."""
@@ -210,9 +208,8 @@ class _CrossEntropy(torch.autograd.Function):
         for part in chunks.parts:
             logits = chunks.logits(states, weight, part)
             of_label[part] = logits.gather(1, labels_here[part]).squeeze(1)
-            largest[part] = logits.amax(1).clamp_(
-                min=torch.finfo(logits.dtype).min
-            )  # without a word here: -inf
+            # A rank without words of its own has a maximum of -inf.
+            largest[part] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
             log_sum[part] = (
                 logits.sub_(largest[part].unsqueeze(1)).exp_().sum(1).log_() + largest[part]
             )

@@ -126,9 +126,8 @@ def _mixes_linearly(layer: ModuleSpec, config: TransformerConfig, number: int) -
 
 def _turns_packs(layer: ModuleSpec, arguments: dict[str, Any]) -> ModuleSpec:
     attention = layer.submodules.self_attention
-    if (
-        attention.module is not SelfAttention
-    ):  # latent attention turns a part of each head, in its own way
+    # Latent attention applies its own rotary embedding, to a part of each head.
+    if attention.module is not SelfAttention:
         return layer
     params = {**(attention.params or {}), **arguments}
     turning = replace(attention, module=PackedSelfAttention, params=params)

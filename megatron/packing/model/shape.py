@@ -261,9 +261,8 @@ def check_splits(
         "num_attention_heads": shape.num_attention_heads,
         "moe_shared_expert_intermediate_size": shape.moe_shared_expert_intermediate_size,
     }
-    if tensor.size % (
-        shape.num_query_groups or 1
-    ):  # ranks may share a group, if it is the same number for each
+    # More ranks than groups may share them, if each group has equally many ranks.
+    if tensor.size % (shape.num_query_groups or 1):
         widths["num_query_groups"] = shape.num_query_groups
     if shape.num_experts is None or 0 in shape.moe_layer_freq:
         is_known = shape.hidden_size is not None

@@ -63,10 +63,8 @@ def outliers_to_delay(
         of_all = by_size = of_all + payload_costs
     order = np.lexsort((-steps_delayed, -by_size))  # of equals the oldest leave first
     length, costs = lengths[order], of_all[order]
-    cost_before, tokens_before = (
-        np.concatenate(([0.0], np.cumsum(costs))),
-        np.concatenate(([0], np.cumsum(length))),
-    )
+    cost_before = np.concatenate(([0.0], np.cumsum(costs)))
+    tokens_before = np.concatenate(([0], np.cumsum(length)))
     first = np.arange(length.size)
     # `end`: the first sequence beyond a microbatch of full packs that begins with `first`.
     full = tokens_before[:-1] + num_ranks * pack_capacity

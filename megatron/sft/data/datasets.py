@@ -112,9 +112,8 @@ def build_datasets(config: SFTConfig) -> Datasets:
             "raise the second share of --split, or pass --valid-data-path"
         )
     turns = encoder.train_turns
-    made_by: dict[str, str] = (
-        {} if turns == "all" else {"train_turns": turns}
-    )  # older checkpoints say nothing
+    # "all" is left out, as older checkpoints do not have the key.
+    made_by: dict[str, str] = {} if turns == "all" else {"train_turns": turns}
     if data.template_date is not None:
         made_by["template_date"] = str(data.today)
     if made_by:

@@ -162,9 +162,8 @@ class MixtureLengths:
         within_first = uniform[is_first] / self.first_share
         within_second = (uniform[~is_first] - self.first_share) / (1 - self.first_share)
         lengths = np.empty(uniform.shape, np.int64)
-        lengths[is_first] = self.first.quantile(
-            np.minimum(within_first, _BELOW_ONE)
-        )  # a quotient may round to 1.0
+        # A quotient just below 1 may round to 1.0.
+        lengths[is_first] = self.first.quantile(np.minimum(within_first, _BELOW_ONE))
         lengths[~is_first] = self.second.quantile(np.minimum(within_second, _BELOW_ONE))
         return lengths
 

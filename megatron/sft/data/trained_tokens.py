@@ -107,9 +107,8 @@ def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
                 found.reasons[str(skipped)] += 1
             except SlowTemplateError as error:  # a thousand of them would take hours
                 raise ValueError(f"{place}: {error}") from None
-            except (
-                Exception
-            ) as error:  # a broken record: what is wrong with it is said where it is trained on
+            except Exception as error:
+                # A broken record. Training reports it, with file and line, when it comes to it.
                 found.reasons["bad sample"] += 1
                 fault = str(error)
                 found.fault = found.fault or (

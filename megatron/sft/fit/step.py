@@ -101,20 +101,16 @@ def _copied(batch: Any) -> Any:
 
 def prepare(config: SFTConfig, data: StepData) -> list[Prepared]:
     """Returns this rank's microbatches, on the host; tokens are zero."""
-    size, rank = (
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_rank(),
-    )
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
     mask = data.loss_mask()
     if not config.packing.sequence_packing:
         return _rows(config, data, mask)
     lengths = np.array([length for one in data.lengths for length in one], np.int64)
     num_sequences = np.array([len(one) for one in data.lengths])
     layouts = layouts_of(lengths, num_sequences, config.alignment)
-    stage, num_stages = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stage in (0, num_stages - 1):
         tokens, sources = np.zeros(lengths.sum(), np.int32), np.zeros(lengths.size, np.int32)
         samples = Samples.of(lengths, sources, tokens, tokens, mask)

@@ -75,9 +75,8 @@ def build_training(
     """
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
-    if (
-        config.lora.lora
-    ):  # two products per matrix instead of three: those of frozen weights' gradients are not made
+    # Two products per matrix instead of three, as frozen weights have no gradients.
+    if config.lora.lora:
         cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
     if config.training.logits_of_masked_tokens:
         cost = replace(cost, head=0.0)
@@ -132,10 +131,8 @@ def build_transformer_config(
     model, parallel, packing = config.model, config.parallel, config.packing
     dtype = torch.bfloat16 if config.training.bf16 else params_dtype
     interleaved = config.num_virtual_stages is not None
-    first, last = (
-        parallel.decoder_first_pipeline_num_layers,
-        parallel.decoder_last_pipeline_num_layers,
-    )
+    first = parallel.decoder_first_pipeline_num_layers
+    last = parallel.decoder_last_pipeline_num_layers
     if first is not None and parallel.pipeline_model_parallel_size == 2:
         last = None  # one says all, and given both megatron-core divides by no stages in between
     described = architecture(model) | {"attention_backend": AttnBackend[model.attention_backend]}
@@ -215,9 +212,8 @@ def build_model(
         for gpt in gpts:
             CheckpointWeights(pretrained.path, gpt).read_all(vocab_size)
     elif pretrained is not None:
-        read_weights(
-            gpts, pretrained.weights, pretrained.folder
-        )  # before wrapping: optimizers copy what they find
+        # Before wrapping: an optimizer copies the values that it finds.
+        read_weights(gpts, pretrained.weights, pretrained.folder)
     chunks = []
     for number, gpt in enumerate(gpts):
         module: torch.nn.Module = gpt
@@ -248,10 +244,8 @@ def build_gpt(
     last has a loss.
     """
     model = config.model
-    stage, num_stages = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     vp_stage = number if config.num_virtual_stages is not None else None
     block_spec = packed_block_spec(transformer_config, vp_stage, parts_of(model))
     gpt = GPTModel(

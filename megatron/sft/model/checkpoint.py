@@ -115,9 +115,8 @@ def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
 def whole_parameters(training: Training) -> None:
     """Make sure that each rank's parameters are those after the last step; collective."""
     for chunk in training.model:
-        if (
-            chunk.ddp_config.overlap_param_gather
-        ):  # or other ranks' shards would be those of the step before
+        # Else other ranks' shards are still those of the step before.
+        if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 

@@ -77,9 +77,8 @@ class CheckpointSave:
                 async_sharded_save=True,
                 **_WRITER,
             )
-        parts = (
-            self._request.preload_fn() if self._request.preload_fn is not None else []
-        )  # now on the host
+        # `preload_fn` copies tensors to the host.
+        parts = self._request.preload_fn() if self._request.preload_fn is not None else []
         if in_background and not next(training.model[0].parameters()).is_cuda:
             parts = [
                 (path, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))

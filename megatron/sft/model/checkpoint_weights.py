@@ -129,9 +129,8 @@ class CheckpointWeights:
             assert isinstance(stored, TensorStorageMetadata)
             found = create_read_items_for_chunk_list(block.key, stored, [chunk])
             num_read = sum(item.lengths.numel() for item in found)
-            if (
-                num_read != values.numel() and not block.allow_shape_mismatch
-            ):  # the vocabulary's padding may differ
+            # The padding of the vocabulary may differ from the checkpoint's.
+            if num_read != values.numel() and not block.allow_shape_mismatch:
                 raise ValueError(
                     f"the checkpoint holds {num_read} of {values.numel()} values of {block.key}"
                 )

@@ -154,10 +154,8 @@ def padded_batches(
     """Pads each draw to its longest sample, up to a multiple of `multiple`; this context-parallel
     rank's zigzag shard of it. Missing rows are all masked. On the host, pinned where there is CUDA.
     """
-    size, rank = (
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_rank(),
-    )
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
 
     def shard(rows: Tensor) -> Tensor:
         index = shard_index((rows.shape[1],), size, rank)

@@ -206,7 +206,6 @@ def _keep_norms_on_the_device() -> None:
         (gradients,) = tensors
         return torch.stack(torch._foreach_norm(gradients)).norm().float().reshape(1), None
 
-    if (
-        clip_grads.l2_norm_impl is local_multi_tensor_l2_norm
-    ):  # Transformer Engine's and Apex's read nothing
+    # The norms of Transformer Engine and Apex do not wait for the device in the first place.
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm

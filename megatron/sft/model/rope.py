@@ -33,11 +33,9 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Frequencies with a wavelength beyond the original context are divided by the factor, short
     ones stay.
     """
-    low, high, original = (
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position_embeddings,
-    )
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / plain
     share = (original / wavelength - low) / (high - low)
     between = (1 - share) * plain / scaling.factor + share * plain

@@ -53,10 +53,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):  # how Python 3.11.0 to 3.11.3 write a member of an enum
+        # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(enum, name).
+        if (module, name) == ("builtins", "getattr"):
             return self._member
         if name not in _KNOWN.get(module, ()):
             raise _foreign(self._path, f"{module}.{name}")
@@ -96,10 +94,8 @@ def only_weights(path: Path) -> Iterator[None]:
     os.environ[_ONLY_WEIGHTS] = "1"
     try:
         yield
-    except (
-        pickle.UnpicklingError,
-        CheckpointException,
-    ) as error:  # alone, or as all ranks are told of it
+    except (pickle.UnpicklingError, CheckpointException) as error:
+        # UnpicklingError on one rank alone, CheckpointException where all ranks receive it.
         if "Weights only load failed" not in str(error):
             raise
         found = re.search(r"GLOBAL (\S+)", str(error))

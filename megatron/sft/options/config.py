@@ -127,10 +127,8 @@ class SFTConfig:
                 f"--micro-batch-size {self.training.micro_batch_size} times the data-parallel size "
                 f"{data_parallel_size}"
             )
-        num_microbatches, stages = (
-            self.training.global_batch_size // per_draw,
-            self.parallel.pipeline_model_parallel_size,
-        )
+        num_microbatches = self.training.global_batch_size // per_draw
+        stages = self.parallel.pipeline_model_parallel_size
         if (
             not self.packing.sequence_packing
             and self.num_virtual_stages

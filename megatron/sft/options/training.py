@@ -191,7 +191,6 @@ class TrainingConfig:
         if self.train_epochs is None:
             return self
         steps = math.ceil(self.train_epochs * num_records / self.global_batch_size)
-        samples = (
-            steps * self.global_batch_size
-        )  # a run that is continued with other batches would miscount them
+        # Samples are noted too: a run continued with another batch size is recognised by them.
+        samples = steps * self.global_batch_size
         return replace(self, train_iters=steps, train_samples=samples, train_epochs=None)

@@ -100,6 +100,5 @@ class WeightsAndBiases:
         self._run.log(dict(values), step=iteration)
 
     def close(self) -> None:
-        self._run.finish(
-            exit_code=int(sys.exc_info()[0] is not None)
-        )  # shown as failed where an error ends the run
+        # wandb shows a run with another exit code as failed.
+        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))

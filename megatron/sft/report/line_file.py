@@ -41,9 +41,8 @@ class LineFile:
 
     def _open(self) -> TextIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        return self._path.open(
-            "a+", encoding="utf-8", buffering=1
-        )  # line-buffered: a killed run keeps its lines
+        # Line-buffered, so that a killed run keeps its lines.
+        return self._path.open("a+", encoding="utf-8", buffering=1)
 
     def _is_in_place(self) -> bool:
         try:

@@ -82,9 +82,8 @@ class MetricsWriter:
     def step(self, metrics: StepMetrics) -> None:
         """Writes and shows one training step."""
         derived = {name: getattr(metrics, name) for name in DERIVED}
-        values = (
-            dict.fromkeys(StepMetrics.__annotations__) | asdict(metrics) | derived
-        )  # those of its packs come last
+        # The order of the fields of StepMetrics, those of its packs last.
+        values = dict.fromkeys(StepMetrics.__annotations__) | asdict(metrics) | derived
         if not metrics.delays:
             del values["delays"], values["waiting"]
         self._file.write(json_line("train", **_with_former_names(values)))
@@ -137,9 +136,8 @@ class MetricsWriter:
         for board in [*self._boards]:
             try:
                 board.add(values, iteration)
-            except (
-                Exception
-            ) as error:  # of a library and of its files or service: no reason to end a run
+            except Exception as error:
+                # Any error of a board's library, files or service is no reason to end a run.
                 self._boards.remove(board)
                 print(f"note: {_failed(board, error)}; training continues without it", flush=True)
 

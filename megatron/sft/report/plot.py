@@ -17,12 +17,8 @@ from megatron.sft.report.metrics import Evaluation, StepMetrics, mean_of_finite
 from megatron.sft.report.metrics_file import Metrics
 
 PACKS_DRAWN = 64
-BLUE, ORANGE, GREEN, PURPLE = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-)  # Okabe and Ito's, for colour-blind eyes too
+# Okabe and Ito's colours, which colour-blind people tell apart.
+BLUE, ORANGE, GREEN, PURPLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 STYLE: Any = {
     "axes.grid": True,
     "axes.grid.axis": "y",

@@ -58,9 +58,8 @@ def report(run_dir: Path | str) -> None:
     line = f"plot: {run_dir / PLOT_FILE}"
     try:
         plot(run_dir / PLOT_FILE, metrics, packs, padding_without_packing(metrics))
-    except (
-        Exception
-    ) as error:  # numbers beyond what can be drawn, a full disk: the run is done all the same
+    except Exception as error:
+        # Numbers too large to draw, or a full disk. The run itself has ended well.
         line = f"no plot: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     print_rows([*rows, files_row(run_dir)])
     print(line)
@@ -219,10 +218,8 @@ def padding_without_packing(metrics: Metrics) -> float:
 
 def schedule_rows(steps: Sequence[StepMetrics]) -> Rows:
     """Returns how good the schedules were; layout and capacity are those of the last step."""
-    mean, worst = (
-        statistics.fmean(step.balance for step in steps),
-        max(step.balance for step in steps),
-    )
+    mean = statistics.fmean(step.balance for step in steps)
+    worst = max(step.balance for step in steps)
     tokens = sum(step.tokens for step in steps)
     if steps[-1].num_stages == 1:
         rows = [
@@ -250,10 +247,8 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
     for step in steps:
         for name, numbers in step.dropped.items():
             reasons.setdefault(name, Counter()).update(numbers)
-    dropped, cut = (
-        sum(step.dropped_samples for step in steps),
-        sum(step.truncated_samples for step in steps),
-    )
+    dropped = sum(step.dropped_samples for step in steps)
+    cut = sum(step.truncated_samples for step in steps)
     rows = [
         (
             "samples",

@@ -254,10 +254,8 @@ def _class_of(table: Table, place: Place) -> tuple[str, str]:
         place = place.at("sample_type", table)
         table = place.table(table["sample_type"])
         place.check_keys(table, ("__module__", "__class__"))
-    module, name = (
-        place.text(table, "__module__") or "megatron.energon",
-        place.text(table, "__class__"),
-    )
+    module = place.text(table, "__module__") or "megatron.energon"
+    name = place.text(table, "__class__")
     if name is None:
         raise place.error("__class__ is missing; name the class of the samples, such as TextSample")
     legacy = _LEGACY_CLASS.fullmatch(name)

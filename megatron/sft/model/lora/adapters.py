@@ -82,9 +82,8 @@ def add_adapters(
         layer.register_forward_hook(_add_update)
         layer.sharded_state_dict = MethodType(_sharded_state_dict, layer)
     if config.recompute_granularity == "full" and gpt.pre_process:
-        gpt.embedding.register_forward_hook(
-            _require_grad
-        )  # or the first layer's recomputation would have no gradient
+        # Without it no input of the first layer has a gradient, and recomputation gives none.
+        gpt.embedding.register_forward_hook(_require_grad)
 
 
 def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
@@ -272,9 +271,8 @@ class Adapter(torch.nn.Module):
         """Returns what the layer's weight on this rank gains by merging, in the adapter's type."""
         if self.is_row_parallel:
             return self.lora_B @ self.lora_A * self.scale
-        return (
-            self._expanded(self.lora_A.T, self._product).T * self.scale
-        )  # each unit vector as a token
+        # Each unit vector as a token gives a column of the product.
+        return self._expanded(self.lora_A.T, self._product).T * self.scale
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:
@@ -298,9 +296,8 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
 def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
     """PEFT's choice: uniform within 1 / sqrt(inputs); a function of the module's name and the
     seed."""
-    generator = torch.Generator().manual_seed(
-        zlib.crc32(f"{seed} {module}".encode())
-    )  # it takes 32 bits
+    # Seeds of a Generator have 64 bits; crc32 gives 32 that depend on all of the name.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module}".encode()))
     bound = 1 / math.sqrt(num_inputs)
     return (
         torch.rand(rank, num_inputs, generator=generator, dtype=torch.float64) * 2 * bound - bound

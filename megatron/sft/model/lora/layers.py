@@ -50,9 +50,8 @@ def adapted_layers(linear: str, weight: Weight, lora: LoraConfig) -> tuple[Adapt
     for own, tensor in zip(stand_for, tensors, strict=True):
         chosen = [module for module in own if module in lora.targets]
         parts = tuple(n for n, part in enumerate(weight.parts) if part.name == tensor)
-        if not chosen or not any(
-            weight.parts[n].shape[0] for n in parts
-        ):  # of no gated MLP: no gate
+        # An MLP that is not gated has a gate of no rows.
+        if not chosen or not any(weight.parts[n].shape[0] for n in parts):
             continue
         name = own[0] if len(own) == 1 else FUSED[linear]
         if len(chosen) < len(own):

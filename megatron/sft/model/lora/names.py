@@ -25,9 +25,8 @@ class AdapterWeights:
         self._lora = lora
         self._whole = {_WHOLE[module] for module in lora.lora_modules_to_save}
         self.tied = None
-        if (
-            weights.tied is not None and self._whole
-        ):  # PEFT wants both, or it leaves one of them as the base has it
+        # Of tied weights PEFT wants both, or it leaves one of them as the base has it.
+        if weights.tied is not None and self._whole:
             self._whole = set(_WHOLE.values())
             self.tied = (_PREFIX + weights.tied[0], _PREFIX + weights.tied[1])
 
