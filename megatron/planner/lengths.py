@@ -16,6 +16,8 @@ from megatron.packing.flags import check_range
 from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepRecord
 
+OPTIONS_FILE = "options.json"
+"""In the folder of a run: the options that it was started with."""
 IntArray = npt.NDArray[np.int64]
 TokenizerType = Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"]
 

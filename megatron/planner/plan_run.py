@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 
 from megatron.packing.flags import flag_of
 from megatron.packing.user_files import read_json
-from megatron.planner.lengths import RunSource
+from megatron.planner.lengths import OPTIONS_FILE, RunSource
 from megatron.planner.plan_options import (
     STAGE_OPTIONS,
     LayoutOptions,
     ModelOptions,
     read_pack_cost,
 )
-
-OPTIONS_FILE = "options.json"
 
 
 class Planned(NamedTuple):

@@ -15,8 +15,7 @@ from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.distributed import process_groups
 from megatron.sft.environment import world_from_environment
-from megatron.sft.fit.estimate import Request, estimates
-from megatron.sft.fit.report import Column, gib
+from megatron.sft.memory_estimate import MemoryEstimate, estimate_memory, gib
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.output_check import check_output, num_weights
@@ -45,6 +44,13 @@ def dry_run(config: SFTConfig, datasets: Datasets, pretrained: object) -> None:
     if world_from_environment()[0] == 0:
         for line in summary(config, datasets, companions):
             print(line)
+
+
+def _world_size(config: SFTConfig) -> int:
+    """Returns the launcher's; without one, the fewest processes that the layout takes."""
+    if "WORLD_SIZE" in os.environ:
+        return world_from_environment()[1]
+    return config.parallel.least_world_size
 
 
 @contextmanager
@@ -77,9 +83,8 @@ def summary(config: SFTConfig, datasets: Datasets, companions: Companions) -> It
         f"(mean of {sampled.num_samples:,})"
     )
     yield f"training   {steps}, about {sequences * mean:,.0f} tokens"
-    world = world_from_environment()[1]
+    world = _world_size(config)
     if "WORLD_SIZE" not in os.environ:
-        world = parallel.least_world_size
         yield f"layout     checked for {world:,} processes, the fewest that it takes"
     yield (
         f"           tensor {parallel.tensor_model_parallel_size}, pipeline "
@@ -89,26 +94,22 @@ def summary(config: SFTConfig, datasets: Datasets, companions: Companions) -> It
     )
     if companions.has_family():
         yield f"model      {num_weights(companions.weights()):,} parameters"
-    yield f"memory     {memory(config, datasets.vocab_size, world, _share(sampled))}"
+    estimate = estimate_memory(config, datasets.vocab_size, world, loss_share=_share(sampled))
+    yield f"memory     {memory(estimate)}"
     output = config.output
     places = [place for place in (output.save, output.save_hf, output.run_dir) if place]
     yield f"writes     {', '.join(places) or 'runs/TIME'}: tried"
     yield "dry run: nothing is wrong; leave out --dry-run to train"
 
 
-def memory(config: SFTConfig, vocab_size: int, world_size: int, loss_share: float) -> str:
-    """Returns what `megatron-sft fit` says of the fullest GPU. No process group may exist here."""
-    request = Request(
-        config=config, vocab_size=vocab_size, world_size=world_size, loss_share=loss_share
-    )
-    try:
-        fullest = max(estimates(request), key=lambda stage: stage.peak)
-    except Exception as failure:  # a trace takes ways that a run may not: no reason to refuse it
-        return f"not estimated ({type(failure).__name__}: {' '.join(str(failure).split()):.200})"
-    column = Column(fullest.stage.name, {}, fullest.peak)
+def memory(estimate: MemoryEstimate) -> str:
+    """Returns what `megatron-sft fit` says of the fullest GPU."""
+    if estimate.failure is not None:  # a trace takes ways that a run may not: no reason to refuse
+        return f"not estimated ({' '.join(estimate.failure.split()):.200})"
+    fullest = max(estimate.stages, key=lambda stage: stage.peak)
     return (
-        f"{gib(fullest.peak + column.margin)} GiB on {column.name}, of which {gib(column.margin)} "
-        "are a margin (estimated; megatron-sft fit shows its parts)"
+        f"{gib(fullest.peak + fullest.margin)} GiB on {fullest.name}, of which "
+        f"{gib(fullest.margin)} are a margin (estimated; megatron-sft fit shows its parts)"
     )
 
 

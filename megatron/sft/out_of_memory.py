@@ -7,22 +7,23 @@ by then.
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
 
-from megatron.sft.fit.estimate import Request
-from megatron.sft.fit.report import gib
-from megatron.sft.fit.step import part_of_module
-from megatron.sft.fit.ways_out import WayOut
+from megatron.sft.memory_estimate import (
+    MemoryEstimate,
+    StageMemory,
+    WayOut,
+    estimate_memory,
+    gib,
+)
+from megatron.sft.model.module_parts import part_of_module
+from megatron.sft.options.config import SFTConfig
 from megatron.sft.peers import Peers
 from megatron.sft.train import Trainer
 
@@ -49,25 +50,20 @@ class Place(NamedTuple):
     """None outside of steps."""
 
 
-class Table(NamedTuple):
-    """Estimate that `fit` makes of the run."""
-
-    peak: int = 0
-    """Bytes of tensors on the GPU that was out of memory."""
-    states: Mapping[str, int] = MappingProxyType({})
-    passes: Mapping[str, int] = MappingProxyType({})
-    ways: tuple[WayOut, ...] = ()
-
-
-def explained(failure: BaseException, request: Request, peers: Peers) -> ValueError:
+def explained(
+    failure: BaseException, config: SFTConfig, vocab_size: int, world_size: int, peers: Peers
+) -> ValueError:
     """Returns a failure of torch's allocator with the line for the user.
 
     One of the ranks that fail together asks for the ways out; the others wait for its words.
     """
-    table = Table()
+    estimate = MemoryEstimate()
     if peers.leads("memory", LIMIT_SECONDS + 10):
-        table = table_of(request, parallel_state.get_pipeline_model_parallel_rank())
-    return ValueError(line_of(str(failure), place_of(failure), table))
+        estimate = estimate_memory(
+            config, vocab_size, world_size, ways_out=True, seconds=LIMIT_SECONDS
+        )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return ValueError(line_of(str(failure), place_of(failure), estimate, stage))
 
 
 def place_of(failure: BaseException) -> Place:
@@ -85,8 +81,12 @@ def place_of(failure: BaseException) -> Place:
     return Place(phase, part, step)
 
 
-def line_of(message: str, place: Place, table: Table) -> str:
-    """Returns the line. message: torch's, of several sentences."""
+def line_of(message: str, place: Place, estimate: MemoryEstimate, stage: int) -> str:
+    """Returns the line.
+
+    message: torch's, of several sentences.
+    stage: of the pipeline, whose rank is out of memory.
+    """
     asked = re.search(r"Tried to allocate ([0-9.]+ \w+)", message)
     where = f"{place.phase} of step {place.step}" if place.step is not None else place.phase
     inside = f", in {place.part}" if place.part is not None else ""
@@ -95,43 +95,27 @@ def line_of(message: str, place: Place, table: Table) -> str:
         there = f" beside {gib(torch.cuda.memory_allocated())} GiB"
     parts = [
         f"out of memory in {where}{inside}: {asked[1] if asked else 'more'} asked for{there}",
-        *_grown(place, table),
-        _ways(table),
+        *(_grown(place, estimate.stages[stage]) if estimate.stages else ()),
+        _ways(estimate.ways_out),
     ]
     return "; ".join(parts)
 
 
-def _grown(place: Place, table: Table) -> Iterator[str]:
-    parts = {**table.states, **table.passes}
+def _grown(place: Place, memory: StageMemory) -> Iterator[str]:
+    parts = {**memory.states, **memory.passes}
     grown = _GROWS.get(place.phase, place.part)
     if grown not in parts:
-        grown = max(table.passes, key=lambda name: table.passes[name], default=None)
+        grown = max(memory.passes, key=lambda name: memory.passes[name], default=None)
     if grown is not None:
-        sizes = f"{gib(parts[grown])} of {gib(table.peak)} GiB"
+        sizes = f"{gib(parts[grown])} of {gib(memory.peak)} GiB"
         yield f"what grew is {grown}, {sizes} as megatron-sft fit estimates"
 
 
-def _ways(table: Table) -> str:
-    if not table.ways:
+def _ways(found: Sequence[WayOut]) -> str:
+    if not found:
         return (
             "ways out: a lower --max-seqlen-per-dp-cp-rank, --recompute-granularity full, a larger "
             "--context-parallel-size, more GPUs; megatron-sft fit has figures"
         )
-    ways = (f"{way.flags} ({gib(way.saved_bytes)} GiB less)" for way in table.ways)
+    ways = (f"{way.flags} ({gib(way.saved_bytes)} GiB less)" for way in found)
     return f"cheapest ways out: {', '.join(ways)}"
-
-
-def table_of(request: Request, stage: int) -> Table:
-    """Returns what a process without a GPU finds within `LIMIT_SECONDS`; nothing where it fails."""
-    command = [sys.executable, "-m", "megatron.sft.fit.ways_out"]
-    options: dict[str, Any] = {"input": pickle.dumps(request), "capture_output": True}
-    try:
-        printed = subprocess.run(command, timeout=LIMIT_SECONDS, **options).stdout
-    except subprocess.TimeoutExpired as late:
-        printed = late.stdout or b""
-    lines = [
-        json.loads(line) for line in printed.split(b"\n")[:-1] if line.startswith((b"{", b"["))
-    ]
-    if not lines:
-        return Table()
-    return Table(**lines[0][stage], ways=tuple(WayOut(*line) for line in lines[1:]))

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str], program: str) -> None:
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
     """Train as this rank's part in it."""
     if config.output.dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: its memory is traced on the CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: others may use the GPUs
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     with lazy_compile():
         import torch
@@ -113,13 +113,9 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         except Exception as raised:
             failure = raised
             if peers is not None and isinstance(raised, torch.OutOfMemoryError):
-                from megatron.sft.fit.estimate import Request
                 from megatron.sft.out_of_memory import explained
 
-                request = Request(
-                    config=config, vocab_size=datasets.vocab_size, world_size=world_size
-                )
-                failure = explained(raised, request, peers)
+                failure = explained(raised, config, datasets.vocab_size, world_size, peers)
             if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
                 raise
             abort(failure, peers)

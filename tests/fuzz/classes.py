@@ -780,9 +780,9 @@ def _planner(folder: Path) -> tuple[Sequence[bytes], Read]:
     from megatron.packing.batch.layout import Alignment
     from megatron.packing.scheduling.cost import PackCost
     from megatron.packing.scheduling.step_time import StepModel
-    from megatron.planner.lengths import LengthOptions, RunSource
+    from megatron.planner.lengths import OPTIONS_FILE, LengthOptions, RunSource
     from megatron.planner.plan_options import LayoutOptions, ModelOptions
-    from megatron.planner.plan_run import OPTIONS_FILE, as_in_run
+    from megatron.planner.plan_run import as_in_run
     from megatron.planner.step_record import StepLayout, StepRecord
     from megatron.sft.arguments.parse import parse_config
     from megatron.sft.commands.length_sources import lengths_from

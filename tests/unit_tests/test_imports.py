@@ -181,6 +181,7 @@ FOLDERS = {
         "environment",
         "options",
         "agreement",
+        "memory_estimate",
         "data",
         "model",
         "arguments",

@@ -37,6 +37,7 @@ from megatron.sft.fit.report import (
     table,
     verdict,
 )
+from megatron.sft.memory_estimate import OF_RUN
 from megatron.sft.options.config import GROUPS, SFTConfig
 
 _SHOWN = ("Start from", "Data", "Layout")
@@ -75,6 +76,10 @@ class FitOptions:
 def main(arguments: Sequence[str], program: str) -> None:
     """Prints the estimate; status 2 and one line for a user's mistake, 1 for what does not fit."""
     outlive_output()
+    if list(arguments) == [OF_RUN]:
+        from megatron.sft.fit.ways_out import main as answer_run
+
+        return answer_run()
     environment = dict(os.environ)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: the estimate runs on the CPU
     try:

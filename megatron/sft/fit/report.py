@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-GIB = 2**30
+from megatron.sft.memory_estimate import GIB, gib
+
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "kb": 10**3, "mb": 10**6}
 _UNITS |= {"gb": 10**9, "tib": 2**40, "tb": 10**12}
 FRAGMENTATION_PERCENT = 5
@@ -103,8 +104,3 @@ def as_json(columns: Sequence[Column], about: Mapping[str, Any]) -> dict[str, An
             for column in columns
         ],
     }
-
-
-def gib(size: int) -> str:
-    """Returns bytes as a number of GiB: `1610612736 -> 1.50`."""
-    return f"{size / GIB:,.2f}"

@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,6 +29,7 @@ from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.host_reads import HostReads
 from megatron.sft.model.build import Training, build_training
 from megatron.sft.model.forward import PaddedBatch, forward_step, padded_batches
+from megatron.sft.model.module_parts import part_of_module
 from megatron.sft.options.config import SFTConfig
 
 CPU = torch.device("cpu")
@@ -232,22 +227,6 @@ def forward_backward(
         micro_batch_size=config.training.micro_batch_size,
         forward_only=False,
     )
-
-
-_PARTS: tuple[tuple[type, str], ...] = (
-    (Attention, "attention"),
-    (MLP, "MLP"),
-    (BaseMoELayer, "experts"),
-    (LanguageModelEmbedding, "embedding"),
-    (TransformerLayer, "norms and residuals"),
-    (GPTModel, "output layer and loss"),
-)
-"""Kind of module -> the part that its storages count for, but those of modules within it."""
-
-
-def part_of_module(module: object) -> str | None:
-    """Returns the part that a module's storages count for; None for what is none of these kinds."""
-    return next((part for kind, part in _PARTS if isinstance(module, kind)), None)
 
 
 def watch_parts(training: Training, counter: ByteCounter) -> None:

@@ -5,9 +5,7 @@
     recompute    activations of layers computed again in the backward pass: a third more arithmetic
     CP, TP, PP   ranks share sequences, weights or layers: communication, and fewer replicas
 
-`python -m megatron.sft.fit.ways_out` reads a pickled `Request` from its standard input and prints a
-JSON object per line: the stages of the run as it is, then each way out. A run on a GPU that is out
-of memory starts it (see `megatron.sft.out_of_memory`): a process with CUDA cannot be a fake world.
+`main` answers a run that is out of memory, and `train --dry-run` (see `sft.memory_estimate`).
 """
 
 from __future__ import annotations
@@ -19,10 +17,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron.packing.flags import flag_of
 from megatron.sft.environment import lazy_compile, silence_warnings
+from megatron.sft.fit.report import Column
+from megatron.sft.memory_estimate import StageMemory, WayOut
 from megatron.sft.options.config import SFTConfig
 
 if TYPE_CHECKING:
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 
 MAX_WAYS = 3
 """Ways out that are said."""
-
-
-class WayOut(NamedTuple):
-    """A change, and what the fullest GPU would have less."""
-
-    flags: str
-    saved_bytes: int
 
 
 def ways_out(request: Request, peak: int) -> Iterator[WayOut]:
@@ -117,26 +110,30 @@ def _with_smaller_packs(config: SFTConfig) -> SFTConfig:
 
 
 def main() -> None:
-    """See the module."""
+    """Answers a request on stdin; see `megatron.sft.memory_estimate`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch
     silence_warnings(0)
-    request = pickle.load(sys.stdin.buffer)
+    assumed, wants_ways_out = pickle.load(sys.stdin.buffer)
     with lazy_compile():
-        from megatron.sft.fit.estimate import estimates
-    stages = estimates(request)
-    print(json.dumps([_described(stage) for stage in stages]), flush=True)
-    for way in ways_out(request, max(stage.peak for stage in stages)):
-        print(json.dumps(way), flush=True)
+        from megatron.sft.fit.estimate import Request, estimates
+    request = Request(**assumed)
+    try:
+        stages = estimates(request)
+    except Exception as failure:  # a trace takes ways that a run may not
+        print(json.dumps({"failed": f"{type(failure).__name__}: {failure}"}))
+        return
+    print(json.dumps({"stages": [_memory_of(stage)._asdict() for stage in stages]}), flush=True)
+    if wants_ways_out:
+        for way in ways_out(request, max(stage.peak for stage in stages)):
+            print(json.dumps(way), flush=True)
 
 
-def _described(stage: StageEstimate) -> dict[str, Any]:
-    states = (*stage.states, stage.build)
-    return {
-        "peak": stage.peak,
-        "states": {part.name: part.num_bytes for part in states},
-        "passes": {part.name: part.num_bytes for part in stage.passes},
-    }
-
-
-if __name__ == "__main__":
-    main()
+def _memory_of(stage: StageEstimate) -> StageMemory:
+    column = Column(stage.stage.name, {}, stage.peak)
+    return StageMemory(
+        name=column.name,
+        peak=column.peak,
+        margin=column.margin,
+        states={part.name: part.num_bytes for part in (*stage.states, stage.build)},
+        passes={part.name: part.num_bytes for part in stage.passes},
+    )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.packing.step.global_batch import GlobalBatch
 from megatron.packing.user_files import disk_fault
-from megatron.planner.plan_run import OPTIONS_FILE
+from megatron.planner.lengths import OPTIONS_FILE
 from megatron.planner.step_page import page
 from megatron.planner.step_picture import picture_of
 from megatron.planner.step_record import StepLayout, StepRecord

@@ -1,0 +1,25 @@
+"""mcore. Parts of a model in words, as estimates and messages on memory name them."""
+
+from __future__ import annotations
+
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_PARTS: tuple[tuple[type, str], ...] = (
+    (Attention, "attention"),
+    (MLP, "MLP"),
+    (BaseMoELayer, "experts"),
+    (LanguageModelEmbedding, "embedding"),
+    (TransformerLayer, "norms and residuals"),
+    (GPTModel, "output layer and loss"),
+)
+"""Kind of module -> the part that its storages count for, but those of modules within it."""
+
+
+def part_of_module(module: object) -> str | None:
+    """Returns the part that a module's storages count for; None for what is none of these kinds."""
+    return next((part for kind, part in _PARTS if isinstance(module, kind)), None)
