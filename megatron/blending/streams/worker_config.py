@@ -67,10 +67,12 @@ class WorkerConfig:
     """Number of this process among the workers of its rank."""
 
     def __post_init__(self) -> None:
-        rank, world_size = _distributed(self.data_parallel_group)
         if (self.rank is None) != (self.world_size is None):
             raise ValueError("rank and world_size must be given together, or neither")
         if self.rank is None:
+            # Asked only here: a group that comes with its rank may be of a kind that
+            # torch.distributed does not know.
+            rank, world_size = _distributed(self.data_parallel_group)
             object.__setattr__(self, "rank", rank)
             object.__setattr__(self, "world_size", world_size)
         self._check_numbers()

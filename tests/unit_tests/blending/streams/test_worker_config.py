@@ -32,6 +32,16 @@ def test_from_torch_distributed_and_its_group(monkeypatch):
     ) == (0, 2)
 
 
+def test_a_group_that_comes_with_its_rank_is_not_asked(monkeypatch):
+    """Trainers with process groups of their own kind give rank and size beside the group."""
+    distributed = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda group: 1 / 0
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    config = WorkerConfig(rank=1, world_size=2, num_workers=3, data_parallel_group="group")
+    assert (config.rank, config.world_size, config.num_workers) == (1, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
