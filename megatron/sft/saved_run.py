@@ -51,7 +51,7 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
         **datasets.vocabulary(),
         "use_distributed_optimizer": sharded,
     }
-    options |= config.lora.identity()
+    options |= config.lora.identity(any(config.model.linear_attention_freq))
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None
         options["base_folder"] = config.output.pretrained_checkpoint

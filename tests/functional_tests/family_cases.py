@@ -27,6 +27,7 @@ MORE_STEPS = (
 )
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _TIED = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
+_DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 _PARTS = ["q_proj", "v_proj", "up_proj"]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
@@ -40,6 +41,7 @@ PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*_ATTENTION, "up_proj"]}),
     ("qwen3-moe", "ep2", 1, {"target_modules": _ATTENTION}),
     ("phi3", "tp2-sp", 2, {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+    ("qwen3.5", "tp2-sp", 2, {"target_modules": [*_ATTENTION, *_DELTA_NET]}),
     (
         "gpt-oss",
         "ep2",
@@ -51,7 +53,14 @@ PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("gemma2", "pp2", 2, {"target_modules": _PARTS}),
     ("olmo3", "tp2-sp", 2, {"target_modules": _PARTS}),
-    ("qwen3.5", "tp2-sp", 2, {"target_modules": _ATTENTION}),
+    ("qwen3.5", "tp2-sp", 2, {"target_modules": "all-linear"}),
+    ("qwen3.5", "pp2", 2, {"target_modules": ["in_proj_z", "in_proj_a", "q_proj"]}),
+    (
+        "qwen3-next",
+        "ep2",
+        1,
+        {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
+    ),
     ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
     (  # its folder holds experts as one tensor, which is not transposed
         "qwen3.5-moe",
@@ -63,6 +72,8 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         },
     ),
 )
+GROWING_PEFT_CASE = ("qwen3.5", {"target_modules": [*_ATTENTION, "up_proj"]})
+"""Model and options of peft's in which one rounding of a weight moves gradients by 1e-11."""
 ALONE = ("ministral3",)
 """Families with a mechanism that no model of `layouts.MECHANISMS` has."""
 WITH_EXPERTS = (

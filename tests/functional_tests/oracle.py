@@ -590,16 +590,28 @@ class Merged(torch.nn.Module):
             config.num_query_groups,
             config.kv_channels,
         )
+        queries = ["q_proj"] * (heads // groups * head * (2 if config.attention_output_gate else 1))
         modules = {
-            "linear_qkv": (["q"] * (heads // groups * head) + ["k"] * head + ["v"] * head) * groups,
-            "linear_proj": ["o"] * shape[0],
-            "linear_fc1": ["gate"] * (shape[0] // 2) + ["up"] * (shape[0] // 2),
-            "linear_fc2": ["down"] * shape[0],
+            "linear_qkv": (queries + ["k_proj"] * head + ["v_proj"] * head) * groups,
+            "linear_proj": ["o_proj"] * shape[0],
+            "linear_fc1": ["gate_proj"] * (shape[0] // 2) + ["up_proj"] * (shape[0] // 2),
+            "linear_fc2": ["down_proj"] * shape[0],
+            "out_proj": ["out_proj"] * shape[0],
         }
+        if config.linear_num_value_heads:
+            values = config.linear_num_value_heads
+            keys = config.linear_num_key_heads * config.linear_key_head_dim
+            of_delta_net = {
+                "in_proj_qkv": 2 * keys + values * config.linear_value_head_dim,
+                "in_proj_z": values * config.linear_value_head_dim,
+                "in_proj_b": values,
+                "in_proj_a": values,
+            }
+            modules["in_proj"] = [m for m, rows in of_delta_net.items() for _ in range(rows)]
         of_row = modules[name.rsplit(".", 1)[1]]
         if name.endswith("linear_fc1") and not config.gated_linear_unit:
-            of_row = ["up"] * shape[0]
-        wanted = [module for module in dict.fromkeys(of_row) if f"{module}_proj" in lora.targets]
+            of_row = ["up_proj"] * shape[0]
+        wanted = [module for module in dict.fromkeys(of_row) if module in lora.targets]
         self.rows = [number for number, module in enumerate(of_row) if module in wanted]
         self.owner = [wanted.index(of_row[row]) for row in self.rows]
         self.scale, rank = lora.scale, lora.lora_rank
@@ -627,7 +639,9 @@ def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
         parameters[whole[module]].requires_grad_(True)
     modules: list[tuple[str, Any]] = list(model.named_modules())
     layers = [
-        (name, layer) for name, layer in modules if re.search(r"linear_(qkv|proj|fc1|fc2)$", name)
+        (name, layer)
+        for name, layer in modules
+        if re.search(r"linear_(qkv|proj|fc1|fc2)$|(in|out)_proj$", name)
     ]
     for name, layer in layers:
         merged = Merged(name, model.config, lora, layer.weight.shape, numbers)

@@ -119,8 +119,8 @@ def _sections(chunk: Any, local_name: str, name: str) -> tuple[int, ...]:
     """Of the parameter's rows: gates and values, or what a gated delta net projects to."""
     if chunk.config.gated_linear_unit and "linear_fc1" in name:
         return (1, 1)
-    if name.endswith(("self_attention.in_proj.weight", "self_attention.conv1d.weight")):
-        net = chunk.get_submodule(local_name.rsplit(".", 2)[0])
+    if re.search(r"self_attention\.(in_proj|conv1d)\.", name):
+        net = chunk.get_submodule(re.split(r"\.(?:in_proj|conv1d)\.", local_name)[0])
         sizes = tuple(net.sections.values())
         return sizes if "in_proj" in name else sizes[:3]
     return (1,)

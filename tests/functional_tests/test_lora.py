@@ -13,6 +13,7 @@ import torch
 from tests.functional_tests.hf_models import sequences_in_order, train_by_product, write_model
 from tests.functional_tests.layouts import Layout
 from tests.functional_tests.oracle import (
+    EXACT,
     Step,
     assemble,
     assert_same,
@@ -46,12 +47,14 @@ CASES = [
         "lm_head",
     ),
     (Layout(tensor=4, sequence=True, model="grouped"), f"{LORA} {RECOMPUTE}"),
+    (Layout(tensor=2, sequence=True, context=2, model="qwen3.5", optimizer="sharded"), LORA),
 ]
 
 
 @lru_cache
 def reference(flags: str) -> tuple[Step, ...]:
-    return tuple(run_ranks(train_one_by_one, 1, flags, BATCHES)[0])
+    has_own_layers = "--linear-attention-freq" in flags
+    return tuple(run_ranks(train_one_by_one, 1, flags, BATCHES, EXACT, has_own_layers)[0])
 
 
 @pytest.mark.parametrize(("layout", "lora"), CASES, ids=str)

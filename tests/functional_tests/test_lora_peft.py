@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from examples.benchmarks.hf_perturbed import perturb
 from examples.benchmarks.hf_training import batches, largest
-from tests.functional_tests.family_cases import MORE_PEFT_CASES, PEFT_CASES
+from tests.functional_tests.family_cases import GROWING_PEFT_CASE, MORE_PEFT_CASES, PEFT_CASES
 from tests.functional_tests.hf_models import (
     logits_of,
     read_folder,
@@ -28,12 +30,13 @@ from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_hf_weights import LAYOUTS, assert_equal
 
 pytest.importorskip("peft")
+ALL = os.environ.get("FAMILIES") == "all"
 BATCHES = [sequences_in_order(5, (40, 12, 17, 64, 9, 25, 8, 33)), *batches(19)]
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "num_steps", "options"),
-    [*PEFT_CASES, *MORE_PEFT_CASES * (os.environ.get("FAMILIES") == "all")],
+    [*PEFT_CASES, *MORE_PEFT_CASES * ALL],
 )
 def test_steps_beside_peft(
     tmp_path: Path, model: str, layout: str, num_steps: int, options: dict[str, Any]
@@ -89,4 +92,37 @@ def test_steps_beside_peft(
     told = json.loads((ours / "adapter_config.json").read_text())
     assert told["target_modules"] == sorted(
         json.loads((source / "adapter_config.json").read_text())["target_modules"]
+    )
+
+
+@pytest.mark.skipif(not ALL, reason="make families runs it")
+def test_what_exceeds_the_promise_is_rounding(tmp_path: Path) -> None:
+    """Gradients of this model differ from peft's by more than 1e-12. A mistake would exceed what
+    peft's own move by when weights of the base move by one rounding.
+    """
+    model, options = GROWING_PEFT_CASE
+    base, source, found_in = tmp_path / "base", tmp_path / "source", tmp_path / "gradients"
+    run_ranks(write_model, 1, model, base)
+    run_ranks(write_peft, 1, base, source, {"r": 3, "lora_alpha": 5, **options})
+    flags = f"{LAYOUTS['tp2-sp'][1]} --lora --lora-adapter {source}"
+    run_ranks(train_by_product, 2, flags, base, BATCHES[:1], torch.float64, found_in)
+    arguments = (BATCHES[:1], torch.float64, 1e-3, source)
+    expected = run_ranks(train_by_transformers, 1, base, *arguments)[0].gradients
+    moved = []
+    for seed in range(4):
+        other = tmp_path / f"base{seed}"
+        shutil.copytree(base, other)
+        perturb(other, torch.finfo(torch.float64).eps, seed)
+        gradients = run_ranks(train_by_transformers, 1, other, *arguments)[0].gradients
+        moved.append(largest_apart(gradients, expected))
+    assert max(moved) > 1e-12, "nothing grows: compare to 1e-12 instead"
+    assert largest_apart(read_folder(found_in), expected) <= max(moved)
+
+
+def largest_apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Returns the largest difference of any tensor, relative to its largest element."""
+    assert found.keys() == expected.keys()
+    return max(
+        ((tensor - expected[name]).abs().max() / expected[name].abs().max()).item()
+        for name, tensor in found.items()
     )

@@ -177,20 +177,19 @@ class GatedDeltaNet(MegatronModule):
         that another tensor-parallel size can read them.
         """
         state: dict[str, Any] = {}
-        for name, axes in (
-            ("in_proj", {"weight": 0}),
-            ("conv1d", {"weight": 0}),
-            ("out_norm", {}),
-            ("out_proj", {"weight": 1}),
-        ):
+        for name in ("in_proj", "out_proj"):  # an adapter beside it comes with the layer's own
+            own = getattr(self, name).sharded_state_dict(
+                f"{prefix}{name}.", sharded_offsets, metadata
+            )
+            state |= {key: x for key, x in own.items() if not key.endswith("_extra_state")}
+        for name, axes in (("conv1d", {"weight": 0}), ("out_norm", {})):
             tensors = getattr(self, name).state_dict(prefix="", keep_vars=True)
-            tensors = {key: x for key, x in tensors.items() if isinstance(x, Tensor)}
             state |= make_sharded_tensors_for_checkpoint(
                 tensors, f"{prefix}{name}.", axes, sharded_offsets
             )
-        own = {"A_log": self.A_log, "dt_bias": self.dt_bias}
-        axes = dict.fromkeys(own, 0)
-        state |= make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        rates = {"A_log": self.A_log, "dt_bias": self.dt_bias}
+        axes = dict.fromkeys(rates, 0)
+        state |= make_sharded_tensors_for_checkpoint(rates, prefix, axes, sharded_offsets)
         qkv = {name: self.sections[name] for name in ("query", "key", "value")}
         for name, sections in (("in_proj", self.sections), ("conv1d", qkv)):
             key = f"{prefix}{name}.weight"

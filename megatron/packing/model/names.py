@@ -91,12 +91,11 @@ def logical_name(name: str) -> LogicalName:
 
 def linear_of(name: str) -> str | None:
     """Returns the kind of a linear layer that adapters may stand beside, by its module's name: qkv,
-    proj, fc1 or fc2; None for other modules.
+    proj, fc1 or fc2, or a delta net's in_proj or out_proj; None for other modules.
     """
-    last = name.rsplit(".", 1)[-1]
-    is_one = name.startswith("decoder.layers.") and last.startswith("linear_")
-    kind = last.removeprefix("linear_")
-    return kind if is_one and kind in ("qkv", "proj", "fc1", "fc2") else None
+    kind = name.rsplit(".", 1)[-1].removeprefix("linear_")
+    is_one = kind in ("qkv", "proj", "fc1", "fc2", "in_proj", "out_proj")
+    return kind if is_one and name.startswith("decoder.layers.") else None
 
 
 def layer_prefix(name: str) -> str | None:

@@ -10,24 +10,36 @@ from typing import Any
 
 from megatron.packing.flags import check_range, flag_of
 
-LINEARS = {
+LINEARS: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "proj": ("o_proj",),
     "fc1": ("gate_proj", "up_proj"),
     "fc2": ("down_proj",),
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "out_proj": ("out_proj",),
 }
 """Linear layers, as `packing.model.names.linear_of` calls them -> the layers of HuggingFace models
 that each of them is made of, in order.
 """
-FUSED = {"qkv": "qkv_proj", "fc1": "gate_up_proj"}
-"""What HuggingFace calls all of these in one layer, where a family has them so."""
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "qkv": {"qkv_proj": LINEARS["qkv"]},
+    "fc1": {"gate_up_proj": LINEARS["fc1"]},
+    "in_proj": {
+        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    },
+}
+"""Linear layer -> HuggingFace's names of several of these modules in one layer, where a family has
+them so, in order.
+"""
+_OF_DELTA_NETS = (*LINEARS["in_proj"], *LINEARS["out_proj"])
 _EVERY = tuple(module for modules in LINEARS.values() for module in modules)
 _ALL = "all-linear"
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "w1": ("gate_proj",),  # Mixtral's
     "w3": ("up_proj",),
     "w2": ("down_proj",),
-    **{fused: LINEARS[linear] for linear, fused in FUSED.items()},
+    **{name: modules for fused in FUSED.values() for name, modules in fused.items()},
 }
 _WHOLE = ("embed_tokens", "lm_head")
 
@@ -50,8 +62,9 @@ class LoraConfig:
     """Dropout of the adapters' input."""
     lora_target_modules: tuple[str, ...] = ()
     """Layers with adapters, by PEFT's names. Any of q_proj k_proj v_proj o_proj gate_proj
-    up_proj down_proj, also those of each expert, qkv_proj and gate_up_proj of families that
-    have them in one (default: all-linear, which is all of these).
+    up_proj down_proj, also those of each expert, in_proj_qkv in_proj_z in_proj_b in_proj_a
+    out_proj of gated delta nets, and qkv_proj gate_up_proj in_proj_qkvz in_proj_ba of
+    families that have them in one (default: all-linear, which is all of these).
     """
     lora_modules_to_save: tuple[str, ...] = ()
     """Layers that are trained as a whole: embed_tokens, lm_head, or both."""
@@ -81,7 +94,7 @@ class LoraConfig:
             )
         self._check_names(
             "lora_target_modules",
-            (*_EVERY, *FUSED.values(), _ALL),
+            (*_EVERY, *(name for fused in FUSED.values() for name in fused), _ALL),
             (*_EVERY, *_OTHER_NAMES, _ALL),
         )
         self._check_names("lora_modules_to_save", _WHOLE, _WHOLE)
@@ -126,15 +139,20 @@ class LoraConfig:
         """The factor of what an adapter adds."""
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, has_delta_nets: bool) -> dict[str, Any]:
         """Returns what a checkpoint must share with the run that loads it."""
         if not self.lora:
             return {"lora": False}
+        # Apart, since older checkpoints of all linear layers do not name these.
+        of_delta_nets = [module for module in self.targets if module in _OF_DELTA_NETS]
         return {
             "lora": True,
+            **({"lora_delta_net_modules": of_delta_nets} if has_delta_nets else {}),
             "lora_rank": self.lora_rank,
             "lora_alpha": self.lora_alpha,
             "lora_rslora": self.lora_rslora,
-            "lora_target_modules": list(self.targets),
+            "lora_target_modules": [
+                module for module in self.targets if module not in _OF_DELTA_NETS
+            ],
             "lora_modules_to_save": sorted(self.lora_modules_to_save),
         }

@@ -36,6 +36,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
+from megatron.packing.model.delta_net import by_section
 from megatron.packing.model.names import linear_of
 from megatron.sft.model.huggingface.read import global_name
 from megatron.sft.model.huggingface.tensors import Layout, Part, Tensors, Weight, copies
@@ -163,13 +164,18 @@ class Adapter(torch.nn.Module):
         self._dropout = lora.lora_dropout
         module_of = {part: n for n, adapted in enumerate(layers) for part in adapted.parts}
         self.num_modules = len(layers)
-        self.is_gated = weight.layout == "sections" and len(module_of) == 2
+        self.is_gated = weight.layout == "sections" and len(weight.parts) == len(module_of) == 2
         num_rows = layer.output_size if self.is_row_parallel else layer.output_size_per_partition
         found = [
             (copy.part, copy.rows)
             for copy in copies(weight, self.group.rank(), self.group.size(), num_rows)
         ]
         self.blocks = [(module_of.get(part), rows.stop - rows.start) for part, rows in found]
+        self.sections = {
+            str(part): rows.stop - rows.start
+            for part, rows in found
+            if weight.layout == "sections" and part in module_of
+        }
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": dtype, "device": layer.weight.device}
         modules = [f"{name}.{adapted.module}" for adapted in layers]
@@ -285,10 +291,18 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
     if linear_name == "qkv":
         head, groups = config.kv_channels, config.num_query_groups
         sizes = (config.num_attention_heads * head, groups * head, groups * head)
+        if config.attention_output_gate:  # queries and gates are one layer
+            modules, sizes = (modules[0], *modules), (sizes[0], *sizes)
     elif linear_name == "fc1":
         is_gated = config.gated_linear_unit
         sizes = (output_size // 2,) * 2 if is_gated else (0, output_size)
-    layout: dict[str, Layout] = {"qkv": "heads", "fc1": "sections"}
+    elif linear_name == "in_proj":
+        heads = config.linear_num_value_heads
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = heads * config.linear_value_head_dim
+        modules = (*(modules[0],) * 3, *modules[1:])
+        sizes = (keys, keys, values, values, heads, heads)
+    layout: dict[str, Layout] = {"qkv": "heads", "fc1": "sections", "in_proj": "sections"}
     parts = tuple(Part(module, (size,)) for module, size in zip(modules, sizes, strict=True))
     return Weight(layout.get(linear_name, "whole"), parts, num_groups=groups)
 
@@ -333,7 +347,10 @@ def _sharded_state_dict(
         tp_group=layer.tp_group,
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+    key = f"{prefix}adapter.lora_B"
     if adapter.is_gated:
-        key = f"{prefix}adapter.lora_B"
         of_adapter[key] = apply_swiglu_sharded_factory(of_adapter[key], sharded_offsets)
+    elif len(adapter.sections) > 1:
+        place = (adapter.group.rank(), adapter.group.size())
+        of_adapter[key] = by_section(of_adapter[key], adapter.sections, place, sharded_offsets)
     return own | of_adapter

@@ -2,9 +2,12 @@
 
 PEFT puts an adapter beside a layer of the HuggingFace model, which may be several parts of ours:
 
-    ours    HuggingFace's, of most      Phi-3           Qwen3.5
-    qkv     q_proj | k_proj | v_proj    qkv_proj        q_proj (queries, gates) | k_proj | v_proj
-    fc1     gate_proj | up_proj         gate_up_proj    gate_proj | up_proj
+    ours       HuggingFace's, of most      Phi-3           Qwen3.5
+    qkv        q_proj | k_proj | v_proj    qkv_proj        q_proj (queries, gates) | k_proj | v_proj
+    fc1        gate_proj | up_proj         gate_up_proj    gate_proj | up_proj
+                                           Qwen3-Next
+    in_proj of a delta net                 in_proj_qkvz    in_proj_qkv | in_proj_z
+                                           | in_proj_ba    | in_proj_b | in_proj_a
 
 The parts of one such layer share its A.
 
@@ -42,18 +45,15 @@ def adapted_layers(linear: str, weight: Weight, lora: LoraConfig) -> tuple[Adapt
     """
     modules = LINEARS[linear]
     tensors = tuple(dict.fromkeys(part.name for part in weight.parts))
-    if len(tensors) == len(modules):
-        stand_for: list[tuple[str, ...]] = [(module,) for module in modules]
-    else:
-        stand_for = [modules]
+    is_fused = len(tensors) < len(modules)
+    stand_for = FUSED[linear] if is_fused else {module: (module,) for module in modules}
     found = []
-    for own, tensor in zip(stand_for, tensors, strict=True):
+    for (name, own), tensor in zip(stand_for.items(), tensors, strict=True):
         chosen = [module for module in own if module in lora.targets]
         parts = tuple(n for n, part in enumerate(weight.parts) if part.name == tensor)
         # An MLP that is not gated has a gate of no rows.
         if not chosen or not any(weight.parts[n].shape[0] for n in parts):
             continue
-        name = own[0] if len(own) == 1 else FUSED[linear]
         if len(chosen) < len(own):
             raise ValueError(
                 f"--lora-target-modules must have all of {' '.join(own)}, or none of them: this "

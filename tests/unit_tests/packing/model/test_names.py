@@ -53,6 +53,7 @@ def test_linear_layers():
     """Adapters stand beside these, and beside none of those that predict further tokens."""
     assert linear_of("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1") == "fc1"
     assert linear_of("decoder.layers.1.self_attention.linear_qkv") == "qkv"
+    assert linear_of("decoder.layers.1.self_attention.in_proj") == "in_proj"
     assert linear_of("decoder.layers.1.mlp.router") is None
     assert linear_of("mtp.layers.0.transformer_layer.mlp.linear_fc1") is None
     assert layer_prefix("decoder.layers.12.mlp.router.weight") == "decoder.layers.12."

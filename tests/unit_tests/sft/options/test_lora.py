@@ -62,11 +62,17 @@ def test_all_layers_by_default(given):
         "gate_proj",
         "up_proj",
         "down_proj",
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_b",
+        "in_proj_a",
+        "out_proj",
     )
-    assert [lora.targets_in(name) for name in ("qkv", "fc1", "router")] == [
+    assert [lora.targets_in(name) for name in ("qkv", "fc1", "router", "in_proj")] == [
         (0, 1, 2),
         (0, 1),
         (),
+        (0, 1, 2, 3),
     ]
 
 
@@ -96,6 +102,17 @@ def test_what_a_checkpoint_must_share():
         LoraConfig(lora=True, lora_dropout=d, lora_target_modules=("v_proj", "q_proj"))
         for d in (0.0, 0.5)
     )
-    assert one.identity() == other.identity()
-    assert one.identity()["lora_target_modules"] == ["q_proj", "v_proj"]
-    assert LoraConfig().identity() == {"lora": False}
+    assert one.identity(False) == other.identity(False)
+    assert one.identity(False)["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert LoraConfig().identity(True) == {"lora": False}
+
+
+def test_checkpoints_from_before_delta_nets_had_adapters_are_continued():
+    """They name the seven modules of all linear layers, which are all of a model without."""
+    every = LoraConfig(lora=True)
+    assert "in_proj_qkv" in every.targets
+    seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert every.identity(False)["lora_target_modules"] == seven
+    assert "lora_delta_net_modules" not in every.identity(False)
+    of_next = LoraConfig(lora=True, lora_target_modules=("in_proj_ba", "q_proj"))
+    assert of_next.identity(True)["lora_delta_net_modules"] == ["in_proj_b", "in_proj_a"]

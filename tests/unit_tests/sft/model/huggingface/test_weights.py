@@ -19,6 +19,16 @@ EXPERTS = {
     "moe_shared_expert_intermediate_size": 24,
     "moe_shared_expert_gate": True,
 }
+DELTA_NET = {
+    "linear_attention_freq": (1, 0),
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "attention_output_gate": True,
+    "add_qkv_bias": False,
+    "apply_layernorm_1p": True,
+}
 
 
 def model(**changes):
@@ -197,6 +207,38 @@ def test_a_part_of_a_fused_tensor_has_no_adapter():
     fused = Weights(model(qk_layernorm=False, add_qkv_bias=False), VOCAB_SIZE, FAMILIES["phi3"])
     with pytest.raises(ValueError, match=r"all of q_proj k_proj v_proj, .*; pass qkv_proj"):
         list(AdapterWeights(fused, lora).all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "sizes"),
+    [
+        ("qwen3_5_text", ("in_proj_qkv", "in_proj_a"), [8, 8, 12, 2]),
+        ("qwen3_next", ("in_proj_ba",), [2, 2]),
+        ("qwen3_next", ("in_proj_qkvz",), [8, 8, 12, 12]),
+    ],
+)
+def test_projections_of_a_delta_net_have_an_adapter_each(kind, modules, sizes):
+    """Those that HuggingFace has in one tensor share an A; B stands in our rows' order."""
+    net = model(**DELTA_NET)
+    lora = LoraConfig(lora=True, lora_rank=3, lora_target_modules=modules)
+    names = AdapterWeights(Weights(net, VOCAB_SIZE, FAMILIES[kind]), lora)
+    assert names.target_modules() == sorted(modules)
+    a, b = (
+        names.of_parameter(f"decoder.layers.0.self_attention.in_proj.adapter.lora_{which}")
+        for which in "AB"
+    )
+    layer = "base_model.model.model.layers.0.linear_attn"
+    assert [part.name for part in a.parts] == [f"{layer}.{m}.lora_A.weight" for m in modules]
+    assert (a.layout, b.layout) == ("whole", "sections")
+    assert [part.shape for part in b.parts] == [(size, 3) for size in sizes]
+
+
+def test_half_of_a_fused_projection_has_no_adapter():
+    """Qwen3-Next holds betas and alphas as one layer."""
+    lora = LoraConfig(lora=True, lora_target_modules=("in_proj_b",))
+    names = AdapterWeights(Weights(model(**DELTA_NET), VOCAB_SIZE, FAMILIES["qwen3_next"]), lora)
+    with pytest.raises(ValueError, match=r"all of in_proj_b in_proj_a, .*; pass in_proj_ba"):
+        list(names.all())
 
 
 def test_rows_that_alternate():
