@@ -32,7 +32,7 @@ _PHASES = {
     "_save": "a checkpoint",
     "_update": "the optimizer step",
     "_evaluate": "the evaluation",
-    "_run": "the passes",
+    "forward_backward": "the passes",
     "build_training": "building the model",
 }
 """Functions of the trainer, and what they are in words; the first one on the stack counts."""

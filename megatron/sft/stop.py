@@ -1,5 +1,5 @@
-"""pure. Ctrl-C, SIGTERM and SIGHUP ask a run to end at the next step boundary; they don't cut it
-off.
+"""pure. Ends of a run before its last step: Ctrl-C, SIGTERM and SIGHUP, which ask it to end at the
+next step boundary and do not cut it off; and those that its options ask for.
 """
 
 from __future__ import annotations
@@ -8,8 +8,41 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
+
+from megatron.sft.options.training import TrainingConfig
+
+_STARTED = time.monotonic()
+"""Time at which this process was started, but for its first imports."""
+
+
+class Stopped(Exception):
+    """Some rank was asked to stop. Raised alike on every rank."""
+
+
+class StopRules:
+    """Ends that the options of a run ask for."""
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self._training = training
+
+    def is_out_of_time(self) -> bool:
+        """Returns whether --exit-duration-in-mins are over, on this rank."""
+        minutes = self._training.exit_duration_in_mins
+        return minutes is not None and time.monotonic() - _STARTED > 60 * minutes
+
+    def exits_after(self, iteration: int) -> bool:
+        """Returns whether --exit-interval ends the run after that step."""
+        interval = self._training.exit_interval
+        is_last = iteration >= self._training.train_iters
+        return interval is not None and iteration % interval == 0 and not is_last
+
+    def stops_early(self, evaluations_since_best: int) -> bool:
+        """Returns whether --early-stopping ends the run."""
+        limit = self._training.early_stopping
+        return limit is not None and evaluations_since_best >= limit
 
 
 def _stop_signals() -> list[signal.Signals]:

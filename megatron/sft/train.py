@@ -5,46 +5,34 @@ from __future__ import annotations
 import logging
 import math
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron.packing.model.pipeline import check_config
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.sft.data.counts import Counts
 from megatron.sft.data.datasets import Datasets
-from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.stream import Share
+from megatron.sft.evaluation import Evaluator, Split
 from megatron.sft.figures import figures_of
 from megatron.sft.finite import NonFiniteError, check_loss, guard_step
-from megatron.sft.model.answers import Answers, PromptBatch
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import Progress, restored_queue
-from megatron.sft.model.forward import forward_step
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.model.lora.names import summary_of_adapters
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.output_check import check_output
-from megatron.sft.report.metrics import Evaluation
+from megatron.sft.passes import Passes
 from megatron.sft.report.run_folder import RunLog
 from megatron.sft.saved_run import SavedRun
 from megatron.sft.step_account import Reduction, StepAccount, Stopwatch, Update, counts_samples
-from megatron.sft.step_batches import StepBatch, StepBatches
-from megatron.sft.stop import StopSignals
-
-_STARTED = time.monotonic()
-"""Time at which this process was started, but for its first imports."""
-
-
-class _Stopped(Exception):
-    """Some rank was asked to stop. Raised alike on every rank."""
+from megatron.sft.step_batches import StepBatches
+from megatron.sft.stop import Stopped, StopRules, StopSignals
 
 
 class Trainer:
@@ -59,48 +47,42 @@ class Trainer:
         pretrained: Pretrained | MegatronCheckpoint | None = None,
     ) -> None:
         self._config = config
-        self._datasets = datasets
         self._device = device
         self._run_dir = run_dir
-        dtype = "bfloat16" if config.training.bf16 else "float32"
-        companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
-        locks = check_output(companions, run_dir)
-        self._training = build_training(config, datasets.vocab_size, device, pretrained)
-        self._model_config = get_model_config(self._training.model[0])
-        guard_step(
-            self._training.optimizer, self._training.model, self._step_name, self._check_loss
-        )
-        if config.packing.sequence_packing:
-            check_config(self._model_config, device)
+        self._rules = StopRules(config.training)
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
         )
-        self._num_skipped = 0
+        dtype = "bfloat16" if config.training.bf16 else "float32"
+        companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
+        # Before the model is built: minutes are lost where a folder cannot be written to.
+        locks = check_output(companions, run_dir)
+        self._training = build_training(config, datasets.vocab_size, device, pretrained)
+        model_config = get_model_config(self._training.model[0])
+        guard_step(
+            self._training.optimizer, self._training.model, self._step_name, self._check_loss
+        )
+        if config.packing.sequence_packing:
+            check_config(model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
+        self._passes = Passes(config, self._training, device)
+        self._num_skipped = 0
+
         self._saved = SavedRun(companions, datasets, self._training, locks)
         self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
-        counted = self._progress.iteration * config.training.global_batch_size
-        if config.training.train_samples is not None and self._progress.consumed_samples != counted:
-            raise ValueError(
-                "--train-samples and --train-epochs need one --global-batch-size in all of a run, "
-                f"but {config.output.load} has {self._progress.consumed_samples} samples in "
-                f"{self._progress.iteration} steps; pass --train-iters"
-            )
+        self._check_samples_done()
         self._queue = restored_queue(
             config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks
         )
-        self._forward_backward = get_forward_backward_func()
+
         if not counts_samples():
             # Other ranks of the replica load the same samples, and report the same.
             logging.getLogger("megatron.blending").setLevel(logging.ERROR)
-        self._answers: Answers | None = None
-        if datasets.prompts and datasets.tokenizer is not None:
-            self._answers = Answers(config, datasets.tokenizer, datasets.prompts)
         self._names = datasets.train.names
         num_records = None if config.data.mock_data else len(datasets.train)
         self._account = StepAccount(
@@ -108,13 +90,34 @@ class Trainer:
         )
         self._batches = StepBatches(
             config,
-            self._model_config,
+            model_config,
             datasets.train,
             self._share,
             config.training.train_iters - self._first_iteration,
             progress=self._progress,
             queue=self._queue,
         )
+        self._evaluator = Evaluator(
+            config,
+            model_config,
+            datasets,
+            self._share,
+            self._training,
+            self._passes,
+            device,
+            self._batches.settle,
+        )
+
+    def _check_samples_done(self) -> None:
+        """Raises ValueError where --train-samples counts, and steps before had another size."""
+        config, done = self._config, self._progress
+        counted = done.iteration * config.training.global_batch_size
+        if config.training.train_samples is not None and done.consumed_samples != counted:
+            raise ValueError(
+                "--train-samples and --train-epochs need one --global-batch-size in all of a run, "
+                f"but {config.output.load} has {done.consumed_samples} samples in "
+                f"{done.iteration} steps; pass --train-iters"
+            )
 
     @property
     def progress(self) -> Progress:
@@ -144,20 +147,18 @@ class Trainer:
         failure: Exception | None = None
         try:
             self._run_steps(signals, log)
-        except (_Stopped, GlobalBatchError, NonFiniteError) as raised:  # alike on every rank
+        except (Stopped, GlobalBatchError, NonFiniteError) as raised:  # alike on every rank
             failure = raised
         if failure is None or (self.num_steps_done and not isinstance(failure, NonFiniteError)):
             self._save(log)  # the failed step has changed nothing
         self._saved.finish(log)
         # Who stops a job may stop the processes that read for it, too: that is then no error.
-        if isinstance(failure, _Stopped) or (
+        if isinstance(failure, Stopped) or (
             isinstance(failure, GlobalBatchError) and self._is_stopped(signals)
         ):
             self._say_stopped(log)
             failure = None
-        elif failure is None and (
-            self._progress.iteration >= self._config.training.train_iters or self._stops_early()
-        ):
+        elif failure is None:
             self._saved.write_hf(log)
         signals.agreed.set()  # all that is to stay is written
         self._batches.close()
@@ -176,7 +177,7 @@ class Trainer:
         self._evaluate_if_due(signals, log)
         while self._progress.iteration < last and not self._stops_early():
             if self._step(signals, log):
-                raise _Stopped
+                raise Stopped
             iteration = self._progress.iteration
             self._evaluate_if_due(signals, log)
             if (
@@ -190,50 +191,37 @@ class Trainer:
                 f"{self._progress.evaluations_since_best} evaluations"
             )
         if ends_here:
-            self._evaluate(self._datasets.test, "test", signals, log)
+            self._evaluate("test", signals, log)
 
     def _is_stopped(self, signals: StopSignals) -> bool:
         """Returns whether any rank was asked to stop; collective."""
-        counts = Counts.none(len(self._names))
-        stops = (
-            Reduction([], signals.requested or self._is_out_of_time(), counts, self._device)
-            .result()
-            .stop
-        )
+        asked = signals.requested or self._rules.is_out_of_time()
+        nothing = Counts.none(len(self._names))
+        stops = Reduction([], asked, nothing, self._device).result().stop
         if stops:
             signals.agreed.set()
         return stops
 
     def _say_stopped(self, log: RunLog | None) -> None:
+        if log is None:
+            return
         folder = self._config.output.save
         way_on = f"continue with --load {folder}" if folder else "not saved: there is no --save"
-        cause = "--exit-duration-in-mins" if self._is_out_of_time() else "a signal"
-        if self.num_steps_done and self._exits_after(self._progress.iteration):
+        cause = "--exit-duration-in-mins" if self._rules.is_out_of_time() else "a signal"
+        if self.num_steps_done and self._rules.exits_after(self._progress.iteration):
             cause = "--exit-interval"
-        if log is not None:
-            log.say(f"stopped by {cause} after step {self._progress.iteration}; {way_on}")
+        log.say(f"stopped by {cause} after step {self._progress.iteration}; {way_on}")
 
     def _stops_early(self) -> bool:
-        limit = self._config.training.early_stopping
-        return limit is not None and self._progress.evaluations_since_best >= limit
-
-    def _exits_after(self, iteration: int) -> bool:
-        interval = self._config.training.exit_interval
-        return (
-            interval is not None
-            and iteration % interval == 0
-            and iteration < self._config.training.train_iters
-        )
-
-    def _is_out_of_time(self) -> bool:
-        minutes = self._config.training.exit_duration_in_mins
-        return minutes is not None and time.monotonic() - _STARTED > 60 * minutes
+        return self._rules.stops_early(self._progress.evaluations_since_best)
 
     def _evaluate_if_due(self, signals: StopSignals, log: RunLog | None) -> None:
         if not self._progress.evaluation_due:
             return
-        loss = self._evaluate(self._datasets.valid, "valid", signals, log)
-        self._answer_prompts(log)
+        loss = self._evaluate("valid", signals, log)
+        answers = self._evaluator.answers()
+        if log is not None and answers:
+            log.writer.answers(self._progress.iteration, answers)
         self._progress = self._progress._replace(evaluation_due=False)
         if loss is None:
             return
@@ -249,6 +237,23 @@ class Trainer:
             self._save(log)
             self._saved.note_best(self._progress)
 
+    def _evaluate(self, split: Split, signals: StopSignals, log: RunLog | None) -> float | None:
+        """Returns the mean loss per token of a split, None where it has no samples. A stop leaves
+        the evaluation due: a run that continues begins with it.
+        """
+        try:
+            found = self._evaluator.evaluate(
+                split, self._progress.iteration, lambda: self._is_stopped(signals)
+            )
+        except Stopped:
+            self._progress = self._progress._replace(evaluation_due=True)
+            raise
+        if found is None:
+            return None
+        if log is not None:
+            log.writer.evaluation(found)
+        return found.loss
+
     def _step(self, signals: StopSignals, log: RunLog | None) -> bool:
         """Takes one optimizer step; returns whether some rank was asked to stop.
 
@@ -262,12 +267,13 @@ class Trainer:
         # The time of a step includes this wait; the passes' own time begins after it.
         taken = next(self._batches)
         watch = Stopwatch(self._device)
-        self._losses = self._run(taken, len(self._names), forward_only=False)
+        # Fields, not variables: `_check_loss` reads them from inside the optimizer's step.
+        self._losses = self._passes.forward_backward(taken, len(self._names), forward_only=False)
         watch.stop()
         stops = (
             signals.requested
-            or self._is_out_of_time()
-            or self._exits_after(self._progress.iteration + 1)
+            or self._rules.is_out_of_time()
+            or self._rules.exits_after(self._progress.iteration + 1)
         )
         self._reduction = Reduction(
             self._losses,
@@ -337,86 +343,6 @@ class Trainer:
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)
         return lr, float(grad_norm or 0.0), succeeded
-
-    def _evaluate(
-        self, dataset: SampleSet, split: str, signals: StopSignals, log: RunLog | None
-    ) -> float | None:
-        """Returns the mean loss per token over up to `eval_iters` global batches of `dataset`,
-        always the same; None where there are none. Raises _Stopped after a batch in which some rank
-        was asked to stop.
-        """
-        size = self._config.training.global_batch_size
-        num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
-        if num_batches == 0:
-            return None
-        names = dataset.names
-        # training's and evaluation's are prepared over the same groups, one after the other
-        self._batches.settle()
-        batches = StepBatches(self._config, self._model_config, dataset, self._share, num_batches)
-        for chunk in self._training.model:
-            chunk.eval()
-        losses: list[Any] = []
-        is_stopped = False
-        with torch.no_grad():
-            while not is_stopped and num_batches:
-                losses.extend(self._run(next(batches), len(names), forward_only=True))
-                num_batches -= 1
-                is_stopped = num_batches > 0 and self._is_stopped(signals)
-        batches.close()
-        if is_stopped:
-            self._progress = self._progress._replace(evaluation_due=True)
-            raise _Stopped
-        for chunk in self._training.model:
-            chunk.train()
-        reduced = Reduction(losses, False, batches.counts, self._device).result()
-        check_loss(reduced, losses, names, f"split {split} after step {self._progress.iteration}")
-        if log is not None:
-            log.writer.evaluation(
-                Evaluation(
-                    iteration=self._progress.iteration,
-                    split=split,
-                    loss=reduced.loss,
-                    token_accuracy=reduced.token_accuracy,
-                    num_tokens=reduced.num_loss_tokens,
-                    dropped_samples=reduced.counts.num_dropped,
-                    truncated_samples=reduced.counts.num_cut,
-                    dropped=reduced.dropped_by_source(names),
-                    sources=reduced.by_source(names),
-                )
-            )
-        return reduced.loss
-
-    def _answer_prompts(self, log: RunLog | None) -> None:
-        if self._answers is None:
-            return
-        self._batches.settle()
-        for chunk in self._training.model:
-            chunk.eval()
-        with torch.no_grad():
-            answers = self._answers.answers(
-                self._training.model,
-                partial(self._run, num_sources=1, forward_only=True),
-                self._device,
-            )
-        for chunk in self._training.model:
-            chunk.train()
-        if log is not None:
-            log.writer.answers(self._progress.iteration, answers)
-
-    def _run(
-        self, taken: StepBatch | PromptBatch, num_sources: int, *, forward_only: bool
-    ) -> list[Any]:
-        return self._forward_backward(
-            forward_step_func=partial(forward_step, num_sources=num_sources),
-            data_iterator=taken.iterators(self._config.num_virtual_stages, self._device),
-            model=self._training.model
-            if len(self._training.model) > 1
-            else self._training.model[0],
-            num_microbatches=taken.num_microbatches,
-            seq_length=self._config.model.seq_length,
-            micro_batch_size=self._config.training.micro_batch_size,
-            forward_only=forward_only,
-        )
 
     def _save(self, log: RunLog | None) -> None:
         self._saved.save(self._progress, self._queue, log)

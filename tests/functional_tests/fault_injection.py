@@ -62,7 +62,7 @@ STAGES = {
     "decide": Stage(_DATA_PATH, "decide", 2, "scheduling"),
     "move": Stage(_DATA_PATH, "_move", 2, "data"),
     "pack": Stage(_DATA_PATH, "pack", 2),
-    "forward": Stage("megatron.sft.train", "forward_step", 2),
+    "forward": Stage("megatron.sft.passes", "forward_step", 2),
     "backward": Stage("megatron.core.pipeline_parallel.schedules", "backward_step", 2),
     "optimizer": Stage("megatron.sft.train:Trainer", "_update", 2),
     "reduce": Stage("megatron.sft.train", "Reduction", 2),

@@ -22,6 +22,7 @@ from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.distributed import process_groups
+from megatron.sft.passes import Passes
 from megatron.sft.stop import StopSignals
 from megatron.sft.train import Trainer
 from tests.functional_tests.layouts import MODELS
@@ -70,13 +71,12 @@ def test_passes_read_nothing_from_the_device(
     """Each read empties the device's queue: the host then starts kernels one by one, and no figure
     says why.
     """
-    run = Trainer._run
+    run = Passes.forward_backward
     modes: list[str] = []
 
-    def watched(self: Trainer, *arguments: Any, **named: Any) -> list[Any]:
-        mode = (
-            "error" if len(modes) >= 3 else "default"
-        )  # the first compile, for other lengths again
+    def watched(self: Passes, *arguments: Any, **named: Any) -> list[Any]:
+        # The first three compile, for other lengths again.
+        mode = "error" if len(modes) >= 3 else "default"
         modes.append(mode)
         set_sync_debug_mode(mode, device)
         try:
@@ -84,7 +84,7 @@ def test_passes_read_nothing_from_the_device(
         finally:
             set_sync_debug_mode("default", device)
 
-    monkeypatch.setattr(Trainer, "_run", watched)
+    monkeypatch.setattr(Passes, "forward_backward", watched)
     train(f"{MODELS[model]} --train-iters 6", tmp_path, device)
     assert modes == 3 * ["default"] + 3 * ["error"]
 
