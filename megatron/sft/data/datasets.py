@@ -9,18 +9,16 @@ prepared folders); a part of the data by --split.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.blending.formats.source_part import SourcePart
-from megatron.blending.formats.sources import SOURCES, Record
+from megatron.blending.formats.sources import Record
 from megatron.blending.loading.sources import (
     DatasetBlendMode,
     LoadedDatasetList,
@@ -44,6 +42,7 @@ from megatron.sft.data.chats import ChatLoad, num_tokens, open_chats
 from megatron.sft.data.mock_dataset import MockSFTDataset
 from megatron.sft.data.prompts import Prompt, read_prompts
 from megatron.sft.data.sample_set import SampleSet, blended, concatenated
+from megatron.sft.data.source_names import short_names
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig, TrainTurns
@@ -86,7 +85,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
     be read.
     """
     if config.data.mock_data:
-        return _build_mock(config)
+        return build_mock(config)
     data = config.data
     tokenizer = build_tokenizer(
         data.resolved_tokenizer_type,
@@ -159,6 +158,12 @@ def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:
     return of_model
 
 
+def _entries(paths: Sequence[str], split: str) -> list[SourceEntry | Join]:
+    """Returns the sources of all paths, those of metadatasets among them."""
+    nodes = [load_metadataset(path, split) for path in paths]
+    return [entry for node in nodes for entry in source_entries(node)]
+
+
 class _Opened(NamedTuple):
     """A source, and which of its records are meant."""
 
@@ -170,6 +175,17 @@ class _Opened(NamedTuple):
         """Returns the same with others of its records."""
         return self._replace(records=records)
 
+    def within(self, cut: range, start: int) -> _Opened:
+        """Returns the records that `cut` takes of all sources' records, where this source's begin
+        at `start`.
+        """
+        first, last = max(cut.start - start, 0), min(cut.stop - start, len(self.records))
+        return self.part(range(first, last))
+
+    def described(self) -> str:
+        """Returns its place in a metadataset, or else its path."""
+        return self.entry.where or _path_of(self.entry)
+
     def node(self, is_shuffled: bool = True) -> SourceDataset:
         """Returns them as a data set."""
         whole, load = self.dataset.source, self.dataset.load
@@ -179,6 +195,8 @@ class _Opened(NamedTuple):
 
 
 class _Builder:
+    """Makes the three splits of the data that the options name."""
+
     def __init__(
         self, data: DataConfig, encoder: ChatEncoder, seed: int, schedule: WeightSchedule | None
     ) -> None:
@@ -191,13 +209,7 @@ class _Builder:
     def build_files(self) -> tuple[SampleSet, SampleSet, SampleSet]:
         """Returns the sources one after the other."""
         data = self._data
-        opened = self._opened(
-            [
-                entry
-                for path in data.paths
-                for entry in source_entries(load_metadataset(path, "train"))
-            ]
-        )
+        opened = self._opened(_entries(data.paths, "train"))
         if data.valid_data_path or self._held_out:
             return (
                 self._concatenated(opened, seed=self._seed),
@@ -206,15 +218,10 @@ class _Builder:
             )
         # Sources of 3 and 5 records cut at 6: the first gives range(0, 3), the second range(0, 3)
         # to training and range(3, 5) to the rest.
-        ends = [0, *accumulate(len(source.records) for source in opened)]
+        starts = [0, *accumulate(len(source.records) for source in opened)]
+        cuts = self._cut(starts[-1], "")
         train, valid, test = (
-            [
-                source.part(
-                    range(max(cut.start - start, 0), min(cut.stop - start, len(source.records)))
-                )
-                for source, start in zip(opened, ends)
-            ]
-            for cut in self._cut(ends[-1], "")
+            [source.within(cut, start) for source, start in zip(opened, starts)] for cut in cuts
         )
         return (
             self._concatenated(train, seed=self._seed),
@@ -235,17 +242,16 @@ class _Builder:
         if self._data.valid_data_path or self._held_out:
             valid, test = self._all_of("val"), self._all_of("test")
         else:
+            # Each source is cut by itself, so that all three splits have its share of the blend.
             cuts = [
-                self._cut(
-                    len(source.records), f" of {source.entry.where or _path_of(source.entry)}"
-                )
-                for source in opened
+                self._cut(len(source.records), f" of {source.described()}") for source in opened
             ]
-            valid, test = (
-                self._concatenated([source.part(cut[which]) for source, cut in zip(opened, cuts)])
-                for which in (1, 2)
+            train, held_out, tested = (
+                [source.part(cut) for source, cut in zip(opened, of_split)]
+                for of_split in zip(*cuts)
             )
-            opened = [source.part(cut[0]) for source, cut in zip(opened, cuts)]
+            valid, test = self._concatenated(held_out), self._concatenated(tested)
+            opened = train
         made = [(source.node(), share, source.entry) for source, (_, share) in zip(opened, shares)]
         return self._blended(loaded_for_training(kind, made)), valid, test
 
@@ -268,11 +274,7 @@ class _Builder:
         paths: Sequence[str] = self._data.valid_paths if split == "val" else ()
         if not self._data.valid_data_path:
             paths = [path for path in self._data.paths if split in split_names(path)]
-        return self._concatenated(
-            self._opened(
-                [entry for path in paths for entry in source_entries(load_metadataset(path, split))]
-            )
-        )
+        return self._concatenated(self._opened(_entries(paths, split)))
 
     def _opened(self, entries: Sequence[SourceEntry | Join]) -> list[_Opened]:
         found = [open_chats(entry, self._encoder) for entry in entries]
@@ -322,51 +324,12 @@ class _Builder:
         return range(train_end), range(train_end, valid_end), range(valid_end, num_records)
 
 
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Returns as much of each path as tells it from the others, for logs:
-    `["data/a/chats.jsonl", "data/b/chats.jsonl", "web/"] -> ["a/chats", "b/chats", "web"]`.
-
-    Without the suffix of a kind of file where that leaves them apart; equal paths are numbered:
-    `chats`, `chats#2`.
-    """
-    parts = [PurePosixPath(path).parts or (path,) for path in paths]
-    levels = [
-        [_ending(part, count, has_suffix) for part in parts] for count, has_suffix in _levels(parts)
-    ]
-    names = []
-    for number in range(len(paths)):
-        column = [level[number] for level in levels]
-        names.append(
-            next((name for name, level in zip(column, levels) if level.count(name) == 1), column[0])
-        )
-    return _numbered(names)
-
-
-def _numbered(names: Sequence[str]) -> list[str]:
-    """`["a", "b", "a"] -> ["a", "b", "a#2"]`."""
-    seen: Counter[str] = Counter()
-    numbered = []
-    for name in names:
-        seen[name] += 1
-        numbered.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return numbered
-
-
-def _levels(parts: Sequence[tuple[str, ...]]) -> list[tuple[int, bool]]:
-    longest = max(map(len, parts), default=1)
-    return [(count, has_suffix) for count in range(1, longest + 1) for has_suffix in (False, True)]
-
-
-def _ending(parts: tuple[str, ...], count: int, has_suffix: bool) -> str:
-    path = PurePosixPath(*parts[-count:])
-    return str(path if has_suffix or path.suffix not in SOURCES else path.with_suffix(""))
-
-
 def _path_of(entry: SourceEntry | Join) -> str:
     return entry.path if isinstance(entry, SourceEntry) else entry.legs[0].entry.path
 
 
-def _build_mock(config: SFTConfig) -> Datasets:
+def build_mock(config: SFTConfig) -> Datasets:
+    """Returns synthetic data, without a tokenizer and without a test set."""
     vocab_size = config.data.vocab_size or MOCK_VOCAB_SIZE
     training = config.training
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron.blending.streams.choice import BlendDataset
 from megatron.sft.arguments.parse import parse_config
-from megatron.sft.data.datasets import build_datasets, short_names
+from megatron.sft.data.datasets import build_datasets
+from megatron.sft.data.source_names import short_names
 from megatron.sft.data.stream import SampleStream, Share
 from tests.unit_tests.blending.folders import write_folder, write_jsonl
 from tests.unit_tests.sft.texts import text_line, text_of
