@@ -21,9 +21,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -33,7 +32,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.model import auxiliary_losses
 from megatron.packing.model.mcore_versions import check_version
 from megatron.packing.plugin_checks import (
@@ -44,86 +42,21 @@ from megatron.packing.plugin_checks import (
     checking_loss,
     checking_packs,
 )
-from megatron.packing.scheduling.fitted_cost import read_fitted_cost
-from megatron.packing.scheduling.registry import SCHEDULERS
-from megatron.packing.step.delay import DelayQueue
+from megatron.packing.plugin_options import add_arguments, asks_for_packing, configure
 
 if TYPE_CHECKING:
     from megatron.packing.model.pipeline import PackedPasses
     from megatron.packing.step.payloads import PayloadStore
-    from megatron.packing.step.settings import PackingOptions
 
 # The other files of this package are imported when they are needed: older megatron-cores lack names
 # that they import, and would end in an ImportError instead of `check_version`'s message.
 
+__all__ = ["PackingSchedule", "add_arguments", "install", "uninstall"]
 SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-_OPTIONS = (
-    "over_length_policy",
-    "pack_cost",
-    "outlier_delay_steps",
-    "prefetch_global_batches",
-    "logits_of_masked_tokens",
-)
-"""Arguments that become `PackingOptions`."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the options of packing that `parser` does not have yet."""
-    section = parser.add_argument_group("sequence packing")
-    options: dict[str, dict[str, Any]] = {
-        "--sequence-packing": {
-            "action": "store_true",
-            "help": "pack sequences into microbatches without padding between them (THD)",
-        },
-        "--sequence-packing-scheduler": {
-            "metavar": "NAME",
-            "help": "scheduler that assigns sequences to ranks and microbatches: "
-            f"{', '.join(SCHEDULERS)}, or a function of yours as module:function "
-            "(default: default, the least modelled step time)",
-        },
-        "--max-seqlen-per-dp-cp-rank": {
-            "type": int,
-            "metavar": "N",
-            "help": "tokens of a pack that one rank holds, at most",
-        },
-        "--over-length-policy": {
-            "choices": get_args(OverLengthPolicy),
-            "default": "error",
-            "help": "treatment of a sequence that no pack can hold (default: error)",
-        },
-        "--pack-cost": {
-            "metavar": "FILE",
-            "help": "what megatron-sft calibrate wrote: schedule by measured times "
-            "(default: by FLOPs)",
-        },
-        "--outlier-delay-steps": {
-            "type": int,
-            "default": 0,
-            "metavar": "K",
-            "help": "hold an unusually long sequence for up to K steps, to schedule several "
-            "together (default: 0)",
-        },
-        "--prefetch-global-batches": {
-            "type": int,
-            "default": 0,
-            "metavar": "K",
-            "help": "global batches that a thread prepares ahead; the script's iterator then "
-            "stands K batches ahead of the step (default: 0)",
-        },
-        "--logits-of-masked-tokens": {
-            "action": "store_true",
-            "help": "compute the output layer and the loss of masked tokens as well (to compare; "
-            "losses are equal)",
-        },
-    }
-    for flag, settings in options.items():
-        if flag not in parser._option_string_actions:
-            section.add_argument(flag, **settings)
-    return parser
 
 
 def install(
@@ -157,8 +90,8 @@ def install(
         ValueError: for settings that are not supported.
     """
     check_version("the packing plug-in", "or leave plugin.install out")
-    if arguments is None or _asks_for_packing(arguments):
-        _configure(config, arguments, megatron_lm_calls, payloads)
+    if arguments is None or asks_for_packing(arguments):
+        configure(config, arguments, megatron_lm_calls, payloads)
         check_config(config)
     taken_back = ExitStack()
     if _replace_schedules():
@@ -281,59 +214,6 @@ def _leave_out_masked_tokens(chunk: torch.nn.Module) -> None:
     gpt = unwrap_model(chunk)
     if isinstance(gpt, GPTModel) and not PackingOptions.of(gpt.config).logits_of_masked_tokens:
         skip_masked_tokens(gpt)
-
-
-def _asks_for_packing(arguments: argparse.Namespace) -> bool:
-    asks = bool(getattr(arguments, "sequence_packing", False))
-    for name in ("sequence_packing_scheduler", "pack_cost"):
-        if not asks and getattr(arguments, name, None) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} needs --sequence-packing")
-    return asks
-
-
-def _configure(
-    config: Any,
-    arguments: argparse.Namespace | None,
-    megatron_lm_calls: bool,
-    payloads: PayloadStore | None,
-) -> None:
-    """Writes the options to Megatron-LM's fields of `config`, the others as `PackingOptions`."""
-    from megatron.packing.step.settings import PackingOptions
-
-    for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"):
-        value = getattr(arguments, name, None)
-        if value is not None:
-            setattr(config, name, value)
-    if getattr(config, "sequence_packing_scheduler", None) is None:
-        config.sequence_packing_scheduler = "default"
-    options = _options(PackingOptions.of(config), config, arguments)
-    is_megatron_lm = megatron_lm_calls or options.megatron_lm_calls
-    config.sequence_packing_options = replace(
-        options,
-        megatron_lm_calls=is_megatron_lm,
-        payloads=options.payloads if payloads is None else payloads,
-    )
-
-
-def _options(options: PackingOptions, config: Any, arguments: object) -> PackingOptions:
-    """Returns the options with those of the command line."""
-    from megatron.packing.step.settings import measured_cost
-
-    given = {name: getattr(arguments, name, None) for name in _OPTIONS}
-    changes: dict[str, Any] = {}
-    for name in ("over_length_policy", "prefetch_global_batches", "logits_of_masked_tokens"):
-        if given[name]:
-            changes[name] = given[name]
-    if changes.get("prefetch_global_batches", 0) < 0:
-        raise ValueError(
-            "--prefetch-global-batches must be at least 0, but is "
-            f"{changes['prefetch_global_batches']}"
-        )
-    if given["pack_cost"] is not None:
-        changes["cost"] = measured_cost(read_fitted_cost(given["pack_cost"]), config)
-    if given["outlier_delay_steps"] and options.delay_queue is None:
-        changes["delay_queue"] = DelayQueue(given["outlier_delay_steps"])
-    return replace(options, **changes)
 
 
 def _is_packed(data_iterator: object, config: object, groups: object) -> bool:
