@@ -294,6 +294,7 @@ def install() -> None:
         lambda *_: torch.get_rng_state(),
         lambda state, *_: torch.set_rng_state(state),
     )
+    cuda.nccl.version = lambda: (2, 27, 3)  # torch's checkpoints log it
     tracked: Any = megatron.core.tensor_parallel.random
     tracked._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     tracked._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

@@ -70,3 +70,35 @@ def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path
     for of_step in found["reads"][1:]:  # the first asks which groups have weights
         assert len(of_step) == 1, of_step
         assert "clip_grads.py" in of_step[0]
+
+
+def test_an_optimizer_on_the_host_trains_and_continues_as_one_on_the_device(tmp_path: Path) -> None:
+    """Its checkpoints could not be read again, and its state came back on the other device; all
+    that without an error before the second run. Half of the weights' states stay on the device.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: make gpu-test")
+    run_ranks(write_model, 1, "llama3", tmp_path / "model")
+    offload = (
+        "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+    )
+    runs = {
+        "plain": "--save-interval 2",
+        "offloaded": f"--load {tmp_path}/plain/saved --ckpt-step 2 --save-interval 3 {offload}",
+        "continued": f"--load {tmp_path}/offloaded/saved --ckpt-step 3",
+    }
+    for name, flags in runs.items():
+        text = (
+            f"{ARGUMENTS} {flags} --use-distributed-optimizer --pretrained-checkpoint "
+            f"{tmp_path}/model --run-dir {tmp_path}/{name} --save {tmp_path}/{name}/saved"
+        )
+        status, output = train_forked(1, text.split(), main_on_stand_in)
+        assert status == 0, output
+        assert json.loads(output.partition(FOUND)[2])["mixed"] == []
+    plain = steps_of(tmp_path / "plain")
+    for name, first in (("offloaded", 3), ("continued", 4)):
+        found = steps_of(tmp_path / name)
+        assert list(found) == list(range(first, NUM_STEPS + 1))
+        for iteration, step in found.items():
+            for figure in ("loss", "grad_norm"):
+                assert step[figure] == plain[iteration][figure], (name, iteration)

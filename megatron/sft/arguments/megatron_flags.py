@@ -121,7 +121,8 @@ class Accepted(NamedTuple):
 
 
 _WITHOUT_EFFECT = """
---*-fusion --*nccl* --*sharp* --*straggler* --adlr-autoresume* --align-*
+--*-dropout-fusion --*-gelu-fusion --*rope-fusion --*-softmax-fusion --*nccl* --*sharp*
+--*straggler* --adlr-autoresume* --align-*
 --allow-ambiguous-pad-tokens --app-tag-* --apply-query-key-layer-scaling --async-ckpt-*
 --async-strategy --attention-softmax-in-fp32 --barrier-with-L1-time --batch-p2p-*
 --cache-mla-latents --calc-ft-timeouts --check-for-spiky-loss
@@ -145,7 +146,7 @@ _WITHOUT_EFFECT = """
 --moe-per-layer-logging --moe-router-fusion --moe-shared-expert-overlap --moe-token-drop-policy
 --no-data-sharding --no-position-embedding --no-use-layer-wise-param-layout --null-tokenizer-*
 --num-dataset-builder-threads --nvtx-ranges --object-storage-cache-path --one-logger* --onnx-safe
---otel-* --overlap-cpu-* --overlap-dispatch-* --overlap-moe-* --overlap-p2p-*
+--otel-* --overlap-dispatch-* --overlap-moe-* --overlap-p2p-*
 --overlap-param-gather-with-* --persist-layer-norm --pin-cpu-*
 --pipeline-model-parallel-comm-backend --record-memory-history --record-shapes
 --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
@@ -162,7 +163,7 @@ _ALWAYS_SO = """
 --accumulate-allreduce-grads-in-fp32 --auto-detect-ckpt-format --calculate-per-token-loss
 --check-for-nan-in-loss --check-for-nan-in-loss-and-grad --dataloader-inter-document-masking
 --exit-signal-handler --log-throughput --no-bias-dropout-fusion --no-bias-gelu-fusion
---no-bias-swiglu-fusion --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion
+--no-create-attention-mask-in-dataloader
 --no-masked-softmax-fusion --no-use-tokenizer-model-from-checkpoint-args
 --override-opt-param-scheduler --override-opt_param-scheduler --reset-attention-mask
 --reset-position-ids --sft --tokenizer-hf-use-fast --use-checkpoint-opt-param-scheduler
@@ -267,10 +268,8 @@ _REFUSED = {
         --eval-*-batch-size --full-validation --multiple-validation-sets --start-eval-at-iter
         --validation-set-names
     """,
-    "the optimizer's state is float32 and stays on the device; drop it": """
-        --exp-avg-* --main-*-dtype --optimizer-cpu-offload --optimizer-offload-fraction
-        --use-precision-aware-optimizer --use-torch-optimizer-for-cpu-offload
-    """,
+    "its buffers are of one length, and microbatches are not; drop it": "--tp-comm-overlap",
+    "pass --optimizer-cpu-offload": "--use-torch-optimizer-for-cpu-offload",
     "put the text into the data as it should be learned": "--fim-*",
     "pass --bf16": """
         --first-last-layers-bf16 --fp16 --fp4* --fp8* --hysteresis --initial-loss-scale --kitchen-*

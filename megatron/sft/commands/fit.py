@@ -214,6 +214,9 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
         else f"{config.training.micro_batch_size} rows of {model.seq_length:,} tokens"
     )
     experts = "" if model.num_experts is None else f", {options.expert_routing} routing of experts"
+    plain = ""
+    if config.optimizer.use_precision_aware_optimizer:
+        plain = "; the optimizer's state in float32 on the GPU, so that less is needed"
     stages = ""
     if len(set(config.layers_of_parts)) > 1:
         stages = f"; stages of {' '.join(map(str, config.layers_of_parts))} layers"
@@ -224,7 +227,7 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
         f"{', sequence parallel' * parallel.sequence_parallel}"
         f"{', optimizer sharded' * config.shards_optimizer}{stages}",
         f"assumes   {packs}, {options.loss_share:.0%} of them count for the loss{experts}; layers "
-        "without Transformer Engine",
+        f"without Transformer Engine{plain}",
     ]
 
 

@@ -7,6 +7,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.kernels import KernelConfig
+from megatron.sft.options.optimizer import OptimizerStateConfig
 from megatron.sft.options.training import TrainingConfig
 
 
@@ -118,7 +120,8 @@ def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
 
 def one_step(config: SFTConfig) -> SFTConfig:
     """Returns the same run for one step, with a plain schedule: no memory depends on either, and
-    how many steps --train-epochs makes is known only with the data.
+    how many steps --train-epochs makes is known only with the data. The optimizer's state and all
+    kernels are those without options, which need a GPU or packages, and no more memory.
     """
     training = config.training
     once = TrainingConfig(
@@ -129,7 +132,7 @@ def one_step(config: SFTConfig) -> SFTConfig:
         },
         train_iters=1,
     )
-    return replace(config, training=once)
+    return replace(config, training=once, optimizer=OptimizerStateConfig(), kernels=KernelConfig())
 
 
 def _of_layers(config: SFTConfig) -> list[Any]:

@@ -47,7 +47,15 @@ from megatron.sft.model.gpt_additions import add_to_gpt, logit_rule, parts_of, p
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
 from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.model.mcore_fixes import drop_unused_output_weight
+from megatron.sft.model.needs import check_needs
 from megatron.sft.options.config import SFTConfig
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.uint8,  # as Transformer Engine's Adam names it
+}
 
 
 class Training(NamedTuple):
@@ -73,6 +81,7 @@ def build_training(
     """Builds model, optimizer and schedule; collective (broadcasts initial weights over data
     parallel).
     """
+    check_needs(config, device)
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
     # Two products per matrix instead of three, as frozen weights have no gradients.
@@ -135,7 +144,12 @@ def build_transformer_config(
     last = parallel.decoder_last_pipeline_num_layers
     if first is not None and parallel.pipeline_model_parallel_size == 2:
         last = None  # one says all, and given both megatron-core divides by no stages in between
-    described = architecture(model) | {"attention_backend": AttnBackend[model.attention_backend]}
+    described = architecture(model) | {
+        "attention_backend": AttnBackend[model.attention_backend],
+        "bias_activation_fusion": config.kernels.bias_swiglu_fusion,
+        "moe_permute_fusion": config.kernels.moe_permute_fusion,
+        "gradient_accumulation_fusion": config.kernels.gradient_accumulation_fusion,
+    }
     if model.recompute_granularity == "full":
         described["recompute_method"] = model.recompute_method or "uniform"
         described["recompute_num_layers"] = model.recompute_num_layers or 1
@@ -194,7 +208,7 @@ def build_model(
     """
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.training.bf16,
+        grad_reduce_in_fp32=config.training.bf16 and config.optimizer.main_grads_dtype == "fp32",
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=config.shards_optimizer,
@@ -294,7 +308,7 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
     """Builds megatron-core's Adam, sharded over data parallel when asked; biases and norms without
     weight decay.
     """
-    training = config.training
+    training, state = config.training, config.optimizer
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=training.lr,
@@ -308,6 +322,16 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
         params_dtype=next(model[0].parameters()).dtype,
         use_distributed_optimizer=config.shards_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
+        use_precision_aware_optimizer=state.use_precision_aware_optimizer,
+        # the lower half of each main parameter; the upper one is the weight itself
+        store_param_remainders=state.main_params_dtype == "fp32",
+        main_grads_dtype=_DTYPES[state.main_grads_dtype],
+        main_params_dtype=_DTYPES[state.main_params_dtype],
+        exp_avg_dtype=_DTYPES[state.exp_avg_dtype],
+        exp_avg_sq_dtype=_DTYPES[state.exp_avg_sq_dtype],
+        optimizer_cpu_offload=state.optimizer_cpu_offload,
+        optimizer_offload_fraction=state.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=state.overlap_cpu_optimizer_d2h_h2d,
     )
     return get_megatron_optimizer(
         optimizer_config, model, config_overrides=get_standard_config_overrides(optimizer_config)

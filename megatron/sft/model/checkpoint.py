@@ -25,6 +25,7 @@ from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoint_files import CheckpointError, check_sound
 from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
+from megatron.sft.model.cpu_offload import make_adam_state
 from megatron.sft.model.unpickling import check_metadata, only_weights
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.packing import PackingConfig
@@ -254,7 +255,8 @@ def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any
     ]
     with torch.no_grad():
         if wanted.optimizer:
-            _make_adam_state(training)
+            for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
+                make_adam_state(part.optimizer)
         template = _sharded_state(training, is_loading=True, with_optimizer=wanted.optimizer)
         if not wanted.random_states:
             del template["random_states"]
@@ -306,21 +308,6 @@ def _sharded_state(
 def _frozen(gpt: torch.nn.Module) -> set[str]:
     """The parameters that a checkpoint leaves out: those of the base model, beside adapters."""
     return {name for name, parameter in gpt.named_parameters() if not parameter.requires_grad}
-
-
-def _make_adam_state(training: Training) -> None:
-    """Give torch's Adam what it makes in its first step, to load into; megatron-core's own way
-    leaves out `step`.
-    """
-    for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
-        inner = part.optimizer
-        if isinstance(inner, torch.optim.Adam):
-            for parameter in (p for group in inner.param_groups for p in group["params"]):
-                inner.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
 
 
 def _layout() -> list[int]:

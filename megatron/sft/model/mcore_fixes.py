@@ -16,11 +16,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.packing.model import auxiliary_losses
+from megatron.sft.model import cpu_offload
 
 
 def install() -> None:
     """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
     _define_te_general_gemm()
+    _ask_for_no_version_of_nothing()
     _recompute_norms_without_fp8()
     _count_no_tokens_for_biases()
     _load_distributed_adam()
@@ -29,6 +31,7 @@ def install() -> None:
     _tell_parameter_groups_apart_by_what_they_are()
     _save_without_other_processes()
     _keep_norms_on_the_device()
+    cpu_offload.install()
     auxiliary_losses.install()
 
 
@@ -52,6 +55,17 @@ def _define_te_general_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _ask_for_no_version_of_nothing() -> None:
+    """The options of a precision-aware optimizer compare Transformer Engine's version with another,
+    also where there is none.
+    """
+    from megatron.core import utils
+    from megatron.core.optimizer import optimizer_config
+
+    if utils.get_te_version() is None:
+        optimizer_config.is_te_min_version = lambda *_, **__: False  # type: ignore[assignment]
 
 
 def _recompute_norms_without_fp8() -> None:
@@ -204,7 +218,9 @@ def _keep_norms_on_the_device() -> None:
         chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: object
     ) -> tuple[Tensor, None]:
         (gradients,) = tensors
-        return torch.stack(torch._foreach_norm(gradients)).norm().float().reshape(1), None
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # of --main-grads-dtype bf16
+        norms = torch._foreach_norm(gradients, dtype=dtype)
+        return torch.stack(norms).norm().float().reshape(1), None
 
     # The norms of Transformer Engine and Apex do not wait for the device in the first place.
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:

@@ -16,8 +16,10 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import FlagError
 from megatron.packing.model.shape import Split, check_splits
 from megatron.sft.options.data import DataConfig
+from megatron.sft.options.kernels import KernelConfig
 from megatron.sft.options.lora import LoraConfig
 from megatron.sft.options.model import ModelConfig
+from megatron.sft.options.optimizer import OptimizerStateConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
 from megatron.sft.options.parallel import ParallelConfig
@@ -29,6 +31,8 @@ GROUPS = (
     PackingConfig,
     DataConfig,
     TrainingConfig,
+    OptimizerStateConfig,
+    KernelConfig,
     LoraConfig,
     OutputConfig,
 )
@@ -44,6 +48,8 @@ class SFTConfig:
     packing: PackingConfig
     data: DataConfig
     training: TrainingConfig
+    optimizer: OptimizerStateConfig = field(default_factory=OptimizerStateConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     output: OutputConfig
 
@@ -112,6 +118,8 @@ class SFTConfig:
             self._check_context()
             self._check_evaluations()
             self._check_lora()
+            self._check_optimizer_state()
+            self._check_kernels()
         except ValueError as failure:
             raise FlagError(str(failure)) from None
 
@@ -270,6 +278,40 @@ class SFTConfig:
             self.lora.check_layout(tensor, model.num_query_groups or model.num_attention_heads or 1)
         if self.lora.lora_merge and self.output.save_hf is None:
             raise ValueError("--lora-merge needs --save-hf")
+
+    def _check_optimizer_state(self) -> None:
+        if not self.optimizer.use_precision_aware_optimizer:
+            return
+        if self.lora.lora:
+            raise ValueError(
+                "--use-precision-aware-optimizer saves little with --lora, and was not checked "
+                "with it; drop one"
+            )
+        if not self.parallel.use_distributed_optimizer:
+            raise ValueError(
+                "--use-precision-aware-optimizer needs --use-distributed-optimizer; pass it"
+            )
+
+    def _check_kernels(self) -> None:
+        model, kernels = self.model, self.kernels
+        if kernels.bias_swiglu_fusion:
+            if not model.swiglu:
+                raise ValueError("--bias-swiglu-fusion needs --swiglu; drop it")
+            if model.activation_func_clamp_value is not None or model.glu_linear_offset:
+                raise ValueError(
+                    "--bias-swiglu-fusion leaves out --activation-func-clamp-value and "
+                    "--glu-linear-offset; drop it"
+                )
+            if model.num_experts is not None and not model.disable_bias_linear:
+                raise ValueError(
+                    "--bias-swiglu-fusion of experts needs --disable-bias-linear; drop it"
+                )
+        if kernels.moe_permute_fusion and model.num_experts is None:
+            raise ValueError("--moe-permute-fusion needs --num-experts; drop it")
+        if kernels.gradient_accumulation_fusion and self.lora.lora:
+            raise ValueError(
+                "--gradient-accumulation-fusion is of weights that --lora does not train; drop it"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for logs and checkpoints."""

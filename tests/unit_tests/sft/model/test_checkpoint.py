@@ -128,7 +128,9 @@ def test_a_sharded_optimizer_is_gathered_by_one_rank():
     away: twice the optimizer's bytes, eight times where eight ranks share a machine.
     """
     asked = []
-    optimizer = SimpleNamespace(get_parameter_state_dp_zero=lambda **how: asked.append(how))
+    optimizer = SimpleNamespace(
+        buffers=[], get_parameter_state_dp_zero=lambda **how: asked.append(how)
+    )
     save: Any = DistributedOptimizer.sharded_param_state_fully_reshardable
     assert save(optimizer, {}, is_loading=False, metadata=METADATA) is None
     assert asked == [

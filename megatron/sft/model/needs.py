@@ -1,0 +1,63 @@
+"""mcore. Options that need a GPU, or a package that is not always there: refused before anything is
+built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import moe_utils
+
+from megatron.sft.options.config import SFTConfig
+
+_OF_FUSED_ADAM = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
+_OF_PERMUTE_FUSION = (
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_unpermute",
+)
+
+
+def check_needs(config: SFTConfig, device: torch.device) -> None:
+    """Raises ValueError for an option that needs what is not here, with the way out."""
+    if config.optimizer.use_precision_aware_optimizer:
+        _check_optimizer(config, device)
+    if config.kernels.moe_permute_fusion and not all(
+        getattr(moe_utils, name, None) for name in _OF_PERMUTE_FUSION
+    ):
+        raise ValueError(
+            "--moe-permute-fusion needs Transformer Engine 2.1 or later; pip install "
+            "'transformer-engine[pytorch]>=2.9', or drop it"
+        )
+    if config.kernels.gradient_accumulation_fusion and not layers._grad_accum_fusion_available:
+        raise ValueError(
+            "--gradient-accumulation-fusion needs Apex with its CUDA extensions "
+            "(fused_weight_gradient_mlp_cuda); install it, or drop the option"
+        )
+
+
+def _check_optimizer(config: SFTConfig, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError("--use-precision-aware-optimizer needs a GPU; drop it")
+    if config.optimizer.optimizer_cpu_offload:
+        return
+    adam = _fused_adam()
+    if adam is None or _OF_FUSED_ADAM - set(inspect.signature(adam).parameters):
+        raise ValueError(
+            "--use-precision-aware-optimizer needs Transformer Engine's FusedAdam; pip install "
+            "'transformer-engine[pytorch]>=2.9', or pass --optimizer-cpu-offload"
+        )
+
+
+def _fused_adam() -> Any:
+    """Returns Transformer Engine's Adam; None where it is not installed."""
+    try:
+        return import_module("transformer_engine.pytorch.optimizers").FusedAdam
+    except ImportError:
+        return None
