@@ -20,24 +20,23 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from examples.benchmarks.peers_kinds import KINDS, Kind
+
 WARM_UPS = 2
-GLOBAL_BATCH_SIZE, LONGEST, PACK = 16, 1024, 2048
-"""Sequences of a step; most tokens of a sequence, and of a pack."""
+LONGEST, PACK = 1024, 2048
+"""Most tokens of a sequence, and of a pack."""
 ROWS = {
     "ours, padded": 8,
     "transformers, flattened": 1,
     "transformers, flattened in pairs": 2,
+    "transformers, flattened in fours": 4,
     "TRL, packed": 1,
     "TRL, padded": 8,
 }
 """Sequences of a microbatch of a process, for TRL's packing packs of LONGEST tokens. Few are
 quickest where nothing is
 padded: transformers' attention on CPU takes a mask of all pairs of a microbatch's tokens. Which of
-one and two is quicker depends on the machine.
-"""
-SEQUENCES_PER_PACK = 4
-"""About as many as a pack of LONGEST tokens holds: so a step of TRL's packing is as large as the
-others'.
+one, two and four is quickest depends on lengths and machine.
 """
 LR = 1e-4
 LLAMA: dict[str, Any] = {
@@ -53,12 +52,11 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def sequences(num_steps: int, masked: float) -> list[dict[str, list[int]]]:
+def sequences(num_steps: int, masked: float, kind: Kind) -> list[dict[str, list[int]]]:
     """Samples as transformers takes them: labels are the tokens, -100 where they are masked."""
     random = np.random.default_rng(1)
-    lengths = (
-        np.exp(random.normal(5.0, 1.0, num_steps * GLOBAL_BATCH_SIZE)).clip(8, LONGEST).astype(int)
-    )
+    logs = random.normal(kind.mean_log, kind.deviation, num_steps * kind.global_batch_size)
+    lengths = np.exp(logs).clip(8, LONGEST).astype(int)
     samples = []
     for length in lengths:
         tokens = random.integers(0, LLAMA["vocab_size"], length)
@@ -73,7 +71,8 @@ def main() -> None:
     rank, folder = int(os.environ["RANK"]), Path(asked.folder)
     marks: list[float] = []
     register_optimizer_step_post_hook(lambda *_: marks.append(time.process_time()))
-    data = sequences(asked.num_steps, asked.masked)
+    asked.kind = KINDS[asked.data]
+    data = sequences(asked.num_steps, asked.masked, asked.kind)
     train: Callable[..., tuple[list[int], float]] = (
         by_this_project if asked.name.startswith("ours") else by_peer
     )
@@ -89,7 +88,9 @@ def main() -> None:
     ):  # its first step is of other sequences, so one of just these is compared
         is_alone = asked.num_processes == 1
         result["loss"] = (
-            by_peer(asked, data[:GLOBAL_BATCH_SIZE], folder, rank)[1] if is_alone else None
+            by_peer(asked, data[: asked.kind.global_batch_size], folder, rank)[1]
+            if is_alone
+            else None
         )
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
 
@@ -103,7 +104,8 @@ def by_this_project(
     packing = f"--sequence-packing --max-seqlen-per-dp-cp-rank {PACK}"
     flags = (
         f"--pretrained-checkpoint {model_folder(folder, rank)} --mock-data --seq-length {LONGEST} "
-        f"--eval-iters 0 --global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {asked.num_steps} "
+        f"--eval-iters 0 --global-batch-size {asked.kind.global_batch_size} "
+        f"--train-iters {asked.num_steps} "
         f"--lr {LR} --lr-decay-style constant --weight-decay 0 --num-workers 0 --log-interval 1000 "
         f"{packing if asked.name == 'ours, packed' else f'--micro-batch-size {ROWS[asked.name]}'}"
     )
@@ -141,14 +143,13 @@ def by_peer(asked: Any, data: Sequence[Any], folder: Path, rank: int) -> tuple[l
     )
 
     model = LlamaForCausalLM.from_pretrained(model_folder(folder, rank), dtype=torch.float32)
-    is_packed, is_single = asked.name == "TRL, packed", len(data) == GLOBAL_BATCH_SIZE
-    rows = ROWS[asked.name] * (SEQUENCES_PER_PACK if is_packed else 1)
+    batch = asked.kind.global_batch_size
+    is_packed, is_single = asked.name == "TRL, packed", len(data) == batch
+    rows = ROWS[asked.name] * (asked.kind.sequences_per_pack if is_packed else 1)
     common: dict[str, Any] = {
         "output_dir": str(folder / "peer"),
-        "per_device_train_batch_size": GLOBAL_BATCH_SIZE if is_single else ROWS[asked.name],
-        "gradient_accumulation_steps": 1
-        if is_single
-        else GLOBAL_BATCH_SIZE // rows // asked.num_processes,
+        "per_device_train_batch_size": batch if is_single else ROWS[asked.name],
+        "gradient_accumulation_steps": 1 if is_single else batch // rows // asked.num_processes,
         "max_steps": 1 if is_single else asked.num_steps,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
