@@ -11,7 +11,7 @@ import inspect
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def python() -> str:
     lines = [_NOTE, "", "# Python names", "", "What users import. All else may change."]
     for name in MODULES:
         module = importlib.import_module(name)
-        lines += ["", f"## {name}", ""]
+        lines += ["", f"## {name}", "", "| name | |", "|---|---|"]
         found = getattr(module, "__all__", None) or [
             each
             for each, value in vars(module).items()
@@ -197,11 +197,18 @@ def python() -> str:
             value = getattr(module, each)
             is_ours = getattr(value, "__module__", "").startswith("megatron.")
             if is_ours and (inspect.isfunction(value) or inspect.isclass(value)):
-                lines.append(f"- `{each}`: {_sentence(value)}")
+                lines.append(f"| `{each}` | {_cell(_sentence(value))} |")
     return "\n".join(lines) + "\n"
 
 
 def _sentence(value: Any) -> str:
+    own = [
+        field.name
+        for field in (fields(value) if is_dataclass(value) else ())
+        if not field.name.startswith("__")
+    ]
+    if is_dataclass(value) and (inspect.getdoc(value) or "").startswith(f"{value.__name__}("):
+        return f"Sample of {', '.join(f'`{name}`' for name in own)}." if own else "Sample."
     text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
     return re.split(r"(?<=[a-z\)`])\. ", text)[0].rstrip(".") + "."
 

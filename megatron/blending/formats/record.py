@@ -18,7 +18,10 @@ _PROBE_BYTES = 4096
 
 
 class RecordError(ValueError):
-    """One record cannot be used. The message starts with where it stands: "train.jsonl:17: ..."."""
+    """Raised for a record that cannot be used.
+
+    The message starts with where it stands: "train.jsonl:17: ...".
+    """
 
 
 class RecordSource(Protocol):

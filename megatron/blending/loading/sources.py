@@ -50,6 +50,8 @@ class LoadedDataset(tuple[Any, Any]):
 
 
 class LoadedDatasetList(NamedTuple):
+    """Sources of a stream, and the meaning of their weights."""
+
     datasets: list[LoadedDataset]
     blend_mode: DatasetBlendMode
 

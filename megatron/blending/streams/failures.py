@@ -31,9 +31,7 @@ _MAX_IN_SILENCE = 1_000_000
 
 
 class SkipSample(Exception):
-    """A function raises it that wants no part of the sample, which is left out, silently, and
-    counted.
-    """
+    """Raised by a function that leaves a sample out, silently; the loader counts it."""
 
 
 class NotChosen(SkipSample):
@@ -41,7 +39,7 @@ class NotChosen(SkipSample):
 
 
 class FatalSampleError(RuntimeError):
-    """Too many samples in a row failed, or one did in a way that others will too."""
+    """Raised when too many samples in a row failed, or one did in a way that others will too."""
 
 
 class Failure(NamedTuple):

@@ -79,8 +79,9 @@ class SameOutputs(SavableDataset[Any]):
 
 
 class MapDataset(SameOutputs):
-    """`map_fn` changes each output. It may raise SkipSample, and give several outputs by being a
-    generator.
+    """Changes each output by `map_fn`.
+
+    It may raise SkipSample, and give several outputs by being a generator.
     """
 
     def __init__(

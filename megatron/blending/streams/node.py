@@ -98,8 +98,8 @@ class Binding:
 
 
 class SavableDataset(Generic[T_co]):
-    """A description of a node, which may stand in several trees; a loader works on a copy that is
-    bound to its place.
+    """A node of a stream. It may stand in several trees: a loader works on a copy that is bound to
+    its place.
 
     Iterating over it iterates over a loader of its own.
     """

@@ -154,8 +154,8 @@ class LimitDataset(PositionsDataset):
 
 
 class EpochizeDataset(PositionsDataset):
-    """Its epoch has `length` outputs, or `num_epochs` times the data's own length; the next pass
-    continues from there.
+    """Data set whose epoch has `length` outputs, or `num_epochs` times the data's own length; the
+    next pass continues from there.
 
     A finite data set is repeated for ever within. `length` is of each rank where only maps are
     above (as energon's virtual epochs), else of the whole stream; together with `num_epochs` it is

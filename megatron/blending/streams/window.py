@@ -38,8 +38,9 @@ LeftOut = SkippedSample
 
 
 class WindowDataset(SavableDataset[Any]):
-    """Output k is a list of `length` outputs of the child, from its position `first + k * length`
-    on.
+    """Lists of `length` consecutive outputs of the child, from its position `first` on.
+
+    Output k begins at position `first + k * length`.
 
     Where a sample makes no output, or several, its SkippedSample stands in the list: a batch is
     filled with what follows, a window never is. So what stands in it follows from its number, and

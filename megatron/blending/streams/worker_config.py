@@ -20,8 +20,9 @@ _LEAST = {"num_workers": 0, "num_shards": 1, "failure_tolerance": 0}
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Ranks are data-parallel ranks. The stream of samples is the same for any numbers of ranks and
-    workers.
+    """A data-parallel rank and its worker processes.
+
+    The stream of samples is the same for any numbers of ranks and workers.
     """
 
     rank: int | None = None

@@ -25,7 +25,7 @@ def generic_batch(values: Sequence[Any]) -> Any:
 
 
 def generic_concat(values: Sequence[Any]) -> Any:
-    """Does as `generic_batch`, but tensors are concatenated by `concat_pad`.
+    """Makes a batch as `generic_batch` does, but concatenates tensors by `concat_pad`.
 
     What is not a tensor becomes a list of the parts: two captions of batches of one are `[["a"],
     ["b"]]`.
@@ -48,6 +48,7 @@ def homogeneous_concat_mix(samples: Sequence[Any]) -> Any:
 
 
 def batch_list(values: Sequence[Any]) -> list[Any]:
+    """Returns the values as a list."""
     return list(values)
 
 

@@ -33,7 +33,7 @@ class PlainReader:
 
 @dataclass(frozen=True)
 class Cooker:
-    """A Cooker makes samples of CrudeSamples, for the sources that have all of `has_subflavors`.
+    """Makes samples of CrudeSamples, for the sources that have all of `has_subflavors`.
 
     Called `cook(sample, **aux)` with the stores that the metadataset names, and with what `cooker`
     asks for.

@@ -18,7 +18,7 @@ from megatron.blending.streams.failures import FatalSampleError
 
 
 class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """Converts, where types are given, by the names of their fields; else leaves samples as they
+    """Converts samples by the names of their fields where types are given; else leaves them as they
     are.
     """
 

@@ -69,6 +69,8 @@ class _Fields:
 
 @edataclass
 class Sample(_Fields):
+    """Base of samples: where a sample came from, without content."""
+
     __key__: str
     __restore_key__: tuple[Any, ...] = ()
     __subflavors__: dict[str, Any] | None = None
@@ -107,7 +109,7 @@ class Sample(_Fields):
 
 
 class CrudeSample(dict[str, Any]):
-    """A crude sample has the parts of a record by name, as read: for a cooker, or for
+    """Parts of a record by name, as read: for a cooker, or for
     `encode_sample`.
     """
 
@@ -191,7 +193,7 @@ class VidQASample(Sample):
 
 @edataclass
 class Batch(_Fields):
-    """A batch holds samples put together. `__key__` and the like hold one entry per sample."""
+    """Samples put together. `__key__` and the like hold one entry per sample."""
 
     __key__: list[str] = field(default_factory=list)
     __restore_key__: Any = ()
@@ -220,7 +222,7 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {kind.__name__: kind for kind in Sample.
 def basic_sample_keys(
     sample: object, additional_source_info: tuple[SourceInfo, ...] = ()
 ) -> dict[str, Any]:
-    """Return the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude),
+    """Returns the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude),
     text=t)`.
 
     `additional_source_info`: what else it was made of.

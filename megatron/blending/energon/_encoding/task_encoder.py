@@ -35,8 +35,9 @@ T_batch = TypeVar("T_batch")
 
 
 class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """Override what the task needs. Methods are called in loader workers, for each sample or
-    batch."""
+    """Base of encoders: override what the task needs. Methods are called in loader workers,
+    for each sample or batch.
+    """
 
     cookers: Sequence[Cooker] = ()
     decoder: Any = DECODE

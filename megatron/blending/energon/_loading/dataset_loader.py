@@ -29,7 +29,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class DatasetLoaderInterface:
-    """Sources can be read from it."""
+    """Something that sources can be read from."""
 
     def node(self, split_part: str, settings: Reference) -> Node:
         """Return the tree of sources of a split; `settings`: what holds for all of it."""
@@ -134,7 +134,7 @@ class MetadatasetV2(_Metadataset):
 
 
 def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderInterface:
-    """Return what gives the sources at `path`. `options`: those of DatasetLoader, where it is
+    """Returns the loader of the sources at `path`. `options`: those of DatasetLoader, where it is
     data."""
     location = os.fspath(path)
     check_options(options)

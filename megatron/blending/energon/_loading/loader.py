@@ -47,8 +47,8 @@ def get_loader(
 def get_savable_loader(
     dataset: SavableDataset[T_co], worker_config: WorkerConfig | None = None, **options: Any
 ) -> "Loader[T_co]":
-    """Return as `get_loader` does one of which also of finite data a `for` continues where the last
-    one stopped.
+    """Returns a loader as `get_loader` does, in which a `for` over finite data continues where the
+    last one stopped.
     """
     loader = get_loader(dataset, worker_config, **options)
     loader.is_savable = True

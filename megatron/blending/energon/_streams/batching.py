@@ -43,8 +43,8 @@ class BatchCollector:
 
 
 class BatchDataset(CollectingDataset):
-    """`batcher` makes one of each `batch_size` outputs; the last batch of finite data may be
-    smaller.
+    """Makes a batch of each `batch_size` outputs with `batcher`; the last batch of finite data may
+    be smaller.
 
     A batch is of `batch_size` consecutive outputs. Where some of these are left out, the rest waits
     on the rank for the rest of other batches, and all of them are full. At the end of finite data
