@@ -202,14 +202,12 @@ def python() -> str:
 
 
 def _sentence(value: Any) -> str:
-    own = [
-        field.name
-        for field in (fields(value) if is_dataclass(value) else ())
-        if not field.name.startswith("__")
-    ]
-    if is_dataclass(value) and (inspect.getdoc(value) or "").startswith(f"{value.__name__}("):
-        return f"Sample of {', '.join(f'`{name}`' for name in own)}." if own else "Sample."
-    text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    said = inspect.getdoc(value) or ""
+    if is_dataclass(value) and said.startswith(f"{getattr(value, '__name__', '')}("):
+        # Python's own, of a dataclass without a docstring: `ImageSample(*, image: ...`
+        names = [field.name for field in fields(value) if not field.name.startswith("__")]
+        return f"Sample of {', '.join(f'`{name}`' for name in names)}."
+    text = " ".join(said.split("\n\n")[0].split())
     return re.split(r"(?<=[a-z\)`])\. ", text)[0].rstrip(".") + "."
 
 
