@@ -53,15 +53,15 @@ class Stage(NamedTuple):
     """Which ranks call it: any, data ranks, or the scheduling rank."""
 
 
-_DATA_PATH = "megatron.packing.step.global_batch"
+_EXCHANGE = "megatron.packing.step.exchange"
 STAGES = {
     "start": Stage("megatron.sft.data.datasets", "build_datasets"),
     "draw": Stage("megatron.sft.data.stream:SampleStream", "__next__", 3, "data"),
     "encode": Stage("megatron.sft.data.chat_encoder:ChatEncoder", "encode", 5, "data"),
-    "gather": Stage(_DATA_PATH, "_gather", 2, "data"),
-    "decide": Stage(_DATA_PATH, "decide", 2, "scheduling"),
-    "move": Stage(_DATA_PATH, "_move", 2, "data"),
-    "pack": Stage(_DATA_PATH, "pack", 2),
+    "gather": Stage(_EXCHANGE, "gather", 2, "data"),
+    "decide": Stage(_EXCHANGE, "decide", 2, "scheduling"),
+    "move": Stage("megatron.packing.step.global_batch", "move", 2, "data"),
+    "pack": Stage("megatron.packing.step.global_batch", "pack", 2),
     "forward": Stage("megatron.sft.passes", "forward_step", 2),
     "backward": Stage("megatron.core.pipeline_parallel.schedules", "backward_step", 2),
     "optimizer": Stage("megatron.sft.train:Trainer", "_update", 2),

@@ -211,8 +211,7 @@ def _first(
     ways = [] if grouped is None else [grouped]
     if not ways or length.size <= limits.large_batch:
         even = place_longest_first(length, cost, packs.each_alone())
-        dealt = deal(cost, tight.pack if even is None else even, packs)
-        ways.append(split_ranks(length, cost, dealt, packs, only_where_lower=True))
+        ways.append(_dealt(request, tight.pack if even is None else even, packs))
     if is_quick:
         best = min(ways, key=lambda pack: _flow_shop_time(request, pack, packs))
         return order_each_rank(request, best, packs, num_shapes=1)
@@ -230,10 +229,15 @@ def _refine(
     ways = sorted(bisected, key=lambda pack: _flow_shop_time(request, pack, packs))[:2]
     even = bisect_ranks(length, cost, packs.each_alone(), 2 * low)
     if even is not None:
-        dealt = deal(cost, even, packs)
-        ways.append(split_ranks(length, cost, dealt, packs, only_where_lower=True))
+        ways.append(_dealt(request, even, packs))
     ordered = [order_each_rank(request, pack, packs) for pack in ways]
     return _trade(request, min([placed, *ordered], key=_TIME), limits)
+
+
+def _dealt(request: ScheduleRequest, pack: IntArray, packs: Packs) -> IntArray:
+    """Packs that are numbered anyhow, on ranks of even cost; each rank's made even once more."""
+    _, length, cost = request.sorted
+    return split_ranks(length, cost, deal(cost, pack, packs), packs, only_where_lower=True)
 
 
 def _trade(

@@ -19,10 +19,9 @@ exception while loading or scheduling, a batch that no schedule fits) is raised 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +30,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.columns import (
-    AXIS_POSITIONS,
-    PAYLOADS,
-    IntArray,
-    num_words,
-)
+from megatron.packing.batch.columns import AXIS_POSITIONS, PAYLOADS
 from megatron.packing.batch.microbatches import (
     Microbatch,
     copied_ahead,
@@ -46,12 +40,14 @@ from megatron.packing.batch.microbatches import (
 )
 from megatron.packing.batch.payload_bytes import payloads_of_packs
 from megatron.packing.batch.payloads import Payload
-from megatron.packing.batch.samples import Samples, joined
-from megatron.packing.batch.tree_shapes import shaped
-from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
-from megatron.packing.step.delay import Delayed, DelayQueue, used_payloads, with_payloads
+from megatron.packing.batch.samples import Samples
+from megatron.packing.batch.tree_shapes import ShapedTrees, shaped
+from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport
+from megatron.packing.step.delay import Delayed, DelayQueue
+from megatron.packing.step.exchange import decide_together, move
 from megatron.packing.step.groups import data_groups
-from megatron.packing.step.load import Loaded, load_samples
+from megatron.packing.step.load import load_samples
+from megatron.packing.step.local import LocalSamples
 from megatron.packing.step.payloads import (
     Moved,
     PayloadError,
@@ -59,14 +55,12 @@ from megatron.packing.step.payloads import (
     Restore,
     move_payloads,
 )
-from megatron.packing.step.replica import Part, StepPlan, broadcast, broadcast_part
+from megatron.packing.step.replica import Part, StepPlan, broadcast_part
 from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
 from megatron.packing.step.trees import reason_against, warn_of_parts, warn_of_paths_apart
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
-
-T = TypeVar("T")
 
 
 class PackedIterator(Iterator[Microbatch]):
@@ -192,50 +186,66 @@ def _load_and_place(
         name,
         None if store is None else store.cost_of,
     )
-    delayed, local, held = None, loaded.samples, loaded.payloads
-    if queue is not None:
-        # megatron-core's RerunDataIterator gives the samples of the step before once more while
-        # `replaying`. The queue then begins where that step began.
-        delayed = queue.begin(is_repeated=getattr(iterator, "replaying", False))
-        try:
-            local, held = with_payloads(
-                [(delayed.samples, delayed.payloads), (loaded.samples, loaded.payloads)]
-            )
-        except ValueError as failure:
-            loaded = Loaded.failed(f"{name}: {failure}")
+    # megatron-core's RerunDataIterator gives the samples of the step before once more while it is
+    # `replaying`.
+    is_repeated = getattr(iterator, "replaying", False)
+    local = LocalSamples.of(loaded, queue, name, is_repeated=is_repeated)
     # The queue holds trees as they were loaded; their shape is that of this layout.
-    own = shaped(local, settings.trees)
+    own = shaped(local.samples, settings.trees)
     if exchange.rank() == 0:
-        warn_of_paths_apart(local, settings.paths_apart)
-        if not settings.paths_apart:
-            warn_of_parts(own)
-    report = RankReport.of(loaded, delayed, own, settings.alignment)
-    decision = _decide(report, num_fetches, settings, exchange, queue)
+        _warn_of_trees(local.samples, own, settings)
+    report = RankReport.of(local.loaded, local.delayed, own, settings.alignment)
+    max_delay = None if queue is None else queue.max_steps
+    decision = decide_together(report, num_fetches, settings, exchange, max_delay)
     if not isinstance(decision, Decision):
         return Part(decision, Samples.none())
     samples = own.samples.in_form(decision.form)
-    stats, moved = decision.stats, None
+    moved: Moved | None = None
     if PAYLOADS in decision.form:
         try:
-            moved = _move_payloads(samples, held, decision, exchange, store, iterator)
+            moved = _move_payloads(samples, local.payloads, decision, exchange, store, iterator)
         except PayloadError as failure:
             return Part(str(failure), Samples.none())
+    if queue is not None:
+        waits = decision.rank[decision.source_rank == exchange.rank()] < 0
+        queue.finish(local.left_behind(own.part_of[waits]))
+    samples, microbatch = move(samples, decision, exchange)
+    part = _part_of(samples, microbatch, decision, moved)
+    return part if exchange.rank() == 0 else part._replace(decision=None)
+
+
+def _warn_of_trees(loaded: Samples, own: ShapedTrees, settings: PackingSettings) -> None:
+    warn_of_paths_apart(loaded, settings.paths_apart)
+    if not settings.paths_apart:
+        warn_of_parts(own)
+
+
+def _part_of(
+    samples: Samples,
+    microbatch: npt.NDArray[np.int32],
+    decision: Decision,
+    moved: Moved | None,
+) -> Part:
+    """Returns the part of this replica, with its samples by microbatch.
+
+    Args:
+        samples, microbatch: those that it trains, in the order in which they arrived.
+        moved: their payloads; None where no sample of the step has any.
+    """
+    stats = decision.stats
+    if moved is not None:
         stats = replace(
             stats,
             payloads=moved.number,
             payload_bytes=moved.max_bytes,
             moved_payload_bytes=moved.sent_bytes,
         )
-    if queue is not None and delayed is not None:
-        waits = own.part_of[decision.rank[decision.source_rank == exchange.rank()] < 0]
-        queue.finish(_left_behind(waits, delayed, local, held))
-    samples, microbatch = _move(samples, decision, exchange)
     order = np.argsort(microbatch, kind="stable")
     samples = samples.take(order)
-    num_sequences = np.bincount(microbatch, minlength=decision.stats.microbatches)
+    num_sequences = np.bincount(microbatch, minlength=stats.microbatches)
     plan = StepPlan(stats, num_sequences, samples.sizes, samples.form)
-    of_sequences = () if moved is None else [moved.held[i] for i in order.tolist()]
-    return Part(plan, samples, decision if exchange.rank() == 0 else None, of_sequences)
+    payloads = () if moved is None else [moved.held[i] for i in order.tolist()]
+    return Part(plan, samples, decision, payloads)
 
 
 def _move_payloads(
@@ -254,91 +264,3 @@ def _move_payloads(
     numbers = samples.columns[PAYLOADS].tolist()
     of_sequences = [None if number < 0 else held[number] for number in numbers]
     return move_payloads(of_sequences, target, exchange, store, restore)
-
-
-def _decide(
-    report: RankReport,
-    num_fetches: int,
-    settings: PackingSettings,
-    exchange: dist.ProcessGroup,
-    queue: DelayQueue | None,
-) -> Decision | str | None:
-    """Returns the scheduling rank's decision, or its error, on all data ranks."""
-    reports = _gather(report, exchange)
-    decision: Decision | str | None = None
-    if reports is not None:
-        max_delay = None if queue is None else queue.max_steps
-        try:
-            decision = decide(reports, num_fetches, settings, max_delay)
-        except GlobalBatchError as failure:  # the other data ranks wait for an answer
-            decision = str(failure)
-    return broadcast(decision, 0, exchange)
-
-
-def _gather(report: RankReport, exchange: dist.ProcessGroup) -> list[RankReport] | None:
-    """Returns all reports on the first data rank, which schedules; None on the others."""
-    if exchange.size() == 1:
-        return [report]
-    # gather_object would send all ranks all sizes first, in a ring, and pad each report to the
-    # largest.
-    mine = torch.frombuffer(bytearray(pickle.dumps(report)), dtype=torch.uint8)
-    size, first = torch.tensor([mine.numel()]), dist.get_global_rank(exchange, 0)
-    if exchange.rank() != 0:
-        dist.gather(size, dst=first, group=exchange)
-        dist.send(mine, first, group=exchange)
-        return None
-    sizes = [torch.empty_like(size) for _ in range(exchange.size())]
-    dist.gather(size, sizes, dst=first, group=exchange)
-    reports = [report]
-    for rank in range(1, exchange.size()):
-        other = torch.empty(int(sizes[rank]), dtype=torch.uint8)
-        dist.recv(other, dist.get_global_rank(exchange, rank), group=exchange)
-        reports.append(pickle.loads(other.numpy().tobytes()))
-    return reports
-
-
-def _left_behind(
-    stays: IntArray, delayed: Delayed, local: Samples, held: Sequence[Payload]
-) -> Delayed:
-    """Returns the local sequences `stays`, which wait for a later step, one step later than
-    before.
-    """
-    steps = np.zeros(local.lengths.size, np.int64)
-    steps[: delayed.steps.size] = delayed.steps  # those that waited come first in `local`
-    samples, payloads = used_payloads(local.take(stays), held)
-    return Delayed(samples, steps[stays] + 1, payloads)
-
-
-def _move(
-    samples: Samples, decision: Decision, exchange: dist.ProcessGroup
-) -> tuple[Samples, npt.NDArray[np.int32]]:
-    """Sends each sample to the data rank of the replica that trains it; returns those that this
-    replica trains, and the microbatch of each.
-
-        rank 0 holds a b c with targets 1 0 1, rank 1 holds d e with targets 0 1
-        ->    rank 0 receives b d, rank 1 receives a c e: by source, then in the order held there
-    """
-    rank, size = exchange.rank(), exchange.size()
-    target = decision.rank[decision.source_rank == rank]
-    # Sequences that wait have target -1, and are sorted before all others.
-    order = np.argsort(target, kind="stable")[int((target < 0).sum()) :]
-    outgoing = samples.take(order)
-    mine = decision.rank == rank
-    if size == 1:
-        return outgoing, decision.microbatch[mine]
-    parts = outgoing.split(np.bincount(target[order], minlength=size))
-    words = [part.to_words() for part in parts]
-    sources = np.bincount(decision.source_rank[mine], minlength=size)
-    sizes = decision.sizes.take(mine).split(np.cumsum(sources)[:-1])
-    receive = [num_words(part, decision.form) for part in sizes]
-    incoming = torch.empty(sum(receive), dtype=torch.int32)
-    dist.all_to_all_single(
-        incoming,
-        torch.from_numpy(np.concatenate(words)),
-        receive,
-        [part.size for part in words],
-        group=exchange,
-    )
-    received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
-    arrived = [Samples.from_words(part, its, decision.form) for part, its in zip(received, sizes)]
-    return joined(arrived), decision.microbatch[mine]

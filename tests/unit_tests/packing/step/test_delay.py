@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.tree_shapes import ShapedTrees
+from megatron.packing.step.decide import RankReport
 from megatron.packing.step.delay import Delayed, DelayQueue
+from megatron.packing.step.load import Loaded
+from megatron.packing.step.local import LocalSamples
 from tests.unit_tests.packing.batch.test_samples import (
     extra_of,
     parts_of,
@@ -123,6 +128,19 @@ def test_a_state_of_another_version_is_refused(version: dict[str, int]) -> None:
         ValueError, match="as another version wrote them; continue it with that version"
     ):
         DelayQueue(1).load_state_dict([{**state, **version}], 0, 1)
+
+
+def test_samples_with_other_columns_than_those_that_wait_are_reported() -> None:
+    """An exception here instead would leave the other ranks waiting for this one's report."""
+    queue = DelayQueue(1)
+    queue.finish(delayed(2)._replace(samples=with_extra(delayed(2).samples)))
+    loaded = Loaded(samples=delayed(3, 4, 5).samples, fetch=np.array([0, 1, 1]))
+    local = LocalSamples.of(loaded, queue, "rank 1", is_repeated=False)
+    own = ShapedTrees(local.samples, np.arange(local.samples.lengths.size))
+    report = RankReport.of(local.loaded, local.delayed, own, Alignment())
+    assert report.error is not None
+    assert report.error.startswith("rank 1: 'advantages' must be in all samples")
+    assert report.lengths.size == report.fetch.size == 0
 
 
 def test_extra_columns_wait_with_their_sequences() -> None:
