@@ -4,9 +4,9 @@ the help.
 `hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take
 back what a YAML file says); a field without default is required; one with metadata `{"positional":
 True}` has no dashes, a list with
-`{"repeatable": True}` gathers what its repeated flag gives (else the last one counts). `--config
-FILE` gives options in YAML under the same names; flags on the command line win. Where the help says
-NAMES, metadata `{"names": ...}` has them.
+`{"repeatable": True}` gathers what its repeated flag gives (else the last one counts), text with
+`{"is_json": True}` may be a mapping in YAML. `--config FILE` gives options in YAML under the same
+names; flags on the command line win. Where the help says NAMES, metadata `{"names": ...}` has them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import sys
 import textwrap
 import types
@@ -179,6 +180,8 @@ def build_parser(groups: Sequence[type], command: Command, *, shows_help: bool) 
                 section.add_argument(field.name, nargs="?", default=field.default, help=help_text)
                 continue
             kind = _argument_kind(hints[field.name])
+            if field.metadata.get("is_json"):
+                kind |= {"type": _json_text, "metavar": "JSON"}
             if field.metadata.get("repeatable"):
                 kind["action"] = _Extend
             section.add_argument(
@@ -204,6 +207,11 @@ def _argument_kind(hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+", "type": typing.get_args(hint)[0], "metavar": "X"}
     return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
+
+
+def _json_text(text: str) -> str:
+    """Returns the text of an option that is JSON; in a YAML file it may be a mapping."""
+    return text
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -299,6 +307,8 @@ def _value_of_yaml(action: argparse.Action, value: object) -> Any:
 def _scalar(action: argparse.Action, value: object) -> Any:
     if isinstance(value, date):  # YAML reads 2025-06-30 as one
         value = value.isoformat()
+    if isinstance(value, dict) and action.type is _json_text:
+        value = json.dumps(value)
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         raise TypeError
     converted = action.type(str(value)) if callable(action.type) else value

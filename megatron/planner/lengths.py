@@ -69,6 +69,8 @@ class LengthOptions:
     """File with a chat template, instead of the tokenizer's."""
     template_date: str | None = None
     """Date YYYY-MM-DD for chat templates that ask for today's, as in training."""
+    chat_template_kwargs: str | None = field(default=None, metadata={"is_json": True})
+    """Variables of the chat template, as JSON, as in training."""
     train_turns: Literal["served", "all", "last"] | None = None
     """Turns of chats that are trained, as in training, whose default it has."""
     data_columns: str | None = None

@@ -1,5 +1,5 @@
 """mcore. Options by which a run makes samples of conversations: as its checkpoint did, unless
---train-turns and --template-date say otherwise.
+--train-turns, --template-date and --chat-template-kwargs say otherwise.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from typing import Any
 
 from megatron.sft.model.checkpoint import read_common
 from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
+from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import TrainTurns
 
 
 def with_samples_of_checkpoint(config: SFTConfig) -> SFTConfig:
-    """Returns the options with the --train-turns and --template-date of the checkpoint of --load,
-    where they name none.
+    """Returns the options with the --train-turns, --template-date and --chat-template-kwargs of the
+    checkpoint of --load, where they name none.
 
-    A checkpoint that says nothing was trained with all turns in one rendering, and no date.
+    A checkpoint that says nothing was trained with all turns in one rendering, no date and no
+    variables.
     """
     data = config.data
-    if data.mock_data or (data.train_turns is not None and data.template_date is not None):
+    given = (data.train_turns, data.template_date, data.chat_template_kwargs)
+    if data.mock_data or None not in given:
         return config
     saved = _saved(config)
     if saved is None:
@@ -32,6 +35,7 @@ def with_samples_of_checkpoint(config: SFTConfig) -> SFTConfig:
             data,
             train_turns=data.train_turns or saved.get("train_turns", "all"),
             template_date=data.template_date or saved.get("template_date"),
+            chat_template_kwargs=data.chat_template_kwargs or saved.get("chat_template_kwargs"),
         ),
     )
 
@@ -69,3 +73,10 @@ def notes_on_samples(given: SFTConfig, resolved: SFTConfig, turns: TrainTurns) -
     if resolved.data.today is not None:
         whose = "" if given.data.template_date else ", as the checkpoint has it"
         yield f"the chat template's date is {resolved.data.today} (--template-date{whose})"
+    variables = resolved.data.template_choice.variables
+    if variables:
+        whose = "" if given.data.chat_template_kwargs else ", as the checkpoint has it"
+        yield (
+            f"the chat template's variables are {to_json(variables)} (--chat-template-kwargs"
+            f"{whose}); serve the model with the same"
+        )

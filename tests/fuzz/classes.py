@@ -579,7 +579,7 @@ def _template(folder: Path) -> tuple[Sequence[bytes], Read]:
 
     def read(content: bytes) -> None:
         from megatron.packing.user_files import read_text
-        from megatron.sft.data.chat_template import ChatTemplate
+        from megatron.sft.data.templates.chat_template import ChatTemplate
 
         (folder / "fuzzed.jinja").write_bytes(content)
         template = ChatTemplate(read_text(folder / "fuzzed.jinja"), {"eos_token": "<|im_end|>"})

@@ -119,7 +119,8 @@ _WAYS = {
         dataset_text_field dataset_kwargs formatting remove_unused_columns columns dataset_dir
         dataset_config dataset_format
     """,
-    "drop it: thoughts are trained as the records have them": "enable_thinking",
+    "thoughts are trained as the records have them; for the template's variable pass "
+    '--chat-template-kwargs {"enable_thinking": ...}': "enable_thinking",
     "drop it: tokens are counted in every run": "include_num_input_tokens_seen",
     "drop it: files of weights are safetensors": "save_safetensors load_safetensors",
     "drop it: without --save nothing but --save-hf is written": "save_only_model",

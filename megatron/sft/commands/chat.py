@@ -20,6 +20,7 @@ from megatron.packing.flags import FlagError, check_range, parse_flags
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoint_folder import distributed_checkpoint
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+from megatron.sft.options.chat_template import read_variables
 
 _ENDS = ("/exit", "/quit")
 _CLEAR = "/clear"
@@ -40,6 +41,8 @@ class ChatOptions:
     """Share of probability that random answers are drawn from."""
     system: str | None = None
     """System message that each conversation begins with."""
+    chat_template_kwargs: str | None = field(default=None, metadata={"is_json": True})
+    """Variables of the chat template, as JSON, such as {"enable_thinking": false}."""
     seed: int = 1234
     """Random seed."""
 
@@ -49,6 +52,7 @@ class ChatOptions:
         check_range(self, 1, None, "max_new_tokens")
         check_range(self, 0, None, "temperature", "seed")
         check_range(self, 1e-6, 1, "top_p")
+        read_variables(self.chat_template_kwargs)
 
 
 class Speaker(Protocol):
@@ -69,7 +73,11 @@ class TransformersSpeaker(NamedTuple):
         from transformers import TextStreamer
 
         inputs = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            list(messages),
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            **read_variables(options.chat_template_kwargs),
         ).to(self.model.device)
         inputs.pop("token_type_ids", None)
         samples = options.temperature > 0

@@ -31,7 +31,8 @@ from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
 from megatron.sft.data.tokenizer import build_tokenizer
-from megatron.sft.options.data import read_date, tokenizer_type_of
+from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
+from megatron.sft.options.data import tokenizer_type_of
 from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
 
@@ -182,8 +183,11 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
         tokenizer_type,
         options.tokenizer_model,
         vocab_size,
-        options.chat_template,
-        read_date(options.template_date),
+        TemplateChoice(
+            options.chat_template,
+            read_date(options.template_date),
+            read_variables(options.chat_template_kwargs),
+        ),
     )
     turns = options.train_turns or ("served" if tokenizer.contexts == "differ" else "all")
     columns = parse_columns(options.data_columns)

@@ -161,6 +161,8 @@ def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Sequences:
         tokenizer_type=data.tokenizer_type,
         tokenizer_model=data.tokenizer_model,
         chat_template=data.chat_template,
+        template_date=data.template_date,
+        chat_template_kwargs=data.chat_template_kwargs,
         train_turns=data.train_turns,
         seq_length=config.model.seq_length,
         over_length_policy=config.packing.over_length_policy,

@@ -36,6 +36,7 @@ COMMON = {
         "tokenizer_model",
         "tokenizer_type",
         "chat_template",
+        "chat_template_kwargs",
         "data_columns",
         "train_turns",
         "sequence_packing",

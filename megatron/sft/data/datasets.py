@@ -44,6 +44,7 @@ from megatron.sft.data.prompts import Prompt, read_prompts
 from megatron.sft.data.sample_set import SampleSet, blended, concatenated
 from megatron.sft.data.source_names import short_names
 from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig, TrainTurns
 
@@ -91,8 +92,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
         data.resolved_tokenizer_type,
         data.tokenizer_model,
         data.vocab_size,
-        data.chat_template,
-        data.today,
+        data.template_choice,
     )
     encoder = ChatEncoder(
         tokenizer,
@@ -115,6 +115,8 @@ def build_datasets(config: SFTConfig) -> Datasets:
     made_by: dict[str, str] = {} if turns == "all" else {"train_turns": turns}
     if data.template_date is not None:
         made_by["template_date"] = str(data.today)
+    if data.template_choice.variables:
+        made_by["chat_template_kwargs"] = to_json(data.template_choice.variables)
     if made_by:
         train, valid, test = (
             replace(samples, identity={**samples.identity, **made_by})

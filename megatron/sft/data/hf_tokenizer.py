@@ -12,7 +12,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +19,11 @@ import numpy as np
 
 from megatron.packing.user_files import read_text
 from megatron.sft.data.chat_encoder import ChatTokens
-from megatron.sft.data.chat_template import ChatTemplate, Span, Turn
 from megatron.sft.data.content import Conversation, Passage
 from megatron.sft.data.messages import SampleError
+from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
 from megatron.sft.data.turns import Contexts
+from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +140,9 @@ def _place(encoding: Any, token: int) -> tuple[int, int]:
 
 
 def build_hugging_face(
-    tokenizer_model: str | None,
-    chat_template: str | None = None,
-    template_date: date | None = None,
+    tokenizer_model: str | None, choice: TemplateChoice = AS_RELEASED
 ) -> HuggingFaceTokenizer:
-    """Read a tokenizer from its folder; `chat_template` is the path of a template to use instead of
-    the folder's.
+    """Read a tokenizer from its folder, with the chat template that is chosen.
 
     ValueError where one of them cannot be read.
     """
@@ -200,16 +197,16 @@ def build_hugging_face(
         vocab_size=len(tokenizer),
         eod=tokenizer.eos_token_id,
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        template=_template(tokenizer, chat_template, template_date),
+        template=_template(tokenizer, choice),
     )
 
 
-def _template(tokenizer: Any, path: str | None, today: date | None) -> ChatTemplate | None:
-    if path is not None:
+def _template(tokenizer: Any, choice: TemplateChoice) -> ChatTemplate | None:
+    if choice.file is not None:
         try:
-            source = read_text(path)
+            source = read_text(choice.file)
         except ValueError as error:
-            raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
+            raise ValueError(f"--chat-template {choice.file} cannot be read: {error}") from None
     elif tokenizer.chat_template:
         source = tokenizer.get_chat_template()
         if not isinstance(source, str):
@@ -223,7 +220,7 @@ def _template(tokenizer: Any, path: str | None, today: date | None) -> ChatTempl
         for name, token in tokenizer.special_tokens_map.items()
         if isinstance(token, str)
     }
-    return ChatTemplate(source, names, today)
+    return ChatTemplate(source, names, choice.today, choice.variables)
 
 
 def _is_panic(error: BaseException) -> bool:

@@ -52,6 +52,7 @@ from megatron.sft.data.messages import (
     text_of,
     weight_of,
 )
+from megatron.sft.options.chat_template import are_variables
 
 _TURNS = ("messages", "conversations", "conversation")
 _QUESTION, _CONTEXT = ("instruction", "query", "question"), ("input", "context")
@@ -242,11 +243,7 @@ def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Convers
                 f"none={key}"
             )
     options = fields.get("chat_template_kwargs", {})
-    if not isinstance(options, Mapping) or options.keys() & {
-        "messages",
-        "tools",
-        "add_generation_prompt",
-    }:
+    if not are_variables(options):
         raise SampleError(
             "chat_template_kwargs must be an object with variables of its own, but is "
             f"{options!r:.60}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from itertools import groupby
 from typing import Literal
 
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.content import Conversation, Passage
 from megatron.sft.data.messages import SampleError
+from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 BYTE_LEVEL_SPECIAL_TOKENS = (
     "<eod>",
@@ -43,11 +43,10 @@ def build_tokenizer(
     tokenizer_type: str,
     tokenizer_model: str | None = None,
     vocab_size: int | None = None,
-    chat_template: str | None = None,
-    template_date: date | None = None,
+    template: TemplateChoice = AS_RELEASED,
 ) -> Tokenizer:
-    """Build the tokenizer that --tokenizer-type, --tokenizer-model, --vocab-size and
-    --chat-template name.
+    """Build the tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size name, with the
+    chat template that is chosen.
 
     ValueError if they are wrong.
 
@@ -61,7 +60,7 @@ def build_tokenizer(
     if tokenizer_type == "HuggingFaceTokenizer":
         from megatron.sft.data.hf_tokenizer import build_hugging_face
 
-        return build_hugging_face(tokenizer_model, chat_template, template_date)
+        return build_hugging_face(tokenizer_model, template)
     if tokenizer_type == "NullTokenizer":
         return _build_null(vocab_size)
     raise ValueError(

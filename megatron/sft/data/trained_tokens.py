@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
-from megatron.sft.data.chat_template import SlowTemplateError
 from megatron.sft.data.chats import ChatLoad
 from megatron.sft.data.content import messages_of
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.sample_set import SampleSet
+from megatron.sft.data.templates.chat_template import SlowTemplateError
 
 MAX_PROBED = 1_000
 """Records of a source that are encoded at most to find one with a token to train on, evenly spread

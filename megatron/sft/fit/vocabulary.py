@@ -21,7 +21,6 @@ def vocab_size_of(config: SFTConfig) -> int:
         data.resolved_tokenizer_type,
         data.tokenizer_model,
         data.vocab_size,
-        data.chat_template,
-        data.today,
+        data.template_choice,
     )
     return tokenizer.vocab_size

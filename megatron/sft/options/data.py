@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from typing import Literal
@@ -15,20 +15,11 @@ from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.planner.lengths import TokenizerType
+from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
 from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.options.data_paths import expanded, one_of
 
 TrainTurns = Literal["served", "all", "last"]
-
-
-def read_date(text: str | None) -> date | None:
-    """Returns the date of --template-date; ValueError for anything else than YYYY-MM-DD."""
-    try:
-        return None if text is None else date.fromisoformat(text)
-    except ValueError:
-        raise ValueError(
-            f"--template-date must be a date such as 2025-06-30, but is {shown(text)}"
-        ) from None
 
 
 def tokenizer_type_of(
@@ -100,6 +91,11 @@ class DataConfig:
     """File with the chat template to train with, instead of the tokenizer's."""
     template_date: str | None = None
     """Date YYYY-MM-DD for chat templates that ask for today's (gpt-oss, Mistral Small)."""
+    chat_template_kwargs: str | None = field(default=None, metadata={"is_json": True})
+    """Variables of the chat template for all records, as JSON, such as {"enable_thinking":
+    false}; a record's own chat_template_kwargs win (default: as the checkpoint was trained, else
+    none).
+    """
     train_turns: TrainTurns | None = None
     """Turns of conversations to train. served: each of the assistant's turns behind what it is
     generated from, thoughts of earlier turns as the template serves them; all: one rendering of
@@ -141,15 +137,16 @@ class DataConfig:
         if self.mock_data and self.valid_data_path:
             raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
         self._check_blend()
-        if (
-            self.chat_template is not None
-            and self.resolved_tokenizer_type != "HuggingFaceTokenizer"
-        ):
-            raise ValueError(
-                f"--chat-template needs --tokenizer-model, but {self.resolved_tokenizer_type} has "
-                "a format of its own"
-            )
-        read_date(self.template_date)
+        for name in ("chat_template", "chat_template_kwargs"):
+            if (
+                getattr(self, name) is not None
+                and self.resolved_tokenizer_type != "HuggingFaceTokenizer"
+            ):
+                raise ValueError(
+                    f"{flag_of(name)} needs --tokenizer-model, but {self.resolved_tokenizer_type} "
+                    "has a format of its own"
+                )
+        _ = self.template_choice
         check_range(self, 1, None, "vocab_size")
         check_range(
             self, 0, None, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches"
@@ -170,6 +167,12 @@ class DataConfig:
     def today(self) -> date | None:
         """The date that chat templates are given."""
         return read_date(self.template_date)
+
+    @property
+    def template_choice(self) -> TemplateChoice:
+        """The chat template and its variables."""
+        variables = read_variables(self.chat_template_kwargs)
+        return TemplateChoice(self.chat_template, self.today, variables)
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron.sft.model.checkpoint_folder import huggingface_source
+from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics_file import read_metrics
 from megatron.sft.report.report import table
@@ -79,6 +80,8 @@ def _facts(config: SFTConfig) -> Iterator[tuple[str, str]]:
         f"{training.lr:g} at its peak, {training.lr_decay_style}, {training.min_lr:g} at the least",
     )
     yield "weight decay", f"{training.weight_decay:g}"
+    if config.data.template_choice.variables:
+        yield "chat_template_kwargs", f"`{to_json(config.data.template_choice.variables)}`"
     yield "precision", "bfloat16 with float32 main weights" if training.bf16 else "float32"
     if lora.lora:
         targets = " ".join(lora.lora_target_modules) or "all-linear"

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.sft import samples_of_run
 from megatron.sft.data.datasets import _train_turns
+from megatron.sft.options.chat_template import TemplateChoice, read_variables
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Part:
 
     train_turns: str | None = None
     template_date: str | None = None
+    chat_template_kwargs: str | None = None
     mock_data: bool = False
     sequence_packing: bool = True
     mtp_num_layers: int | None = None
@@ -28,6 +30,10 @@ class Part:
     @property
     def today(self) -> str | None:
         return self.template_date
+
+    @property
+    def template_choice(self) -> TemplateChoice:
+        return TemplateChoice(variables=read_variables(self.chat_template_kwargs))
 
 
 @dataclass(frozen=True)
@@ -121,3 +127,22 @@ def test_a_checkpoint_keeps_its_date(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(samples_of_run.notes_on_samples(given, resolved, "all")) == [
         "the chat template's date is 2026-01-01 (--template-date)"
     ]
+
+
+def test_a_checkpoint_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Continued without the flag, a model would be trained behind other prompts; an empty object
+    takes them back.
+    """
+    saved = {"chat_template_kwargs": '{"enable_thinking": false}'}
+    monkeypatch.setattr(samples_of_run, "latest_iteration", lambda folder: 3)
+    monkeypatch.setattr(samples_of_run, "read_common", lambda path: {"data": saved})
+    given: Any = Options(data=Part(train_turns="all", template_date="2026-01-01"))
+    resolved = samples_of_run.with_samples_of_checkpoint(given)
+    assert resolved.data.chat_template_kwargs == '{"enable_thinking": false}'
+    assert list(samples_of_run.notes_on_samples(given, resolved, "all"))[-1] == (
+        'the chat template\'s variables are {"enable_thinking": false} (--chat-template-kwargs, as '
+        "the checkpoint has it); serve the model with the same"
+    )
+    given = Options(data=Part(chat_template_kwargs="{}"))
+    resolved = samples_of_run.with_samples_of_checkpoint(given)
+    assert not resolved.data.template_choice.variables

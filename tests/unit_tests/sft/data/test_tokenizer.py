@@ -5,12 +5,14 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
+from typing import Any
 
 import pytest
 
 from megatron.sft.data.content import Conversation, Passage
 from megatron.sft.data.messages import Message, SampleError
 from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.options.chat_template import TemplateChoice
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -284,7 +286,7 @@ def test_template_of_a_file(save_tokenizer, tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text(MARKED.replace("im_start", "im_end"))
     tokenizer = build_tokenizer(
-        "HuggingFaceTokenizer", save_tokenizer(PLAIN), chat_template=str(file)
+        "HuggingFaceTokenizer", save_tokenizer(PLAIN), template=TemplateChoice(str(file))
     )
     assert tokenizer.chat_template == file.read_text()
     assert tokenizer.show(
@@ -293,7 +295,29 @@ def test_template_of_a_file(save_tokenizer, tmp_path):
     with pytest.raises(
         ValueError, match=r"--chat-template absent.jinja cannot be read: .*No such file"
     ):
-        build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN), chat_template="absent.jinja")
+        build_tokenizer(
+            "HuggingFaceTokenizer",
+            save_tokenizer(PLAIN),
+            template=TemplateChoice("absent.jinja"),
+        )
+
+
+def test_variables_of_the_run_are_those_of_each_record_without_its_own(save_tokenizer):
+    """A small Qwen3.5 thinks only where it is told to: each record would have to say so."""
+    template = "{{ mood }}" + PLAIN
+    choice = TemplateChoice(variables={"mood": "calm"})
+    tokenizer: Any = build_tokenizer(
+        "HuggingFaceTokenizer", save_tokenizer(template), template=choice
+    )
+
+    def text(**own):
+        told = Conversation(CONVERSATION, None, own)
+        return tokenizer.show(tokenizer.encode_chat(told).ids.tolist())
+
+    again = pickle.loads(pickle.dumps(tokenizer.template))  # for workers
+    assert (again.variables, again.source) == ({"mood": "calm"}, template)
+    assert text().startswith("calm<|im_start|>")
+    assert text(mood="loud").startswith("loud<|im_start|>")
 
 
 def test_missing_template_is_a_fault_of_the_run(save_tokenizer):

@@ -8,8 +8,8 @@ from megatron.blending.formats.jsonl import JsonlSource
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data import trained_tokens
 from megatron.sft.data.chat_encoder import ChatEncoder
-from megatron.sft.data.chat_template import SlowTemplateError
 from megatron.sft.data.datasets import build_datasets
+from megatron.sft.data.templates.chat_template import SlowTemplateError
 from megatron.sft.data.trained_tokens import check_trained
 
 BASE = (

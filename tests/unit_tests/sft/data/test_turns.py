@@ -14,12 +14,12 @@ import pytest
 from megatron.packing.batch.reading import read_samples
 from megatron.sft.commands.show import marked, path_tokens
 from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
-from megatron.sft.data.chat_template import ChatTemplate, ContextError
 from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import Message, SampleError, with_call_ids
+from megatron.sft.data.templates.chat_template import ChatTemplate, ContextError
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.data.turns import merged_turns, only_last
-from tests.unit_tests.sft.data import test_chat_template as templates
+from tests.unit_tests.sft.data.templates import test_chat_template as templates
 
 RELEASED = "tests/fixtures/released"
 NAMES = ("llama2", "llama3", "mistral", "gemma", "qwen", "trl")

@@ -8,6 +8,7 @@ import pytest
 from megatron.sft.data.content import Conversation
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.model.huggingface.companions import Companions, ends_of_turns
+from megatron.sft.options.chat_template import TemplateChoice
 from tests.unit_tests.sft.command_line import parse
 from tests.unit_tests.sft.data.test_tokenizer import CONVERSATION, MARKED, PLAIN, save_tokenizer
 from tests.unit_tests.sft.model.huggingface.test_config import LLAMA, STEPS
@@ -155,7 +156,7 @@ def test_the_template_that_was_trained_with_is_the_one_that_is_found(
     (source / "additional_chat_templates/tool_use.jinja").write_text("t")
     (tmp_path / "other.jinja").write_text(OTHER)
     tokenizer = build_tokenizer(
-        "HuggingFaceTokenizer", str(source), chat_template=str(tmp_path / "other.jinja")
+        "HuggingFaceTokenizer", str(source), template=TemplateChoice(str(tmp_path / "other.jinja"))
     )
     config = parse(
         f"{FROM_NOTHING} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {source}",

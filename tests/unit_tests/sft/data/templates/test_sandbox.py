@@ -8,10 +8,10 @@ import tracemalloc
 import pytest
 from jinja2 import Environment, TemplateError
 
-from megatron.sft.data.chat_template import ChatTemplate
 from megatron.sft.data.content import Conversation
-from megatron.sft.data.marked_template import MarkedTemplate
 from megatron.sft.data.messages import Message
+from megatron.sft.data.templates.chat_template import ChatTemplate
+from megatron.sft.data.templates.marked import MarkedTemplate
 
 GROWS = (
     "{%% set n = namespace(x='aaaa') %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% "
@@ -90,7 +90,7 @@ def test_refusals_come_soon():
 
 def test_a_loop_over_pairs_ends(monkeypatch):
     """Only those over single names were counted."""
-    monkeypatch.setattr("megatron.sft.data.marked_template._MAX_PASSES", 1000)
+    monkeypatch.setattr("megatron.sft.data.templates.marked._MAX_PASSES", 1000)
     with pytest.raises(TemplateError, match="it never ends"):
         MarkedTemplate(
             "{% for i in range(100000) %}{% for k, v in pairs %}{% endfor %}{% endfor %}"
@@ -171,7 +171,7 @@ def test_json_reads_as_chat_templates_mean_it():
 )
 def test_a_template_that_takes_hours_ends(source, monkeypatch):
     """A data worker would hang at its first record, and the run with it, without a word."""
-    monkeypatch.setattr("megatron.sft.data.template_sandbox.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("megatron.sft.data.templates.sandbox.MAX_SECONDS", 0.2)
     start = time.process_time()
     with pytest.raises(TemplateError, match=r"it takes longer than 0.2 seconds"):
         MarkedTemplate(source).write([])
@@ -180,7 +180,7 @@ def test_a_template_that_takes_hours_ends(source, monkeypatch):
 
 def test_time_in_which_a_process_is_stopped_does_not_count(monkeypatch):
     """A job that was suspended would end at the record that it was at."""
-    monkeypatch.setattr("megatron.sft.data.template_sandbox.MAX_SECONDS", 0.01)
+    monkeypatch.setattr("megatron.sft.data.templates.sandbox.MAX_SECONDS", 0.01)
 
     def wait() -> str:
         time.sleep(0.02)

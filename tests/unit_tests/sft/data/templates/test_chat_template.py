@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.sft.data.chat_template import ChatTemplate, SlowTemplateError, Span
 from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import Message, SampleError
+from megatron.sft.data.templates.chat_template import ChatTemplate, SlowTemplateError, Span
+from megatron.sft.data.templates.writer import TemplateWriter
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -387,14 +388,14 @@ def test_one_rendering_for_any_number_of_turns(source, monkeypatch):
     template = ChatTemplate(source, TOKENS)
     template.render(Conversation(LONG))  # checks this kind of conversation, turn by turn
     written = []
-    write = ChatTemplate._write
+    write = TemplateWriter.write
 
     def counted(self, *arguments, **options):
         result = write(self, *arguments, **options)
         written.append(len(result.text))
         return result
 
-    monkeypatch.setattr(ChatTemplate, "_write", counted)
+    monkeypatch.setattr(TemplateWriter, "write", counted)
     for number, turns in enumerate((2, 10, 100), 1):
         assert len(template.render(Conversation(LONG * turns)).spans) == 2 * turns
         assert len(written) == number
@@ -577,7 +578,7 @@ def test_thoughts_stand_under_every_name():
 
 def test_a_template_that_takes_too_long_is_said_to(monkeypatch):
     """As any other fault of a template, each record of the data would be tried with it."""
-    monkeypatch.setattr("megatron.sft.data.marked_template._MAX_PASSES", 1_000)
+    monkeypatch.setattr("megatron.sft.data.templates.marked._MAX_PASSES", 1_000)
     with pytest.raises(
         SlowTemplateError, match="takes too long with the conversation: it never ends"
     ):

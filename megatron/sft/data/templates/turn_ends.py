@@ -10,11 +10,13 @@ answer ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from megatron.sft.data.marked_template import Written
-from megatron.sft.data.messages import Message
+from megatron.sft.data.content import Conversation
+from megatron.sft.data.messages import Message, SampleError
+from megatron.sft.data.templates.marked import Written
+from megatron.sft.data.templates.writer import WAY_OUT, SlowTemplateError, TemplateWriter
 
 _CALL_END = "<|call|>"
 _NEXT_MESSAGE, _AFTER_ANSWER, _AFTER_CALL = "[gMASK]<sop>", "<|user|>", "<|observation|>"
@@ -83,6 +85,59 @@ class AroundAnswers(NamedTuple):
         """
         text = text.rstrip() if self.ends[0].strip() and not self.is_of_next else text
         return text if text.endswith(self.ends) else None
+
+
+def around_answers(writer: TemplateWriter, options: Mapping[str, Any]) -> AroundAnswers:
+    """Returns what stands around an answer; ValueError for a template that trains no end of a
+    turn.
+    """
+
+    def write(*messages: Message, prompts: bool = False) -> Written:
+        return writer.write(Conversation(list(messages), None, options), prompts)
+
+    question, texts = Message("user", "?"), ("yes", "no")
+    answers = [Message("assistant", text) for text in texts]
+    try:
+        asked, prompted = write(question), write(question, prompts=True)
+        lasts = [_pieces(write(question, answer), 1) for answer in answers]
+    except SlowTemplateError:
+        raise
+    except SampleError as error:
+        told = f"{error}, although it is a question and an answer; {WAY_OUT}"
+        raise ValueError(str(error) if "--template-date" in str(error) else told) from None
+    if writer.has_marks:
+        around = find_ends(writer.source, "", end_behind(texts, lasts), "")
+    else:
+        try:
+            chat = write(question, answers[0], question, answers[1], question)
+            earlier = end_behind(texts, [_pieces(chat, 1), _pieces(chat, 3)])
+        except SampleError:  # of several turns: said where one comes
+            earlier = ""
+        before = _generation_prompt(asked, prompted)
+        around = find_ends(writer.source, before, end_behind(texts, lasts), earlier)
+    if around is None:
+        raise ValueError(
+            "under the chat template no end of a turn would be trained, so no answer ends; "
+            f"{WAY_OUT}"
+        )
+    return around
+
+
+def _pieces(written: Written, number: int) -> list[str]:
+    """Returns what is trained of a rendering, or else what is written of a message."""
+    spans = [(start, end) for start, end, _ in written.generated] or written.turns.get(number, ())
+    return [written.text[start:end] for start, end in spans]
+
+
+def _generation_prompt(asked: Written, prompted: Written) -> str:
+    """Returns what the template adds for the assistant to continue."""
+    if asked.text[: asked.loop_end] == prompted.text[: prompted.loop_end]:
+        return prompted.text[prompted.loop_end :]
+    if prompted.text.startswith(asked.text):  # written in the loop, at its last message
+        return prompted.text[len(asked.text) :]
+    raise ValueError(
+        f"the chat template writes a question otherwise where it prompts for an answer; {WAY_OUT}"
+    )
 
 
 def find_ends(source: str, prompt: str, last: str, earlier: str) -> AroundAnswers | None:

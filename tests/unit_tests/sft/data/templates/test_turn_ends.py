@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.sft.data.chat_template import ChatTemplate
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.messages import Message, SampleError
-from tests.unit_tests.sft.data.test_chat_template import (
+from megatron.sft.data.templates.chat_template import ChatTemplate
+from tests.unit_tests.sft.data.templates.test_chat_template import (
     CALL,
     EXAONE,
     GLM,

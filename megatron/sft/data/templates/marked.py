@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
-from megatron.sft.data.template_sandbox import (
+from megatron.sft.data.templates.sandbox import (
     MAX_CHARACTERS,
     EndlessTemplateError,
     Sandbox,

@@ -1,0 +1,1 @@
+"""Chat templates: a conversation as text, and which characters of it are trained."""

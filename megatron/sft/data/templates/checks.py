@@ -1,0 +1,61 @@
+"""pure. Checks of renderings: texts that a template leaves out, and kinds of conversations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.sft.data.content import Conversation
+from megatron.sft.data.messages import REASONING_NAMES, SampleError, is_thinking, texts_of
+from megatron.sft.data.templates.marked import Written
+from megatron.sft.data.templates.writer import WAY_OUT
+
+
+def check_nothing_lost(conversation: Conversation, written: Written) -> None:
+    """Raise SampleError for a text that the template leaves out."""
+    for number, message in enumerate(conversation.messages):
+        places = written.turns.get(number) or [(0, len(written.text))]
+        turn = "".join(written.text[start:end] for start, end in places)
+        wanted = [
+            part.strip() for text in texts_of([message]) for part in re.split("</?think>", text)
+        ]
+        wanted += [call["function"]["name"] for call in message.fields.get("tool_calls", ())]
+        for text in wanted:
+            if text not in turn and json.dumps(text, ensure_ascii=False)[1:-1] not in turn:
+                raise SampleError(
+                    f"message {number}, of the {message.role}, holds {text!r:.40}, which the chat "
+                    f"template leaves out; remove it, or {WAY_OUT}"
+                )
+    for tool in conversation.tools or ():
+        name = tool["function"].get("name", "") if isinstance(tool["function"], Mapping) else ""
+        if name not in written.text:
+            raise SampleError(
+                f"the chat template leaves out the tool {name!r:.40}; remove tools, or {WAY_OUT}"
+            )
+
+
+def without_earlier_thoughts(conversation: Conversation) -> Conversation:
+    """Returns the conversation without the thoughts that templates leave out of a context: those
+    before its last message.
+    """
+    messages = []
+    for message in conversation.messages[:-1]:
+        fields = {k: v for k, v in message.fields.items() if k not in REASONING_NAMES}
+        content = message.content
+        if message.role == "assistant":
+            content = content.rpartition("</think>")[2]
+        messages.append(message._replace(content=content, fields=fields))
+    return conversation._replace(messages=[*messages, conversation.messages[-1]])
+
+
+def kind_of(conversation: Conversation) -> tuple[Any, ...]:
+    """Returns a key that is equal for conversations that a template may not treat differently."""
+    before, steps = "", set()
+    for message in conversation.messages:
+        calls, is_trained = "tool_calls" in message.fields, message.weight > 0
+        thinks = is_thinking(message)
+        steps.add((before, message.role, thinks, calls, bool(message.content), is_trained))
+        before = message.role
+    return frozenset(steps), bool(conversation.tools)

@@ -1,0 +1,161 @@
+"""pure. Writes conversations by a chat template, as it is released or as in training.
+
+A template that asks for today's date gets the one of --template-date: a sample is the same on every
+day.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+
+from megatron.sft.data.content import Conversation
+from megatron.sft.data.messages import REASONING_NAMES, Message, SampleError, with_call_ids
+from megatron.sft.data.templates.marked import MarkedTemplate, Written
+from megatron.sft.data.templates.sandbox import EndlessTemplateError
+
+WAY_OUT = (
+    "pass --chat-template FILE, with {% generation %} ... {% endgeneration %} around what "
+    "is to be trained"
+)
+TRAINING_VARIANTS: Mapping[str, str] = {
+    # Qwen3 leaves out the thoughts of all turns but the last ones, and writes an empty thought only
+    # into the last.
+    "loop.index0 > ns.last_query_index": "true",
+    "loop.last or (not loop.last and reasoning_content)": "true",
+    # Mistral 0.3 and Nemo write the system prompt into the user's turn that is the last message: in
+    # training, none is.
+    "loop.last and system_message is defined": "loop.first and system_message is defined",
+}
+"""Conditions of released templates under which a conversation cannot be trained -> what they are in
+training.
+
+They are recognised by their text, whatever else a release changed. The template that is exported
+stays as released.
+"""
+_NEEDS_CALL_IDS = re.compile(r"\.id\s*\|\s*length\s*\)?\s*!=\s*9")
+"""In templates that refuse calls without an id of nine characters: Mistral 0.3, Nemo and later."""
+_UNSAFE_FORM = re.compile(r"%(?!-?[A-Za-z%])")
+"""Parts of a date's format with a width, which could be any."""
+
+
+class SlowTemplateError(SampleError):
+    """A template that takes too long with one conversation: no other need be tried."""
+
+
+@dataclass(eq=False)
+class TemplateWriter:
+    """A chat template, compiled when it is first needed."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+    """Variables such as bos_token."""
+    today: date | None = None
+    """The date that the template is given; None for none."""
+    variables: Mapping[str, Any] | None = None
+    """Further ones of every conversation, where it has none of its own by that name."""
+
+    @cached_property
+    def has_marks(self) -> bool:
+        """True if the template says itself what is trained."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
+
+    def as_needed(self, conversation: Conversation) -> Conversation:
+        """Returns the conversation with the ids of calls that the template asks for."""
+        if not _NEEDS_CALL_IDS.search(self.source):
+            return conversation
+        return conversation._replace(messages=with_call_ids(conversation.messages))
+
+    def write(
+        self,
+        conversation: Conversation,
+        add_generation_prompt: bool = False,
+        as_released: bool = False,
+    ) -> Written:
+        """Returns the rendering of a conversation.
+
+        SampleError where the template refuses it or fails; SlowTemplateError where it takes too
+        long; ValueError for a template that cannot be read.
+        """
+        template = self._released if as_released else self._in_training
+        variables = {
+            "documents": None,
+            **self.special_tokens,
+            **(self.variables or {}),
+            **conversation.template_options,
+        }
+        if self.today is not None:
+            variables.setdefault("strftime_now", self._strftime_now)
+        try:
+            return template.write(
+                [self._as_dict(message) for message in conversation.messages],
+                **variables,
+                tools=conversation.tools,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except EndlessTemplateError as error:
+            raise SlowTemplateError(
+                f"the chat template takes too long with the conversation: {error}; pass another "
+                "--chat-template"
+            ) from None
+        except TemplateError as error:
+            said = f"the chat template refuses the conversation: {error!s:.300}"
+            if "strftime_now" in said:
+                said = (
+                    "the chat template asks for today's date, by which samples would change; pass "
+                    "--template-date YYYY-MM-DD"
+                )
+            raise SampleError(said) from None
+        except Exception as error:  # a program of others
+            said = f"{type(error).__name__}: {error}"
+            raise SampleError(f"the chat template fails on the conversation: {said:.300}") from None
+
+    @cached_property
+    def _in_training(self) -> MarkedTemplate:
+        source = self.source
+        for released, in_training in TRAINING_VARIANTS.items():
+            source = source.replace(released, in_training)
+        return _compiled(source)
+
+    @cached_property
+    def _released(self) -> MarkedTemplate:
+        return _compiled(self.source)
+
+    def _as_dict(self, message: Message) -> dict[str, Any]:
+        """Returns a message as the template reads it: its thoughts stand under each of the names
+        that templates know, also those that the data have in <think> tags and the template expects
+        apart (gpt-oss).
+        """
+        thoughts = message.fields.get("reasoning_content")
+        if thoughts is None and self._reads_thoughts_apart and message.role == "assistant":
+            before, is_thinking, answer = message.content.partition("</think>")
+            if is_thinking:
+                thoughts = before.strip().removeprefix("<think>").strip()
+                message = message._replace(content=answer.strip())
+        if thoughts is None:
+            return message.as_dict()
+        return {**dict.fromkeys(REASONING_NAMES, thoughts), **message.as_dict()}
+
+    @cached_property
+    def _reads_thoughts_apart(self) -> bool:
+        is_reading = any(name in self.source for name in REASONING_NAMES)
+        return is_reading and "</think>" not in self.source
+
+    def _strftime_now(self, form: object) -> str:
+        assert self.today is not None
+        if not isinstance(form, str) or len(form) > 100 or _UNSAFE_FORM.search(form):
+            raise TemplateError(f"the chat template asks for the date as {form!r:.60}")
+        return self.today.strftime(form)
+
+
+def _compiled(source: str) -> MarkedTemplate:
+    try:
+        return MarkedTemplate(source)
+    except Exception as error:  # nested too deep, among others
+        raise ValueError(f"the chat template cannot be read: {error!s:.300}; {WAY_OUT}") from None
