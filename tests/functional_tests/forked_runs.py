@@ -36,8 +36,13 @@ import torch.distributed as dist
 from megatron.sft.__main__ import main
 from tests.functional_tests.fault_injection import Fault
 
-for name in ("megatron.sft.train", "megatron.sft.model.huggingface.pretrained"):
-    importlib.import_module(name)  # forked ranks have it
+# What a run imports as it goes, a sixth of its time: forked ranks have it.
+for name in (
+    *("train", "run", "peers", "samples_of_run", "dry_run", "data.trained_tokens"),
+    "model.huggingface.pretrained",
+):
+    importlib.import_module(f"megatron.sft.{name}")
+importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
 ROOT = Path(__file__).parents[2]
 NO_PLOT = ModuleType("no_plot")
 NO_PLOT.plot = lambda *_: None  # type: ignore[attr-defined]  # to draw is half of a short run's time
@@ -106,6 +111,33 @@ def train_forked(
     return ForkedRun(num_processes, arguments, script).finish()
 
 
+def command_forked(arguments: Sequence[str], typed: str = "") -> tuple[int, str, str]:
+    """Return (exit status, output, errors) of a command that no launcher started.
+
+    `typed` is its standard input. As forked runs do, it spares the imports of a process of its own.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "typed").write_text(typed)
+        sys.stdout.flush()
+        gc.freeze()
+        process = os.fork()
+        if not process:
+            for number, mode in enumerate((os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT] * 2)):
+                os.dup2(os.open(folder / ("typed", "output", "errors")[number], mode), number)
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115
+            _become_script()
+            sys.argv = ["megatron-sft", *arguments]
+            os._exit(_status_of(main))
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not (ended := os.waitpid(process, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(process, signal.SIGKILL)
+            time.sleep(0.02)
+        output, errors = ((folder / file).read_text() for file in ("output", "errors"))
+        return os.waitstatus_to_exitcode(ended[1]), output, errors
+
+
 def launch(
     folder: Path,
     world_size: int,
@@ -170,12 +202,7 @@ def _become_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.chdir(ROOT)
-    torch.set_num_threads(
-        torch.get_num_threads()
-    )  # a fork's pool is rebuilt by its first user: threads must not race to
-    _speak_as_a_script()
-    sys.modules["megatron.sft.report.plot"] = NO_PLOT
+    _become_script()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -190,8 +217,14 @@ def _become_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
     )
 
 
-def _speak_as_a_script() -> None:
-    """Undo what pytest does to output, warnings and logging."""
+def _become_script() -> None:
+    """Make this process one that runs a script: undo what pytest does to output, warnings and
+    logging.
+    """
+    os.chdir(ROOT)
+    # a fork's pool is rebuilt by its first user: threads must not race to
+    torch.set_num_threads(torch.get_num_threads())
+    sys.modules["megatron.sft.report.plot"] = NO_PLOT
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     faulthandler.enable()
     warnings.resetwarnings()

@@ -4,17 +4,16 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.forked_runs import train_forked
+from tests.functional_tests.forked_runs import ROOT, command_forked, train_forked
 
-ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "fixtures" / "released" / "qwen"
 
 
 def megatron_sft(*arguments, stdin=""):
+    """Run the command as a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "megatron.sft", *map(str, arguments)],
         cwd=ROOT,
@@ -37,14 +36,14 @@ def chats(tmp_path):
 def test_a_dry_run_then_the_run_then_a_chat(tmp_path, chats):
     """Three options must do; what the dry run says is what the run then does."""
     given = ["--pretrained-checkpoint", MODEL, "--data-path", chats, "--save", tmp_path / "save"]
-    status, out, err = megatron_sft("train", "--dry-run", *given)
+    status, out, err = command_forked(["train", "--dry-run", *map(str, given)])
     assert (status, err) == (0, "")
     assert "--lr 1e-05 --lr-warmup-fraction 0.03 --seq-length 8192 --global-batch-size 32" in out
     assert "training   2 steps of 32 sequences, 1.00 epochs" in out
     assert re.search(r"memory     \d\.\d\d GiB on every rank, of which 2\.\d\d are a margin", out)
     assert not list((tmp_path / "save").glob("iter_*"))
-    status, out, err = megatron_sft("train", *given)
-    assert status == 0, err
+    status, out, err = command_forked(["train", *map(str, given)])
+    assert (status, err) == (0, "")
     assert "step 2/2" in out
     status, out, _ = megatron_sft("chat", tmp_path / "save", "--max-new-tokens", "3", stdin="Hi\n")
     assert status == 0
@@ -55,14 +54,14 @@ def test_a_dry_run_of_a_layout_needs_no_launcher(tmp_path, chats):
     """A login node has one process; the layout is of many."""
     layout = ["--pipeline-model-parallel-size", "2", "--run-dir", tmp_path / "run"]
     given = ["--pretrained-checkpoint", MODEL, "--data-path", chats, *layout]
-    status, out, _ = megatron_sft("train", "--dry-run", *given)
-    assert status == 0
+    dry_run = ["train", "--dry-run", *map(str, given)]
+    status, out, err = command_forked(dry_run)
+    assert status == 0, err
     assert "checked for 2 processes" in out
     assert re.search(r"memory     \d\.\d\d GiB on stage", out)
-    arguments = ["train", "--dry-run", *map(str, given), "--save-hf", "/proc/model"]
-    status, output = train_forked(1, arguments)
+    status, _, err = command_forked([*dry_run, "--save-hf", "/proc/model"])
     assert status == 2
-    assert "/proc" in output
+    assert "/proc" in err
 
 
 def test_the_folder_has_a_card(tmp_path, chats):
@@ -77,6 +76,6 @@ def test_the_folder_has_a_card(tmp_path, chats):
     assert "| data | `chats.jsonl` |" in card
     assert "training loss" in card
     # The adapter finds its base model, and answers.
-    status, out, err = megatron_sft("chat", folder, "--max-new-tokens", "3", stdin="Hi\n")
+    status, out, err = command_forked(["chat", str(folder), "--max-new-tokens", "3"], "Hi\n")
     assert (status, err) == (0, ""), err
     assert out.strip()

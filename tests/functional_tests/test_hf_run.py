@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from safetensors.torch import load_file
 
 from megatron.sft.__main__ import main
 from megatron.sft.commands.export import export
-from tests.functional_tests.forked_runs import ROOT, train_forked
+from tests.functional_tests.forked_runs import command_forked, train_forked
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.ranks import run_ranks
 
@@ -186,22 +184,9 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     status, _ = train_forked(1, [], partial(export_and_die, run / "checkpoints", second))
     assert status == -signal.SIGKILL
     assert not second.exists()
-    command = [
-        sys.executable,
-        "-m",
-        "megatron.sft",
-        "export",
-        str(run / "checkpoints"),
-        str(second),
-    ]
-    done = subprocess.run(
-        [*command, "--max-shard-gigabytes", "0.0001"],
-        cwd=ROOT,
-        env={**os.environ},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["export", str(run / "checkpoints"), str(second)]
+    status, _, errors = command_forked([*command, "--max-shard-gigabytes", "0.0001"])
+    assert status == 0, errors
     written, exported, before = read_folder(first), read_folder(second), read_folder(source)
     assert written.keys() == exported.keys() == before.keys()
     assert all(torch.equal(written[name], exported[name]) for name in written)

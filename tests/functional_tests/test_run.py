@@ -30,7 +30,7 @@ from megatron.sft.model.checkpoint_folder import (
     sum_of,
     write_checksums,
 )
-from tests.functional_tests.forked_runs import ROOT, ForkedRun, train_forked
+from tests.functional_tests.forked_runs import ROOT, ForkedRun, command_forked, train_forked
 
 TIMEOUT_SECONDS = 120.0
 MODEL = (
@@ -133,9 +133,7 @@ def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps on two ranks, never stopped, with a checkpoint at every second."""
     folder = tmp_path_factory.mktemp("whole")
     dump = ("--dump-schedule", "3", "--dump-schedule", "6")
-    status, output = Run(2, [*MODEL, *options(chats, folder), *dump]).finish()
-    assert status == 0, output
-    assert (folder / "report.png").exists() or "no plot" in output
+    output = train(2, *options(chats, folder), *dump)
     assert " of the bound | moved " in output
     assert "predicted" not in output  # there is no fitted cost
     return folder
@@ -154,25 +152,12 @@ def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--max-seqlen-per-dp-cp-rank",
         "512",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "megatron.sft",
-        "calibrate",
-        *shape,
-        "--repeats",
-        "3",
-        "--output",
-        str(path),
-    ]
-    for is_last in (False, False, True):
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        measured = subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=TIMEOUT_SECONDS, check=is_last
-        )
-        if measured.returncode == 0:
-            break
-    return path
+    command = ["calibrate", *shape, "--repeats", "3", "--output", str(path)]
+    for _ in range(3):
+        status, _, errors = command_forked(command)
+        if status == 0:
+            return path
+    raise AssertionError(errors)
 
 
 def options(chats: Path, folder: Path, train_iters: int = 6) -> list[str]:
@@ -415,15 +400,19 @@ def test_signal_saves_and_ends_with_success(chats: Path, tmp_path: Path, number:
     """A cluster that preempts a job, or a user's Ctrl-C, would cost all steps since the last
     checkpoint; it may end the processes that read, too.
     """
-    start = Run if number == signal.SIGINT else ForkedRun
-    run = start(1, [*MODEL, *options(chats, tmp_path, train_iters=100_000), "--num-workers", "1"])
+    arguments = [*MODEL, *options(chats, tmp_path, train_iters=100_000), "--num-workers", "1"]
+    run = ForkedRun(1, arguments)
     wait_for_step(run, tmp_path, 3)  # one save is done, and nothing of it is needed again
     run.signal_all(number)
     status, output = run.finish()
     assert status == 0, output
-    last = max(steps_of(tmp_path))
+    assert_stopped(tmp_path, output)
+
+
+def assert_stopped(folder: Path, output: str) -> None:
+    last = max(steps_of(folder))
     assert f"stopped by a signal after step {last}" in output
-    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(last)
+    assert (folder / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(last)
 
 
 def test_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) -> None:
@@ -443,10 +432,9 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
     lines[17] = '{"messages": [{"role": "user"}]}'
     broken.write_text("\n".join(lines) + "\n")
     arguments = options(broken, tmp_path, train_iters=30)
-    status, output = Run(2, [*MODEL, *arguments]).finish()
+    status, output = train_forked(2, [*MODEL, *arguments])
     assert status != 0
-    assert f"{broken}:18: " in output
-    assert output.count(f"{broken}:18: ") == 2  # when it happens, and in torchrun's summary
+    assert output.count(f"{broken}:18: ") == 1
     done = max(steps_of(tmp_path), default=0)
     assert not done or (
         tmp_path / "checkpoints/latest_checkpointed_iteration.txt"
@@ -518,11 +506,11 @@ def test_data_without_a_trained_token_end_a_run_before_it_begins(tmp_path: Path)
     assert "step 1/" not in output
 
 
-def test_without_torchrun(tmp_path: Path) -> None:
+def test_without_torchrun(chats: Path, tmp_path: Path) -> None:
     """As Slurm starts a task per device: rank 0 keeps the store, and aborted at its end while it
-    listened there.
+    listened there. A signal reaches all tasks, and the processes that read.
     """
-    arguments = [*MODEL, "--mock-data", "--train-iters", "1", "--run-dir", str(tmp_path)]
+    arguments = [*MODEL, *options(chats, tmp_path, train_iters=100_000), "--num-workers", "1"]
     with (
         socket.socket() as held
     ):  # bound, so that no connection of other tests takes the port before rank 0 listens
@@ -531,11 +519,14 @@ def test_without_torchrun(tmp_path: Path) -> None:
         met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
         met |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         runs = [Run(1, arguments, RANK=rank, LOCAL_RANK=rank, **met) for rank in "01"]
+        wait_for_step(runs[0], tmp_path, 3)
+        for run in runs:
+            run.signal_all(signal.SIGINT)
         ended = [run.finish() for run in runs]
     for status, output in ended:
         assert status == 0, output
         assert "TCPStore" not in output
-    assert list(steps_of(tmp_path)) == [1]
+    assert_stopped(tmp_path, ended[0][1])
 
 
 def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path) -> None:

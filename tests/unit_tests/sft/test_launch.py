@@ -76,10 +76,11 @@ def test_what_ends_a_run_is_the_last_line(tmp_path):
 
 
 def test_a_run_of_two_processes(tmp_path):
-    """Ends with its report and status 0."""
+    """Ends with its report and status 0. Whole runs of other tests are forks, which draw none."""
     done = run("--nproc-per-node", "2", *GOOD.split(), "--run-dir", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 1/1" in done.stdout
+    assert (tmp_path / "report.png").exists()
 
 
 def test_a_signal_that_is_ignored_stays_so():
