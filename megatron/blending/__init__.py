@@ -4,8 +4,8 @@
     metadatasets   YAML -> a tree of frozen values; its source entries -> records
     order          pure: (seed, node, epoch, position) -> which source, which record; proportions of
                    blends
-    streams        BlendDataset, MapDataset, WindowDataset ...: what stands at each position
-    loading        sources with weights; worker processes; the loader of windows, whose state is
+    streams        BlendDataset, MapDataset, ChunkDataset ...: what stands at each position
+    loading        sources with weights; worker processes; the loader of chunks, whose state is
                    one number
     energon        for energon's users: sample types, cookers, task encoders, batches, packs and
                    groups, their loader, media, prepare
@@ -30,7 +30,7 @@ _MODULES = {
     "energon._streams.packing_buffer": "PackingDataset",
     "streams.positions": "EpochizeDataset LimitDataset RepeatDataset ShuffleBufferDataset",
     "streams.source": "SourceDataset",
-    "streams.window": "LeftOut SkippedSample WindowDataset",
+    "streams.chunk": "ChunkDataset LeftOut SkippedSample WindowDataset",
     "streams.node": "SavableDataset",
     "energon._loading.loader": "WorkerConfig get_loader get_savable_loader",
     "streams.failures": "FatalSampleError SkipSample log_exception reraise_exception",

@@ -69,7 +69,7 @@ STAGES = {
     "evaluate": Stage("megatron.sft.train:Trainer", "_evaluate"),
     "save": Stage("megatron.sft.model.checkpoint_save", "write_parts"),
     "load": Stage("megatron.sft.model.checkpoint", "_load_state"),
-    "stream": Stage("megatron.blending.loading.window_loader:WindowLoader", "__next__", 3, "data"),
+    "stream": Stage("megatron.blending.loading.chunk_loader:ChunkLoader", "__next__", 3, "data"),
     # Where a full disk is found out, beside a file of a checkpoint that is being written.
     "shard": Stage("megatron.core.dist_checkpointing", "save"),
     "tracker": Stage("megatron.sft.model.checkpoint_save", "track", 1, "scheduling"),

@@ -1,1 +1,1 @@
-"""Sources with weights, worker processes, and the loader of windows."""
+"""Sources with weights, worker processes, and the loader of chunks."""

@@ -134,7 +134,7 @@ def _exact_stretches(shares: Shares, start: int, before: Ints, seed: int) -> Ite
 def _exchanged(
     shares: Shares, start: int, end: int, counts: tuple[int, ...], seed: int, base: int
 ) -> Choices:
-    """Return some outputs, neighbours exchanged at random where their windows allow it."""
+    """Return some outputs, neighbours exchanged at random where their intervals allow it."""
     before = np.array(counts, np.int64)
     children, numbers, releases, deadlines = shares.order(start, end, before)
     draws = RandomState(salted_seed(seed, f"exchange {base + start}") & 0xFFFFFFFF)

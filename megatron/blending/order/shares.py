@@ -2,9 +2,9 @@
 
 A child's share W(k) is what its weights, of 1 together, sum to over the first k outputs. Output j
 of a child may stand from the first place t where W(t + 1) > j, its release, to the last t where
-W(t) < j + 1, its deadline. An order that keeps all of these windows exists (the chairman assignment
-problem, Tijdeman, 1980), and earliest deadline first finds it, as windows are intervals. With
-weights (1/2, 1/3, 1/6) the windows of six outputs are
+W(t) < j + 1, its deadline. An order that keeps all of these intervals exists (the chairman
+assignment problem, Tijdeman, 1980), and earliest deadline first finds it. With weights (1/2, 1/3,
+1/6) the intervals of six outputs are
 
     child 0: 0-1, 2-3, 4-5      child 1: 0-2, 3-5      child 2: 0-5
 
@@ -35,7 +35,7 @@ _FITS = 2**61
 
 
 class Shares:
-    """They tell each child's share at any output, and the windows of its outputs that follow, in
+    """They tell each child's share at any output, and the intervals of its outputs that follow, in
     whole numbers.
 
     An output that is begun when its child loses its weight for good stands before that, or never:
@@ -82,7 +82,7 @@ class Shares:
         lines = zip(self._slopes[number].tolist(), self._offsets[number].tolist())
         return [Fraction(slope * output + offset, self.unit) for slope, offset in lines]
 
-    def window(self, child: int, output: int) -> tuple[int, int]:
+    def interval(self, child: int, output: int) -> tuple[int, int]:
         """Return release and deadline of a child's output."""
         if (child, output) in self._cut:
             return self._cut[child, output]
@@ -101,12 +101,12 @@ class Shares:
         return release, deadline
 
     def first_cut(self, number: int) -> int:
-        """Return where the first output is released whose window continues behind a segment."""
+        """Return where the first output is released whose interval continues behind a segment."""
         if number + 1 == len(self.starts):
             return NEVER
         shares = self._at_starts[number + 1]
         cut = np.flatnonzero((self._slopes[number] != 0) & (shares % self.unit != 0)).tolist()
-        released = [self.window(child, int(shares[child]) // self.unit)[0] for child in cut]
+        released = [self.interval(child, int(shares[child]) // self.unit)[0] for child in cut]
         return min([self.starts[number + 1], *released])
 
     def order(self, start: int, end: int, counts: Ints) -> tuple[Ints, Ints, Ints, Ints]:
@@ -151,11 +151,11 @@ class Shares:
                 owed + sum(share % self.unit for share in cut.values()), self.unit
             )
             released = sorted(
-                (self.window(child, share // self.unit)[0], child) for child, share in cut.items()
+                (self.interval(child, share // self.unit)[0], child) for child, share in cut.items()
             )
             for at, (release, child) in enumerate(released):
-                window = (release, end - 1) if at < num_early else (NEVER, NEVER)
-                self._cut[child, cut[child] // self.unit] = window
+                interval = (release, end - 1) if at < num_early else (NEVER, NEVER)
+                self._cut[child, cut[child] // self.unit] = interval
 
 
 def _earliest_deadline_first(
@@ -163,7 +163,7 @@ def _earliest_deadline_first(
 ) -> Ints:
     """The same as the function of core.cpp; returns `counts` before `end`, and fills `found`."""
     before = counts.tolist()
-    later = [(*shares.window(child, count), child) for child, count in enumerate(before)]
+    later = [(*shares.interval(child, count), child) for child, count in enumerate(before)]
     heapq.heapify(later)
     ready: list[tuple[int, int, int]] = []
     placed = []
@@ -176,7 +176,7 @@ def _earliest_deadline_first(
         deadline, child, release = heapq.heappop(ready)
         placed.append((child, before[child], release, deadline))
         before[child] += 1
-        heapq.heappush(later, (*shares.window(child, before[child]), child))
+        heapq.heappush(later, (*shares.interval(child, before[child]), child))
     if found is not None:
         found[:] = np.array(placed, np.int64).reshape(-1, 4)
     return np.array(before, np.int64)

@@ -14,15 +14,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron.blending.loading.window_loader import WindowLoader
+from megatron.blending.loading.chunk_loader import ChunkLoader
+from megatron.blending.streams.chunk import ChunkDataset, SkippedSample
 from megatron.blending.streams.failures import Failures, FatalSampleError
-from megatron.blending.streams.window import SkippedSample, WindowDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 from megatron.sft.data.chat_encoder import ChatEncoder, SampleError
 from megatron.sft.data.counts import COLUMNS, Counts
 from megatron.sft.data.sample_set import SampleSet
 
-_WINDOW = 32
+_CHUNK = 32
 """Samples that a worker makes at once, at most, unless a draw has more."""
 _BAD = "bad sample"
 
@@ -41,10 +41,10 @@ class Share(NamedTuple):
         return self.global_batch_size // (self.num_ranks * self.micro_batch_size)
 
     @property
-    def draws_per_window(self) -> int:
-        """Draws that are made at once. A global batch is whole windows, which ranks take in
+    def draws_per_chunk(self) -> int:
+        """Draws that are made at once. A global batch is whole chunks, which ranks take in
         turns."""
-        most = max(1, _WINDOW // self.micro_batch_size)
+        most = max(1, _CHUNK // self.micro_batch_size)
         # The largest divisor: 48 draws of 3 samples, at most 10 at once, are made 8 at once.
         return max(count for count in range(1, most + 1) if self.num_draws % count == 0)
 
@@ -80,8 +80,8 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         self._table = Counts.none(len(samples.names)).table
         self._is_endless = num_batches is None
         self._draws: deque[list[Any]] = deque()
-        length = share.draws_per_window * share.micro_batch_size
-        windows = WindowDataset(
+        length = share.draws_per_chunk * share.micro_batch_size
+        chunks = ChunkDataset(
             samples.dataset,
             length,
             first=consumed_samples,
@@ -96,8 +96,8 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             seed=samples.seed,
         )
         # Rounded up: workers make one global batch ahead together.
-        ahead = -(-share.num_draws // (share.draws_per_window * max(1, num_workers)))
-        self._loader = WindowLoader(windows, workers, prefetch_factor=ahead)
+        ahead = -(-share.num_draws // (share.draws_per_chunk * max(1, num_workers)))
+        self._loader = ChunkLoader(chunks, workers, prefetch_factor=ahead)
 
     @property
     def counts(self) -> Counts:
@@ -120,14 +120,14 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
 
     def __next__(self) -> list[Mapping[str, Any]]:
         if not self._draws:
-            window, size = next(self._loader, None), self._share.micro_batch_size
-            if window is None and self._is_endless:
+            chunk, size = next(self._loader, None), self._share.micro_batch_size
+            if chunk is None and self._is_endless:
                 raise ValueError("the data ended, which those of a training never do")
-            if window is None:
+            if chunk is None:
                 raise StopIteration
             self._draws.extend(
-                window[draw * size : (draw + 1) * size]
-                for draw in range(self._share.draws_per_window)
+                chunk[draw * size : (draw + 1) * size]
+                for draw in range(self._share.draws_per_chunk)
             )
         samples: list[Mapping[str, Any]] = []
         for made in self._draws.popleft():

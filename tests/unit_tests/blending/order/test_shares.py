@@ -1,4 +1,4 @@
-"""Windows of a blend's outputs, and the order that keeps them: compiled and in Python alike."""
+"""Intervals of a blend's outputs, and the order that keeps them: compiled and in Python alike."""
 
 from fractions import Fraction
 

@@ -83,9 +83,9 @@ def stream_of(size, share, seed=0, consumed_samples=0, num_workers=0, **options)
 
 
 def global_batch(streams, share):
-    """The next global batch over all ranks: names of the records, in the order of their windows."""
+    """The next global batch over all ranks: names of the records, in the order of their chunks."""
     drawn = [[names(next(stream)) for _ in range(share.num_draws)] for stream in streams]
-    each = share.draws_per_window
+    each = share.draws_per_chunk
     starts = range(0, share.num_draws, each)
     return [
         name for at in starts for draws in drawn for draw in draws[at : at + each] for name in draw
@@ -106,7 +106,7 @@ def shares(draw):
 
 
 def test_draws_literal():
-    """The plain case, to be read: 2 ranks, 8 samples, 2 at a time; a window is a rank's whole
+    """The plain case, to be read: 2 ranks, 8 samples, 2 at a time; a chunk is a rank's whole
     share.
     """
     streams = [stream_of(12, Share(rank, 2, 8, 2), seed=None) for rank in range(2)]
@@ -117,12 +117,12 @@ def test_draws_literal():
 
 
 @given(shares())
-def test_a_global_batch_is_whole_windows(share):
-    """A window across the end of a batch would leave samples of the next one to a rank that
+def test_a_global_batch_is_whole_chunks(share):
+    """A chunk across the end of a batch would leave samples of the next one to a rank that
     resumes.
     """
-    assert share.num_draws % share.draws_per_window == 0
-    assert share.draws_per_window == 1 or share.draws_per_window * share.micro_batch_size <= 32
+    assert share.num_draws % share.draws_per_chunk == 0
+    assert share.draws_per_chunk == 1 or share.draws_per_chunk * share.micro_batch_size <= 32
 
 
 @pytest.mark.parametrize(

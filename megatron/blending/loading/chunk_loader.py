@@ -1,7 +1,7 @@
-"""pure. A WindowLoader gives a rank its windows of a stream, from workers. Its state is one number.
+"""pure. A ChunkLoader gives a rank its chunks of a stream, from workers. Its state is one number.
 
-Window k is a function of k (streams/window.py), so nothing is held and nothing else is saved. Rank
-r of R gives the windows r, r + R, r + 2 R, ...; worker w of W makes every W-th of these.
+Chunk k is a function of k (streams/chunk.py), so nothing is held and nothing else is saved. Rank
+r of R gives the chunks r, r + R, r + 2 R, ...; worker w of W makes every W-th of these.
 """
 
 import functools
@@ -12,38 +12,38 @@ import numpy as np
 
 from megatron.blending.loading.messages import END, MakeServer, Message, Start
 from megatron.blending.loading.worker_pool import WorkerPool
+from megatron.blending.streams.chunk import ChunkDataset
 from megatron.blending.streams.failures import Failure, FailureLog
 from megatron.blending.streams.node import Binding, Block
-from megatron.blending.streams.window import WindowDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _FIRST_SAMPLES = 256
 _MAX_SAMPLES = 8192
-"""Planned together: few at first, so that the first window comes soon."""
+"""Planned together: few at first, so that the first chunk comes soon."""
 
 
 class _Begin(NamedTuple):
     next: int
-    """Windows of the rank that were given."""
+    """Chunks of the rank that were given."""
 
 
-class WindowLoader(Iterator[list[Any]]):
-    """Iterator over a rank's windows, from its window number `num_given` on.
+class ChunkLoader(Iterator[list[Any]]):
+    """Iterator over a rank's chunks, from its chunk number `num_given` on.
 
-    `start()` starts the workers, else the first window does; `close()` stops them.
+    `start()` starts the workers, else the first chunk does; `close()` stops them.
     """
 
     def __init__(
         self,
-        windows: WindowDataset,
+        chunks: ChunkDataset,
         config: WorkerConfig,
         *,
         prefetch_factor: int = 2,
         num_given: int = 0,
     ) -> None:
         self.num_given = num_given
-        """The state: of the rank's windows."""
-        self._windows = windows
+        """The state: of the rank's chunks."""
+        self._chunks = chunks
         self._config = config
         self._ahead = prefetch_factor
         self._pool: WorkerPool | None = None
@@ -62,7 +62,7 @@ class WindowLoader(Iterator[list[Any]]):
             pool.hurry()
 
     def close(self) -> None:
-        """Stop the workers. The next window starts them again."""
+        """Stop the workers. The next chunk starts them again."""
         if self._pool is not None:
             self._pool.close()
         self._pool = None
@@ -71,7 +71,7 @@ class WindowLoader(Iterator[list[Any]]):
         self.start()
         assert self._pool is not None
         try:
-            # Workers take windows in turns from where the pool was started, so the next one has a
+            # Workers take chunks in turns from where the pool was started, so the next one has a
             # known sender.
             worker = (self.num_given - self._begun) % len(self._pool)
             message = self._pool.next(worker, 0)
@@ -81,51 +81,51 @@ class WindowLoader(Iterator[list[Any]]):
         if message.turn == END:
             raise StopIteration
         self.num_given += 1
-        window: list[Any] = message.items[0][1]
-        return window
+        chunk: list[Any] = message.items[0][1]
+        return chunk
 
     def _server_of(self, worker: int) -> MakeServer:
         config = self._config
         part = (worker, max(1, config.num_workers), config.this_rank, config.num_ranks)
-        return functools.partial(WindowServer, self._windows, config.seed, part)
+        return functools.partial(ChunkServer, self._chunks, config.seed, part)
 
 
-class WindowServer:
-    """Makes the windows of a worker."""
+class ChunkServer:
+    """Makes the chunks of a worker."""
 
     def __init__(
         self,
-        windows: WindowDataset,
+        chunks: ChunkDataset,
         seed: int,
         part: tuple[int, int, int, int],
         report: Callable[[Failure], None],
     ) -> None:
-        """`part`: worker, of how many; rank, of how many. Failures stand in the windows."""
-        self._root = windows.bind(Binding(seed, part[3]))
+        """`part`: worker, of how many; rank, of how many. Failures stand in the chunks."""
+        self._root = chunks.bind(Binding(seed, part[3]))
         self._part = part
 
     def start(self, start: Start) -> None:
         self._generation = start.generation
-        self._made = self._windows(start.cells[0].next)
+        self._made = self._chunks(start.cells[0].next)
 
     def next(self, lane: int = 0) -> Message:
-        """Make the next window. END for ever after the last one."""
-        window = next(self._made, None)
-        if window is None:
+        """Make the next chunk. END for ever after the last one."""
+        chunk = next(self._made, None)
+        if chunk is None:
             return Message(self._generation, 0, END)
-        return Message(self._generation, 0, 0, items=[(0, window)])
+        return Message(self._generation, 0, 0, items=[(0, chunk)])
 
     def places(self) -> list[str]:
-        """Returns nothing: samples of windows have places of their own."""
+        """Returns nothing: samples of chunks have places of their own."""
         return []
 
     def close(self) -> None:
         """Do nothing, unlike the process that may stand in its place."""
 
-    def _windows(self, num_given: int) -> Iterator[list[Any]]:
+    def _chunks(self, num_given: int) -> Iterator[list[Any]]:
         worker, num_workers, rank, num_ranks = self._part
         step, size = num_ranks * num_workers, self._root.size
-        # Rank 1 of 2, worker 0 of 3, 4 given: its windows are 9, 15, 21, ...
+        # Rank 1 of 2, worker 0 of 3, 4 given: its chunks are 9, 15, 21, ...
         first, samples = rank + num_ranks * (num_given + worker), _FIRST_SAMPLES
         while True:
             count = max(1, samples // self._root.samples_per_output)

@@ -1,9 +1,10 @@
-"""Windows have what stands at their positions, and say what does not."""
+"""Chunks have what stands at their positions, and say what does not."""
 
 import numpy as np
 import pytest
 
-from megatron.blending import MapDataset, SkippedSample, SkipSample, SourceDataset, WindowDataset
+from megatron import blending
+from megatron.blending import ChunkDataset, MapDataset, SkippedSample, SkipSample, SourceDataset
 from megatron.blending.streams.node import Binding, Block
 from tests.unit_tests.blending.number_streams import Numbers, source_of
 
@@ -17,27 +18,27 @@ def even(record: tuple[str, int]) -> int:
     return number
 
 
-def windows_of(dataset, numbers, **options):
-    bound = WindowDataset(dataset, **options).bind(Binding(seed=1))
+def chunks_of(dataset, numbers, **options):
+    bound = ChunkDataset(dataset, **options).bind(Binding(seed=1))
     return bound.plan(np.array(numbers), Block()).values(0, len(numbers))
 
 
 def test_holes_stay_where_they_are():
     """Filled with what follows, a position would mean another sample for each number of ranks."""
     dataset = MapDataset(source_of(count=6, shuffle=False), even)
-    assert windows_of(dataset, [0, 1], length=4, first=0) == [
+    assert chunks_of(dataset, [0, 1], length=4, first=0) == [
         [0, SkippedSample(0, "a:1", "odd"), 2, SkippedSample(0, "a:3", None, "far too odd")],
         [4, SkippedSample(0, "a:5", "odd"), 0, SkippedSample(0, "a:1", "odd")],
     ]
 
 
 @pytest.mark.parametrize("first", [0, 1, 5])
-def test_one_pass_ends_in_shorter_windows(first):
-    """A rank whose window is beyond the end would read the first samples once more."""
+def test_one_pass_ends_in_shorter_chunks(first):
+    """A rank whose chunk is beyond the end would read the first samples once more."""
     dataset = source_of(count=7, shuffle=False)
-    windows = windows_of(dataset, range(4), length=3, first=first, num_outputs=4)
-    assert [number for window in windows for _, number in window] == list(range(first, 7))
-    assert len(windows[-1]) == 0
+    chunks = chunks_of(dataset, range(4), length=3, first=first, num_outputs=4)
+    assert [number for chunk in chunks for _, number in chunk] == list(range(first, 7))
+    assert len(chunks[-1]) == 0
 
 
 def test_a_source_that_cannot_be_read_fails_sample_by_sample():
@@ -49,8 +50,14 @@ def test_a_source_that_cannot_be_read_fails_sample_by_sample():
                 raise OSError("disk gone")
             return super().read(indices)
 
-    ((zero, one, two, three),) = windows_of(
+    ((zero, one, two, three),) = chunks_of(
         SourceDataset(Gone("a", 4), shuffle=False), [0], length=4
     )
     assert (zero, one, three) == (("a", 0), ("a", 1), ("a", 3))
     assert two == SkippedSample(0, "a:2", None, "a:2: cannot be read: OSError: disk gone")
+
+
+def test_former_names():
+    """Whoever imports them by the name of the release before is not to be stopped by a rename."""
+    assert blending.WindowDataset is ChunkDataset
+    assert blending.LeftOut is SkippedSample

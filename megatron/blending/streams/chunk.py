@@ -1,4 +1,4 @@
-"""pure. A WindowDataset gives consecutive outputs of its child together, and keeps holes where they
+"""pure. A ChunkDataset gives consecutive outputs of its child together, and keeps holes where they
 are.
 """
 
@@ -21,7 +21,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class SkippedSample(NamedTuple):
-    """Stands in a window for a sample that makes no output."""
+    """Stands in a chunk for a sample that makes no output."""
 
     source: int
     """Number of its source among those of the tree, from 0."""
@@ -37,13 +37,13 @@ LeftOut = SkippedSample
 """Its former name, kept for one release."""
 
 
-class WindowDataset(SavableDataset[Any]):
+class ChunkDataset(SavableDataset[Any]):
     """Lists of `length` consecutive outputs of the child, from its position `first` on.
 
     Output k begins at position `first + k * length`.
 
     Where a sample makes no output, or several, its SkippedSample stands in the list: a batch is
-    filled with what follows, a window never is. So what stands in it follows from its number, and
+    filled with what follows, a chunk never is. So what stands in it follows from its number, and
     whoever gets it counts what was left out.
     """
 
@@ -59,8 +59,8 @@ class WindowDataset(SavableDataset[Any]):
         """`num_outputs`: of one pass over the child, after whose end lists are shorter and at last
         empty; None: pass after pass, for ever.
         """
-        check_datasets("WindowDataset", [dataset])
-        check_whole("WindowDataset: length", length)
+        check_datasets("ChunkDataset", [dataset])
+        check_whole("ChunkDataset: length", length)
         self.children = (dataset,)
         self.length = length
         self.first = first
@@ -78,31 +78,36 @@ class WindowDataset(SavableDataset[Any]):
         ]
         self.numbers = {number: at for at, number in enumerate(sources)}
 
-    def plan(self, positions: Ints, block: Block) -> "WindowPlan":
+    def plan(self, positions: Ints, block: Block) -> "ChunkPlan":
         starts, sizes = self.first + positions * self.length, np.full_like(positions, self.length)
         if self.size is not None:
             sizes = np.clip(len(self.children[0]) - starts, 0, self.length)
-        return WindowPlan(self, starts, sizes, block)
+        return ChunkPlan(self, starts, sizes, block)
 
     def used(self, position: int) -> list[int]:
         return [self.first + position * self.length]
 
     def signature(self) -> list[Any]:
-        return [type(self).__name__, self.length, self.first]
+        # States of loaders have this name, which the class had before.
+        return ["WindowDataset", self.length, self.first]
 
 
-class WindowPlan(RangesPlan):
-    """Plans some windows, and gives whatever stands there, as it is."""
+WindowDataset = ChunkDataset
+"""Its former name, kept for one release."""
+
+
+class ChunkPlan(RangesPlan):
+    """Plans some chunks, and gives whatever stands there, as it is."""
 
     def values(self, start: int, end: int) -> list[Any]:
-        # Whoever gets the windows says what failed.
+        # Whoever gets the chunks says what failed.
         before = ON_FAILURE.set(None)
         try:
-            return [self._window(*self.child_range(place)) for place in range(start, end)]
+            return [self._chunk(*self.child_range(place)) for place in range(start, end)]
         finally:
             ON_FAILURE.reset(before)
 
-    def _window(self, start: int, end: int) -> list[Any]:
+    def _chunk(self, start: int, end: int) -> list[Any]:
         try:
             values = self.child.values(start, end)
         except Exception:
@@ -123,7 +128,7 @@ class WindowPlan(RangesPlan):
 
     def _left_out(self, hole: object, at: int) -> SkippedSample:
         source, position = self.child.entries(at, at + 1)[0]
-        error: Exception = TypeError("several outputs of one sample; a window has one of each")
+        error: Exception = TypeError("several outputs of one sample; a chunk has one of each")
         if type(hole) is SkipMarker:
             error = hole.error if hole.error is not None else SkipSample("filtered")
         found = self.node.numbers[source.number], source.describe(position)
