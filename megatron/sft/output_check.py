@@ -179,8 +179,7 @@ def _num_saves(config: SFTConfig) -> int:
     done = 0
     if output.load is not None and not output.finetune:
         done = output.ckpt_step or latest_iteration(output.load) or 0
-    interval = output.save_interval or last
-    return math.ceil(last / interval) - done // interval if done < last else 0
+    return output.num_saves(done, last)
 
 
 def num_weights(tensors: Tensors) -> int:

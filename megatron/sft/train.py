@@ -180,10 +180,7 @@ class Trainer:
                 raise Stopped
             iteration = self._progress.iteration
             self._evaluate_if_due(signals, log)
-            if (
-                config.output.save_interval is not None
-                and iteration % config.output.save_interval == 0
-            ):
+            if config.output.saves_after(iteration):
                 self._save(log)
         if log is not None and self._stops_early():
             log.say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +83,15 @@ class OutputConfig:
                 "--dump-schedule must be steps, the first of which is 1, but is "
                 f"{min(self.dump_schedule)}"
             )
+
+    def saves_after(self, iteration: int) -> bool:
+        """Returns whether a checkpoint follows that step, beside the last one of a run."""
+        return self.save_interval is not None and iteration % self.save_interval == 0
+
+    def num_saves(self, done: int, last: int) -> int:
+        """Returns the number of checkpoints after step `done` and up to the last step."""
+        interval = self.save_interval or last
+        return math.ceil(last / interval) - done // interval if done < last else 0
 
     def _check_load(self) -> None:
         flags = {
