@@ -1,6 +1,7 @@
 # make run    train a small chat model on two processes, from nothing
 # make finetune  pretrain a tiny model, fine-tune it from its HuggingFace folder, let it answer held-out questions
 # make recipes  two steps of each recipe for a released model, with the model shrunken
+# make howto  the commands of the how-to pages, in order, with a tiny model (make test: those of four pages)
 # make docs   the documents as a site, in site/
 # make test   unit and functional tests
 # make unit   unit tests alone
@@ -42,7 +43,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes docs test unit families layouts trees faults fit-check fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes howto docs test unit families layouts trees faults fit-check fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -59,6 +60,9 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 
 recipes: $(VENV)/.finetune
 	$(VENV)/bin/python examples/recipes/try_recipe.py examples/recipes/*.yaml
+
+howto: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.functional_tests.pages --write examples/benchmarks/results/howto.md
 
 # Its packages stay out of $(VENV): nothing that is trained or tested needs them.
 docs: $(VENV)/.run .venv-docs/.mkdocs

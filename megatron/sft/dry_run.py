@@ -4,7 +4,6 @@ model, and what it would do then.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -46,17 +45,22 @@ def dry_run(config: SFTConfig, datasets: Datasets, pretrained: object) -> None:
             print(line)
 
 
+def _is_alone() -> bool:
+    """Returns whether this process stands for all of the run, with a launcher or without."""
+    return world_from_environment()[1] == 1
+
+
 def _world_size(config: SFTConfig) -> int:
-    """Returns the launcher's; without one, the fewest processes that the layout takes."""
-    if "WORLD_SIZE" in os.environ:
+    """Returns the launcher's; of one process, the fewest that the layout takes."""
+    if not _is_alone():
         return world_from_environment()[1]
     return config.parallel.least_world_size
 
 
 @contextmanager
 def _groups(config: SFTConfig, datasets: Datasets, pretrained: object) -> Iterator[None]:
-    """The groups of a launched run; of one process without a launcher, whatever the layout."""
-    if "WORLD_SIZE" in os.environ:
+    """The groups of a launched run; of one process, whatever the layout."""
+    if not _is_alone():
         with process_groups(config, fingerprints(config, datasets, pretrained)):  # type: ignore[arg-type]
             yield
         return
@@ -84,7 +88,7 @@ def summary(config: SFTConfig, datasets: Datasets, companions: Companions) -> It
     )
     yield f"training   {steps}, about {sequences * mean:,.0f} tokens"
     world = _world_size(config)
-    if "WORLD_SIZE" not in os.environ:
+    if _is_alone():
         yield f"layout     checked for {world:,} processes, the fewest that it takes"
     yield (
         f"           tensor {parallel.tensor_model_parallel_size}, pipeline "

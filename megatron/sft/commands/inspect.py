@@ -39,6 +39,7 @@ from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.folder import open_folder
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
+from megatron.sft.options.data_paths import expanded
 
 _SPLITS = ("train", "val", "test")
 _COMPANIONS = "huggingface"
@@ -176,11 +177,28 @@ def _checkpoint(path: Path) -> Iterator[str]:
 
 
 def _data(path: str) -> Iterator[str]:
+    files = expanded(path, "data in")
+    if len(files) > 1:
+        yield from _files(path, files)
+        return
+    (path,) = files
     own_splits = split_names(path)
     for split in [name for name in _SPLITS if name == "train" or name in own_splits]:
         node = load_metadataset(path, split)
         yield from _sources(path, split, node)
         yield from _tree(node, "  ")
+
+
+def _files(path: str, files: Sequence[str]) -> Iterator[str]:
+    """Yields lines about the files that a folder or pattern stands for."""
+    entries = [entry for file in files for entry in source_entries(load_metadataset(file, "train"))]
+    records = [len(open_unjoined(entry).source) for entry in entries]
+    total = sum(records)
+    yield f"{path}: {count(len(files), 'file')}, {total:,} records, read one after the other"
+    width = max(map(len, files))
+    for file, number in zip(files, records):
+        held = size(_bytes_below(Path(file)))
+        yield f"  {number / total:7.1%}  {file:{width}}  {number:>12,} records  {held}"
 
 
 def _sources(path: str, split: str, node: Node) -> Iterator[str]:

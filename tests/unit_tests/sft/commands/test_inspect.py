@@ -35,6 +35,19 @@ def test_a_blend_has_shares_sizes_and_its_tree(data):
     assert len(lines) == 8
 
 
+def test_a_folder_and_a_pattern_stand_for_their_files(data):
+    """--data-path takes them; whoever looks first was told to prepare the folder."""
+    (data / "blend.yaml").unlink()
+    for path in (data, data / "*.jsonl"):
+        head, *files = lines_of(str(path))
+        assert head == f"{path}: 2 files, 6 records, read one after the other"
+        assert [line.split()[0] for line in files] == ["66.7%", "33.3%"]
+    assert "split train: 1 source, 2 records" in next(lines_of(str(data / "b*.jsonl")))
+    (data / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty: has no file that ends in \.jsonl"):
+        list(lines_of(str(data / "empty")))
+
+
 def test_a_model_says_whether_it_trains_here(tmp_path):
     """Else the answer comes after the model was downloaded to eight nodes."""
     assert "  trains     yes" in next(
