@@ -155,16 +155,17 @@ class Reduction:
     def result(self) -> Reduced:
         """Returns the values over all ranks."""
         slots = self._slots.result()
+        figures = (*self._figures.sums, *self._figures.maxima)
         return Reduced(
-            float(slots["loss_sum"].item()),
-            int(slots["num_loss_tokens"].item()),
-            slots["stops"].item() > 0,
-            Counts(slots["counts"].astype(np.int64).reshape(self._shape)),
-            slots["source_losses"].reshape(2, -1),
-            slots["written"].item() == dist.get_world_size(),
-            int(slots["padded_tokens"].item()),
-            slots["right_tokens"].item(),
-            {name: slots[name].item() for name in (*self._figures.sums, *self._figures.maxima)},
+            loss_sum=slots["loss_sum"].item(),
+            num_loss_tokens=int(slots["num_loss_tokens"].item()),
+            stop=slots["stops"].item() > 0,
+            counts=Counts(slots["counts"].astype(np.int64).reshape(self._shape)),
+            source_losses=slots["source_losses"].reshape(2, -1),
+            all_written=slots["written"].item() == dist.get_world_size(),
+            num_padded_tokens=int(slots["padded_tokens"].item()),
+            num_right_tokens=slots["right_tokens"].item(),
+            figures={name: slots[name].item() for name in figures},
         )
 
 

@@ -111,6 +111,7 @@ class BlendDataset(ChoiceDataset):
             return self._proportions.choose(positions)
         passes, places = np.divmod(positions, self.size)
         children, numbers = self._proportions.choose(places)
+        # A further pass chooses the same children; each goes on where it ended in the pass before.
         sizes = np.array([size or 0 for size in self._sizes], np.int64)
         return Choices(children, numbers + passes * sizes[children])
 
@@ -168,8 +169,10 @@ class ConcatDataset(ChoiceDataset):
     def choose(self, positions: Ints) -> Choices:
         passes, places = np.divmod(positions, self.size)
         children = np.searchsorted(self._ends, places, side="right").astype(np.int64)
+        # Children of 3 and 2: place 4 is the second one's number 1, and 1 + 2 in the next pass.
         sizes = np.diff(self._ends, prepend=0)
-        return Choices(children, places - (self._ends - sizes)[children] + passes * sizes[children])
+        starts = self._ends - sizes
+        return Choices(children, places - starts[children] + passes * sizes[children])
 
     def counts(self, position: int) -> list[int]:
         passes, place = divmod(position, self.size)
@@ -184,6 +187,8 @@ class ChoicePlan:
     """Tells which child gives each output, and the place in that child's plan."""
 
     def __init__(self, node: ChoiceDataset, positions: Ints, block: Block) -> None:
+        # Each child plans what it gives at all of these positions in one call. Outputs of children
+        # 0 1 0    ->    child 0 plans two, child 1 one; places 0 0 1 in their plans.
         chosen = node.choose(positions)
         self.length = len(chosen.children)
         self._plans: dict[int, Plan] = {}
@@ -198,6 +203,8 @@ class ChoicePlan:
         if end == start + 1:
             place = self._places[start]
             return self._plans[self._children[start]].values(place, place + 1)
+        # One call per child again; a child's outputs stand together in its plan. They are then
+        # dealt out in the order of the choices.
         chosen = self._children[start:end]
         first: dict[int, int] = {}
         for child, place in zip(chosen, self._places[start:end]):

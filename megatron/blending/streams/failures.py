@@ -128,7 +128,8 @@ class Failures:
         if error is None or isinstance(error, SkipSample):
             self._skip(function, where)
             if isinstance(error, NotChosen):
-                self._report(Failure(node, place := where(), f"{place}: {error}"))
+                place = where()
+                self._report(Failure(node, place, f"{place}: {error}"))
             return
         if isinstance(error, FatalSampleError):
             raise error

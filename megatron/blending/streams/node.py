@@ -159,6 +159,9 @@ class SavableDataset(Generic[T_co]):
         twin.number = len(binding.nodes)
         twin.place = place
         binding.nodes.append(twin)
+        # A place names the choices on the way from the root, and seeds the order of what is below.
+        # Nodes that leave their only child's positions as they are add nothing to it: a map that is
+        # put in or taken out keeps the order.
         is_only_child = len(self.children) == 1
         twin.children = tuple(
             child.bind(

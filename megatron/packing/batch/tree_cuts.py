@@ -118,6 +118,7 @@ def _with_joined_nodes(tree: Tree, rules: TreeRules, keeps_root: bool) -> Tree:
         below = children[number]
         if not below or (keeps_root and node.parent < 0):
             continue
+        # The node apart, and its children; or a copy of it at the start of each child.
         kept = rules.cost(node.length, node.depth)
         kept += sum(rules.cost(new[child].length, new[child].depth) for child in below)
         joined = sum(rules.cost(node.length + new[child].length, node.depth) for child in below)
@@ -127,7 +128,7 @@ def _with_joined_nodes(tree: Tree, rules: TreeRules, keeps_root: bool) -> Tree:
             pieces = node.pieces + new[child].pieces
             length = node.length + new[child].length
             new[child] = Node(pieces, length, node.depth, node.parent)
-        if node.parent >= 0:
+        if node.parent >= 0:  # its children take its place among its parent's
             place = children[node.parent].index(number)
             children[node.parent][place : place + 1] = below
         gone.add(number)
@@ -144,8 +145,8 @@ def _cut(tree: Tree, rules: TreeRules) -> Iterator[Tree]:
     """Yields trees of neighbouring leaves, as many as fit; one tree where all do. Roots, of which
     joining may leave several, are apart.
     """
-    taken: set[int] = set()
-    branching: set[int] = set()
+    taken: set[int] = set()  # nodes of the part so far
+    branching: set[int] = set()  # those of them below which it has several branches
     num_tokens = num_keys = root = 0
     for leaf in _leaves(tree):
         path = _path(tree, leaf)
@@ -154,9 +155,11 @@ def _cut(tree: Tree, rules: TreeRules) -> Iterator[Tree]:
         is_over = num_tokens + more > rules.capacity
         is_over |= num_keys + keys > rules.keys_per_token * (num_tokens + more)
         if taken and (is_over or path[0] != root):
+            # A new part begins with all of this leaf's path: prefixes are computed in each part.
             yield _part(tree, taken)
             taken, branching, num_tokens, num_keys, fresh = set(), set(), 0, 0, path
             more, keys = _tokens(tree, fresh, rules), _keys(tree, path, fresh, branching)
+        # The node at which this path leaves the part's other paths branches now.
         branching.update(path[: len(path) - len(fresh)][-1:])
         taken.update(fresh)
         num_tokens, num_keys, root = num_tokens + more, num_keys + keys, path[0]
@@ -190,7 +193,7 @@ def _part(tree: Tree, taken: set[int]) -> Tree:
             num_children[tree[number].parent] += 1
     new: dict[int, Node] = {}
     at: dict[int, int] = {}  # number of the run that a node is in
-    for number in sorted(taken):
+    for number in sorted(taken):  # parents have lower numbers than their children
         node = tree[number]
         if node.parent >= 0 and num_children[node.parent] == 1:
             run = at[number] = at[node.parent]

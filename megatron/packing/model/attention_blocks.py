@@ -128,6 +128,8 @@ class BlockKernel:
         log_sum = query.new_empty(query.shape[1], len(query), dtype=wide)
         for block in self._blocks(query):
             scores, _ = self._scores(query, key, block)
+            # The largest is subtracted before `exp`, in place: a block's scores are the memory that
+            # this takes.
             largest = scores.amax(-1, keepdim=True)
             total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
             found = scores @ _by_group(value, block.keys, wide) / total
@@ -145,16 +147,19 @@ class BlockKernel:
         of_key, of_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
         for block in self._blocks(query):
             scores, slope = self._scores(query, key, block)
-            queries, values = _by_group(key, block.keys, wide), _by_group(value, block.keys, wide)
+            keys, values = _by_group(key, block.keys, wide), _by_group(value, block.keys, wide)
+            # Shares are made again from the scores, as none were kept.
             sums = log_sum[:, block.queries].reshape(groups, -1, 1)
             shares = scores.sub_(sums).exp_()
             of_output = _by_group(gradient, block.queries, wide, groups)
+            # Softmax: the gradient of a score is its share times what its value gains over `delta`,
+            # the mean gain of all values, which is the product of gradient and output.
             delta = (of_output * _by_group(output, block.queries, wide, groups)).sum(-1, True)
             of_value[block.keys] += (shares.mT @ of_output).transpose(0, 1)
             of_scores = shares.mul_((of_output @ values.mT).sub_(delta)).mul_(self.scores.scale)
             if slope is not None:
                 of_scores.mul_(slope)
-            of_query[block.queries] = _by_token(of_scores @ queries, heads)
+            of_query[block.queries] = _by_token(of_scores @ keys, heads)
             rows = _by_group(query, block.queries, wide, groups)
             of_key[block.keys] += (of_scores.mT @ rows).transpose(0, 1)
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
@@ -168,6 +173,8 @@ class BlockKernel:
         for num_queries, num_keys in zip(*self.segments, strict=True):
             query_start, query_end = query_end, query_end + num_queries
             key_start, key_end = key_end, key_end + num_keys
+            # As many queries as keep a block's scores in the cache; with a window a block of q
+            # queries takes at most window + q keys.
             reach = min(num_keys, num_keys if window is None else window + _MAX_QUERIES)
             size = _BLOCK_SCORES // max(query.shape[1] * reach, 1)
             size = min(max(size, _MIN_QUERIES), _MAX_QUERIES)
@@ -193,6 +200,7 @@ class BlockKernel:
             slope = 1 - scores.square()
             scores.mul_(self.scores.softcap)
         if block.hidden is not None:
+            # Rows are heads of a group times queries; all heads hide the same pairs.
             by_head = scores.view(groups, -1, *block.hidden.shape)
             by_head.masked_fill_(block.hidden, -torch.inf)
         return scores, slope

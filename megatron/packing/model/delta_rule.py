@@ -80,6 +80,8 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
             cu_seqlens=_ends(lengths, x.device),
         )
         return out.squeeze(0)
+    # One shifted product per distance, instead of a convolution: it would run across the borders of
+    # sequences. No token reaches further back than the longest sequence has tokens.
     out = x * weight[:, -1]
     for distance in range(1, min(weight.shape[1], max(lengths))):
         earlier = x[:-distance] * weight[:, -1 - distance]
@@ -141,6 +143,7 @@ def _chunks(lengths: Lengths, device: torch.device) -> _Chunks:
         steps.append((first, end))
         first = end
     row = {number: place for place, number in enumerate(order)}
+    # Chunk `step` of a sequence is chunk `steps[step][0] + row` of all; its tokens stand in a row.
     places = [
         torch.tensor([(steps[step][0] + row[number]) * size for step in range(-(-length // size))])
         .repeat_interleave(size)[:length]
@@ -163,8 +166,12 @@ def _in_chunks(inputs: Inputs, lengths: Lengths) -> Tensor:
     query, key, value, decay, beta = (_cut(x, chunks) for x in inputs)
     query = query * (torch.rsqrt(_squares(query) + _EPSILON) * query.shape[-1] ** -0.5)
     key = key * torch.rsqrt(_squares(key) + _EPSILON)
-    total = decay.cumsum(-2)  # [chunks, heads, size, 1]
+
+    # All chunks at once: the writes of each, for any state S that it may begin with.
+    total = decay.cumsum(-2)  # G; [chunks, heads, size, 1]
+    # e^(G_i - G_j), 0 for later j. Masked before `exp`, which would overflow there.
     ratios = (total - total.mT).masked_fill(_later(chunks.size, total.device), -torch.inf).exp()
+    # Two right-hand sides: the part without S, and what S is multiplied by.
     writes = torch.linalg.solve_triangular(
         (beta * (key @ key.mT) * ratios).tril(-1),
         beta * torch.cat((value, total.exp() * key), dim=-1),
@@ -173,8 +180,13 @@ def _in_chunks(inputs: Inputs, lengths: Lengths) -> Tensor:
     )
     own_writes, reads = writes.split((value.shape[-1], key.shape[-1]), dim=-1)
     seen = (query @ key.mT) * ratios
+    # What a token reads of S has decayed since the chunk's start; what it writes goes on decaying
+    # until the chunk's end.
     queries, last = query * total.exp(), total[..., -1:, :]
     keys = key * (last - total).exp()
+
+    # Chunk by chunk, as the state goes from one to the next. Sequences that have ended are the last
+    # rows, so that a slice leaves those that continue.
     state = value.new_zeros(chunks.steps[0][1], value.shape[1], key.shape[-1], value.shape[-1])
     outputs = []
     for first, end in chunks.steps:

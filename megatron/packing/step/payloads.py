@@ -142,22 +142,21 @@ def move_payloads(
     sent = [[_as_sent(one, to, rank, store, restore) for one in leaving[to]] for to in range(size)]
     arrived, sent_bytes = _swap(sent, exchange)
     failures = _decode(arrived, restore)
+    # Those of which the key alone was sent: their tensors stayed here.
     away = [pair for to in range(size) if to != rank for pair in zip(leaving[to], sent[to])]
     by_key = [whole for whole, one in away if whole and one and one.tensors is None]
-    outcomes = _gather(
-        _Outcome(
-            failures,
-            sum(one is not None for its in arrived for one in its),
-            _bytes_of(arrived),
-            sent_bytes,
-            len(by_key),
-            sum(whole.num_bytes for whole in by_key),
-        ),
-        exchange,
+    own = _Outcome(
+        failures,
+        number=sum(one is not None for its in arrived for one in its),
+        held_bytes=_bytes_of(arrived),
+        sent_bytes=sent_bytes,
+        num_by_key=len(by_key),
+        unsent_bytes=sum(whole.num_bytes for whole in by_key),
     )
+    outcomes = _gather(own, exchange)
     if rank == 0:
         _say_once(outcomes, store)
-    if any(outcome.failures for outcome in outcomes):
+    if any(outcome.failures for outcome in outcomes):  # all ranks see the same, and go on alike
         again = _send_again(outcomes, leaving, arrived, exchange, store, restore)
         outcomes = [
             one._replace(held_bytes=other.held_bytes, sent_bytes=one.sent_bytes + other.sent_bytes)
