@@ -18,6 +18,8 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 Tensors = Mapping[str, Sequence[Any]]
 """Tensors or arrays by name, in order."""
 
@@ -84,17 +86,24 @@ def named_tensors(given: Any) -> dict[str, list[Any]]:
 def _tensors(name: object, value: Any) -> list[Any]:
     found = list(value) if isinstance(value, (list, tuple)) else [value]
     for one in found:
-        if not hasattr(one, "nbytes") or not hasattr(one, "shape"):
+        if not hasattr(one, "detach") and not isinstance(one, (np.ndarray, np.generic)):
             raise ValueError(
                 f"payload '{name}' must be a tensor, an array, or a list of them, but has "
                 f"{type(one).__name__}"
             )
-        # Numpy's types have a kind; torch's are numbers all.
-        if getattr(one.dtype, "kind", "f") not in "biuf" or not getattr(
-            one.dtype, "isnative", True
-        ):
+        if not _is_plain(one):
             raise ValueError(
-                f"payload '{name}' must be of numbers in the machine's byte order, but is of "
-                f"{one.dtype}"
+                f"payload '{name}' must be dense and of numbers in the machine's byte order of at "
+                f"most 8 bytes, but is of {one.dtype}, {getattr(one, 'layout', 'an array')}"
             )
     return found
+
+
+def _is_plain(one: Any) -> bool:
+    """Returns whether a tensor or an array can travel. Torch is not imported for it."""
+    dtype = one.dtype
+    # Numpy's types have a kind; torch's are numbers all.
+    is_number = getattr(dtype, "kind", "f") in "biuf" and dtype.itemsize <= 8
+    is_dense = str(getattr(one, "layout", "torch.strided")) == "torch.strided"
+    is_odd = any(getattr(one, name, False) for name in ("is_meta", "is_quantized", "is_nested"))
+    return is_number and is_dense and not is_odd and bool(getattr(dtype, "isnative", True))
