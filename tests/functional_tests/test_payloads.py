@@ -198,6 +198,9 @@ def delayed_payloads(way: str) -> Any:
     small = [{"tokens": torch.arange(9) + 1000 * (20 + rank + 2 * i)} for i in range(4)]
 
     class Fixed(Source):
+        if way == "nothing restores":
+            restore_sample = None  # type: ignore[assignment]
+
         def __next__(self) -> list[Any]:
             return [large, *small] if rank == 0 else small
 
@@ -219,9 +222,11 @@ def delayed_payloads(way: str) -> Any:
     return waiting, [one for its in images for one in its], state.get("payloads"), len(queue)
 
 
-@pytest.mark.parametrize("way", ["both", "tensors"])
+@pytest.mark.parametrize("way", ["both", "tensors", "nothing restores"])
 def test_payloads_wait_with_their_sequences_and_in_checkpoints(way: str) -> None:
-    """By key where there is one, so that nothing large waits; else as tensors."""
+    """By key where there is one that something restores, so that nothing large waits; else as
+    tensors.
+    """
     ranks = run_ranks(delayed_payloads, 2, way)
     assert [rank[0] for rank in ranks] == [1, 1], "no sequence waited"
     found = [one for _, its, *_ in ranks for one in its]

@@ -155,10 +155,10 @@ def with_payloads(
 
 
 def used_payloads(
-    samples: Samples, payloads: Sequence[Payload]
+    samples: Samples, payloads: Sequence[Payload], *, restores: bool = True
 ) -> tuple[Samples, Sequence[Payload]]:
     """Returns sequences that wait with their payloads alone; tensors go where a key makes them
-    again.
+    again, as `restores` says.
     """
     if PAYLOADS not in samples.columns:
         return samples, ()
@@ -167,7 +167,8 @@ def used_payloads(
     renumbered = np.full_like(numbers, -1)
     renumbered[numbers >= 0] = np.arange(used.size)
     kept = [payloads[number] for number in used.tolist()]
-    kept = [one if one.key is None else one._replace(tensors=None) for one in kept]
+    if restores:
+        kept = [one if one.key is None else one._replace(tensors=None) for one in kept]
     return samples.with_columns({PAYLOADS: renumbered}), kept
 
 

@@ -46,15 +46,9 @@ from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport
 from megatron.packing.step.delay import Delayed, DelayQueue
 from megatron.packing.step.exchange import decide_together, move
 from megatron.packing.step.groups import data_groups
-from megatron.packing.step.load import load_samples
+from megatron.packing.step.load import Restore, load_samples, restore_of
 from megatron.packing.step.local import LocalSamples
-from megatron.packing.step.payloads import (
-    Moved,
-    PayloadError,
-    PayloadStore,
-    Restore,
-    move_payloads,
-)
+from megatron.packing.step.payloads import Moved, PayloadError, PayloadStore, move_payloads
 from megatron.packing.step.replica import Part, StepPlan, broadcast_part
 from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
@@ -200,15 +194,18 @@ def _load_and_place(
     if not isinstance(decision, Decision):
         return Part(decision, Samples.none())
     samples = own.samples.in_form(decision.form)
-    moved: Moved | None = None
+    moved, restore = None, None
     if PAYLOADS in decision.form:
+        store = store or PayloadStore()  # delayed ones of a run that had one
+        restore = store.restore or restore_of(iterator)
         try:
-            moved = _move_payloads(samples, local.payloads, decision, exchange, store, iterator)
+            moved = _move_payloads(samples, local.payloads, decision, exchange, store, restore)
         except PayloadError as failure:
             return Part(str(failure), Samples.none())
     if queue is not None:
         waits = decision.rank[decision.source_rank == exchange.rank()] < 0
-        queue.finish(local.left_behind(own.part_of[waits]))
+        waiting = local.left_behind(own.part_of[waits], restores=restore is not None)
+        queue.finish(waiting)
     samples, microbatch = move(samples, decision, exchange)
     part = _part_of(samples, microbatch, decision, moved)
     return part if exchange.rank() == 0 else part._replace(decision=None)
@@ -253,13 +250,10 @@ def _move_payloads(
     held: Sequence[Payload],
     decision: Decision,
     exchange: dist.ProcessGroup,
-    store: PayloadStore | None,
-    iterator: Any,
+    store: PayloadStore,
+    restore: Restore | None,
 ) -> Moved:
     """Moves the payloads of this rank's sequences; see `payloads.move_payloads`."""
-    store = store or PayloadStore()  # delayed ones of a run that had one
-    reader = getattr(iterator, "iterable", iterator)  # of megatron-core's RerunDataIterator
-    restore: Restore | None = store.restore or getattr(reader, "restore_sample", None)
     target = decision.rank[decision.source_rank == exchange.rank()].astype(np.int64)
     numbers = samples.columns[PAYLOADS].tolist()
     of_sequences = [None if number < 0 else held[number] for number in numbers]

@@ -42,10 +42,16 @@ class LocalSamples(NamedTuple):
             failed = Loaded.failed(f"{name}: {failure}")
             return cls(failed, None, failed.samples, failed.payloads)
 
-    def left_behind(self, stays: IntArray) -> Delayed:
-        """Returns the sequences `stays`, which wait for a later step: one step more than so far."""
+    def left_behind(self, stays: IntArray, *, restores: bool) -> Delayed:
+        """Returns the sequences `stays`, which wait for a later step: one step more than so far.
+
+        Args:
+            restores: whether a key makes a payload again, which then waits without its tensors.
+        """
         assert self.delayed is not None
         steps = np.zeros(self.samples.lengths.size, np.int64)
         steps[: self.delayed.steps.size] = self.delayed.steps
-        samples, payloads = used_payloads(self.samples.take(stays), self.payloads)
+        samples, payloads = used_payloads(
+            self.samples.take(stays), self.payloads, restores=restores
+        )
         return Delayed(samples, steps[stays] + 1, payloads)

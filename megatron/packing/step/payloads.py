@@ -12,7 +12,7 @@ A step without payloads does none of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,9 @@ from megatron.packing.batch.columns import IntArray
 from megatron.packing.batch.payload_bytes import from_bytes, to_bytes
 from megatron.packing.batch.payloads import Payload, named_tensors
 from megatron.packing.scheduling.payload_cost import PayloadCosts, cost_of_payloads
+from megatron.packing.step.load import Restore
 
 logger = logging.getLogger(__name__)
-Restore = Callable[[Any], Any]
-"""Function of a key to a sample with its `payloads`, or to these."""
 
 
 class PayloadStore:
@@ -48,7 +47,8 @@ class PayloadStore:
         Args:
             costs: by kind, see `scheduling.payload_cost`.
             restore: function of a key that returns a sample, or its `payloads`; called on data
-                ranks, in the thread that loads. None takes `restore_sample` of the data iterator.
+                ranks, in the thread that loads. None takes `restore_sample` of the data iterator,
+                or of the loader within it.
             min_bytes_by_key: tensors of fewer bytes are sent themselves, as reading and decoding
                 a sample again takes longer.
             max_waiting_bytes: with prefetch, another global batch is prepared only while those that
