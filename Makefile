@@ -94,7 +94,8 @@ trees: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest -rP --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_trees.py tests/functional_tests/test_path_log_probs.py
 
 layouts: $(VENV)/.dev
-	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
+	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py \
+	tests/functional_tests/test_images.py
 
 # Every family and mechanism beside transformers and peft, and whole runs of each: about half an hour.
 families: $(VENV)/.dev

@@ -4,10 +4,12 @@ each sample alone.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import zlib
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,8 +39,10 @@ from examples.multimodal import dataloader_provider, make_data, train  # noqa: E
 
 NUM_SAMPLES = 12
 FLAGS = "--data-path {} --sequence-packing --max-seqlen-per-dp-cp-rank {}"
-LAYOUTS = ("data", "tensor-model", "pipeline-model", "context")
+LAYOUTS = ["data", "tensor-model", "pipeline-model", "context"]
 """Kinds of parallelism, each of size 2."""
+if os.environ.get("LAYOUTS") == "all":  # `make layouts`
+    LAYOUTS += [" ".join(pair) for pair in combinations(LAYOUTS, 2)]
 Gradients = dict[str, tuple[int | None, Tensor]]
 """By global name: the dimension that tensor parallel cuts, and this rank's part."""
 
@@ -92,8 +96,9 @@ class Start(NamedTuple):
 
 def start(path: Path, kind: str = "data") -> Start:
     """The layout of the command line, in float64."""
-    flags = FLAGS.format(path, 200 if kind == "context" else 400)
-    flags += "" if kind == "data" else f" --{kind}-parallel-size 2"
+    kinds = kind.split()
+    flags = FLAGS.format(path, 200 if "context" in kinds else 400)
+    flags += "".join(f" --{one}-parallel-size 2" for one in kinds if one != "data")
     arguments = train.arguments_of(flags.split())
     cpu_support.install()
     parallel_state.initialize_model_parallel(
@@ -135,7 +140,8 @@ def train_packed(path: Path, kind: str) -> Any:
         name: (dimension_of(parameter), parameter.main_grad.clone())
         for name, parameter in global_names(gpt).items()
     }
-    return (total[0] / total[1]).item(), gradients, losses.batch.stats
+    place = groups.tp.rank(), groups.dp.size()
+    return (total[0] / total[1]).item(), gradients, losses.batch.stats, place
 
 
 def train_alone(path: Path) -> tuple[float, dict[str, Tensor], int]:
@@ -174,6 +180,13 @@ def alone(path: Path) -> tuple[float, dict[str, Tensor], int]:
     return run_ranks(train_alone, 1, path)[0]
 
 
+def wholes(parts: list[list[Tensor]], dimension: int | None) -> list[Tensor]:
+    """What each tensor-parallel rank has, put together where it is cut."""
+    if dimension is None:
+        return [part for its in parts for part in its]
+    return [torch.cat(pair, dimension) for pair in zip(*parts, strict=True)]
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_images_train_packed_as_each_sample_alone(kind: str, blend: Path) -> None:
     """Pixels of another sample, positions that run on through a pack, embeddings merged after a
@@ -181,20 +194,19 @@ def test_images_train_packed_as_each_sample_alone(kind: str, blend: Path) -> Non
     """
     loss, gradients, num_images = alone(blend)
     assert num_images > NUM_SAMPLES
-    ranks = run_ranks(train_packed, 2, blend, kind)
-    found: dict[str, list[Any]] = {}
-    for its_loss, its_gradients, stats in ranks:
+    ranks = run_ranks(train_packed, 2 ** len(kind.split()), blend, kind)
+    # Name -> what each tensor-parallel rank has of it, and where it is cut.
+    found: dict[str, list[list[Tensor]]] = {}
+    cuts: dict[str, int | None] = {}
+    for its_loss, its_gradients, stats, (rank, num_replicas) in ranks:
         assert its_loss == pytest.approx(loss, rel=1e-12)
-        assert stats.microbatches > 1 or kind == "data"
-        assert (stats.moved_payload_bytes > 0) == (kind == "data")
-        for name, part in its_gradients.items():
-            found.setdefault(name, []).append(part)
+        assert stats.microbatches > 1 or num_replicas > 1
+        assert (stats.moved_payload_bytes > 0) == (num_replicas > 1)
+        for name, (cuts[name], part) in its_gradients.items():
+            found.setdefault(name, [[], []])[rank].append(part)
     assert found.keys() == gradients.keys()
     for name, expected in gradients.items():
-        dimension = found[name][0][0]
-        parts = [part for _, part in found[name]]
-        wholes = parts if dimension is None else [torch.cat(parts, dimension)]
-        for whole in wholes:
+        for whole in wholes(found[name], cuts[name]):
             scale = float(expected.abs().max())
             torch.testing.assert_close(whole, expected, rtol=0, atol=1e-12 * max(scale, 1.0))
             assert scale > 1e-6, f"{name} has no gradient to compare"
