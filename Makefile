@@ -14,6 +14,7 @@
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
 # make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
+# make kernels  kernels in Triton by its interpreter, and compiled for GPUs that need not be here (1 GB to install)
 # make check  format, lint, types
 # make test-core VERSION=0.19.2 TORCH=2.15.0  a part of the tests with that megatron-core and torch, in an environment of its own
 
@@ -43,7 +44,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes howto docs test unit families layouts trees faults fit-check fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes howto docs test unit families layouts trees faults fit-check fuzz gpu-test gpu-bench kernels test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -126,6 +127,17 @@ gpu-bench: $(if $(GPU_PYTHON),,$(VENV)/.dev)
 	$(gpu_python) -m examples.benchmarks.throughput --device $(GPU_DEVICE) --profile $(if $(filter cpu,$(GPU_DEVICE)),--tiny) \
 	--output examples/benchmarks/results/throughput$(if $(filter cpu,$(GPU_DEVICE)),_dry_run).md
 
+# In a folder of its own: 1 GB for two tests.
+TRITON = 3.9.0
+kernels: $(VENV)/.dev .venv-triton/.$(TRITON)
+	PYTHONPATH=.venv-triton $(VENV)/bin/pytest tests/functional_tests/test_triton_interpreted.py
+	PYTHONPATH=.venv-triton $(VENV)/bin/python -m examples.benchmarks.kernels
+
+.venv-triton/.$(TRITON):
+	rm -rf .venv-triton
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target .venv-triton triton==$(TRITON)
+	touch $@
+
 # Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
 # threads (which sleep while they wait: ranks are more than cores). `make test-cpu-oldest` is one setting alone, CPU_TESTS=unit one kind of tests.
 CPU_TESTS = unit functional
@@ -196,4 +208,4 @@ $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-core-* .venv-docs site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-core-* .venv-docs .venv-triton site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -53,7 +53,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import register_parametrization
 
-from megatron.packing.model import head
+from megatron.packing.model import cross_entropy as loss_of_rows
 from megatron.packing.model.experts import mend_expert_biases
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_data_rank
@@ -344,7 +344,7 @@ def train_packed(
     """The product in the layout of `text`, on this rank."""
     config = options(text, batches, dist.get_world_size())
     _prepare(config, numbers.dtype)
-    head._CHUNK_LOGITS = 16 * VOCAB_SIZE  # several chunks
+    loss_of_rows._CHUNK_LOGITS = 16 * VOCAB_SIZE  # several chunks
     transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
     model = build_model(config, transformer_config, VOCAB_SIZE, CPU)
     _set_weights([unwrap_model(chunk) for chunk in model], numbers)

@@ -129,7 +129,7 @@ _WITHOUT_EFFECT = """
 --check-weight-hash-across-dp-replicas-interval --ckpt-assume-constant-structure
 --ckpt-drop-redundant-extra-state --ckpt-fully-parallel-* --ckpt-load-validate-sharding-integrity
 --ckpt-pg-tensors-* --clone-scatter-output-in-embedding --config-logger-dir
---create-all-gather-group --cross-entropy-fusion-impl --cross-entropy-loss-fusion --data-cache-path
+--create-all-gather-group --cross-entropy-fusion-impl --data-cache-path
 --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --ddp-* --deallocate-pipeline-outputs
 --defer-embedding-wgrad-compute --delay-offload-until-cuda-graph --delay-wgrad-compute
 --disable-gloo-process-groups --disable-jit-fuser --disable-msc --disable-symmetric-registration

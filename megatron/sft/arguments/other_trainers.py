@@ -129,7 +129,7 @@ _WAYS = {
         neftune_noise_alpha use_dora label_smoothing_factor plot_loss max_samples use_galore
         use_badam report_to_hub pad_to_sequence_len pad_to_multiple_of wandb_watch wandb_log_model
         loss_watchdog_threshold loss_watchdog_patience model_author use_hf
-        cross_entropy_loss_fusion cross_entropy_fusion_impl
+        cross_entropy_fusion_impl
     """,
 }
 ANSWERS = {

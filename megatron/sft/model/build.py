@@ -286,7 +286,8 @@ def build_gpt(
     add_to_gpt(gpt, model, vocab_size)
     if not config.training.logits_of_masked_tokens:
         num_words = vocab_size if model.mask_vocab_padding else None
-        skip_masked_tokens(gpt, num_words, logit_rule(model))
+        is_fused = config.kernels.cross_entropy_loss_fusion
+        skip_masked_tokens(gpt, num_words, logit_rule(model), is_fused=is_fused)
     return gpt
 
 

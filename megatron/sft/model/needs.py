@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,6 +29,13 @@ def check_needs(config: SFTConfig, device: torch.device) -> None:
     """Raises ValueError for an option that needs what is not here, with the way out."""
     if config.optimizer.use_precision_aware_optimizer:
         _check_optimizer(config, device)
+    if config.kernels.cross_entropy_loss_fusion and (
+        device.type != "cuda" or find_spec("triton") is None
+    ):
+        raise ValueError(
+            "--cross-entropy-loss-fusion needs a GPU, and Triton, which torch for CUDA brings; "
+            "drop it"
+        )
     if config.kernels.moe_permute_fusion and not all(
         getattr(moe_utils, name, None) for name in _OF_PERMUTE_FUSION
     ):

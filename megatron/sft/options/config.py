@@ -306,6 +306,16 @@ class SFTConfig:
                 raise ValueError(
                     "--bias-swiglu-fusion of experts needs --disable-bias-linear; drop it"
                 )
+        if kernels.cross_entropy_loss_fusion:
+            if model.final_logit_softcapping is not None or model.logits_scaling != 1:
+                raise ValueError(
+                    "--cross-entropy-loss-fusion leaves out --final-logit-softcapping and "
+                    "--logits-scaling; drop it"
+                )
+            if self.training.logits_of_masked_tokens:
+                raise ValueError(
+                    "--cross-entropy-loss-fusion and --logits-of-masked-tokens exclude one another"
+                )
         if kernels.moe_permute_fusion and model.num_experts is None:
             raise ValueError("--moe-permute-fusion needs --num-experts; drop it")
         if kernels.gradient_accumulation_fusion and self.lora.lora:

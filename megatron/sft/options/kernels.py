@@ -17,3 +17,5 @@ class KernelConfig:
     """Add a weight's gradient to those of earlier microbatches within the product that makes it;
     needs Apex with its CUDA extensions.
     """
+    cross_entropy_loss_fusion: bool = False
+    """Compute losses from logits, and their gradients, in one Triton kernel each way."""

@@ -13,10 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.microbatches import FIELDS
+from megatron.packing.model import cross_entropy
 from megatron.packing.model import get_batch as get_batch_module
-from megatron.packing.model import head
 from megatron.packing.model.attention import PackedDotProductAttention
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.model.multipliers import PLAIN
 from megatron.sft.model.forward import loss_sum
 from tests.unit_tests.packing.batch.test_samples import samples_of
 from tests.unit_tests.packing.model.test_get_batch import packed
@@ -100,14 +101,14 @@ def test_attention_reads_nothing():
 
 @pytest.mark.parametrize("context_parallel_size", [1, 2])
 def test_the_output_layer_reads_nothing(context_parallel_size, monkeypatch):
-    monkeypatch.setattr(head, "_CHUNK_LOGITS", 2 * 16)
+    monkeypatch.setattr(cross_entropy, "_CHUNK_LOGITS", 2 * 16)
     rows = batch_on_device(context_parallel_size).packed_seq_params.loss_rows
     assert rows.device == DEVICE
     states = torch.empty(len(rows), 4, device=DEVICE, requires_grad=True)
     weight = torch.empty(16, 4, device=DEVICE, requires_grad=True)
     labels = torch.empty(len(rows), dtype=torch.int64, device=DEVICE)
-    losses, _ = head._CrossEntropy.apply(
-        states, weight, labels, head.Words(15, head.PLAIN), Ranks()
+    losses, _ = cross_entropy.CrossEntropy.apply(
+        states, weight, labels, cross_entropy.Words(15, PLAIN), Ranks()
     )
     losses.sum().backward()
     assert weight.grad is not None

@@ -14,10 +14,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy as plain_cross_entropy
 
-from megatron.packing.model import head
-from megatron.packing.model.head import Words, skip_masked_tokens
+from megatron.packing.model import cross_entropy
+from megatron.packing.model.cross_entropy import Words
+from megatron.packing.model.head import skip_masked_tokens
 from megatron.packing.model.multipliers import LogitRule
 from megatron.sft.model import cpu_support
 from tests.unit_tests.packing.stubs import Ranks
@@ -64,13 +65,13 @@ def gradients(losses: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
 def test_chunks_have_the_losses_and_gradients_of_the_whole(
     num_words, rule, rows_at_a_time, dtype, limit, monkeypatch
 ):
-    monkeypatch.setattr(head, "_CHUNK_LOGITS", rows_at_a_time * NUM_WORDS)
+    monkeypatch.setattr(cross_entropy, "_CHUNK_LOGITS", rows_at_a_time * NUM_WORDS)
     states, weight, labels = rows_and_weight(dtype)
     logits = (states.double() @ weight.double().t())[:, :num_words] * rule.scale
     if rule.softcap is not None:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
-    expected = cross_entropy(logits, labels, reduction="none")
-    losses, is_right = head._CrossEntropy.apply(
+    expected = plain_cross_entropy(logits, labels, reduction="none")
+    losses, is_right = cross_entropy.CrossEntropy.apply(
         states, weight, labels, Words(num_words, rule), Ranks()
     )
     if dtype == torch.float64:  # in bfloat16 words tie
@@ -88,7 +89,7 @@ def test_large_logits_neither_overflow_nor_lose_the_label():
         torch.full((2, 1), 300.0, requires_grad=True),
         torch.tensor([[-300.0], [300.0]]),
     )
-    losses, is_right = head._CrossEntropy.apply(
+    losses, is_right = cross_entropy.CrossEntropy.apply(
         states, weight, torch.tensor([0, 1]), PLAIN, Ranks()
     )
     assert losses.tolist() == [180_000.0, 0.0]
@@ -97,10 +98,10 @@ def test_large_logits_neither_overflow_nor_lose_the_label():
 
 def test_weights_that_are_not_trained_get_no_gradient():
     states, weight, labels = rows_and_weight(torch.float64)
-    losses, _ = head._CrossEntropy.apply(states, weight.detach(), labels, PLAIN, Ranks())
+    losses, _ = cross_entropy.CrossEntropy.apply(states, weight.detach(), labels, PLAIN, Ranks())
     (found,) = gradients(losses, states)
     (expected,) = gradients(
-        head._CrossEntropy.apply(states, weight, labels, PLAIN, Ranks())[0], states
+        cross_entropy.CrossEntropy.apply(states, weight, labels, PLAIN, Ranks())[0], states
     )
     assert torch.equal(found, expected)
 
@@ -156,13 +157,13 @@ def test_a_model_trains_as_before_and_computes_no_logits_of_masked_tokens(
     model, num_rows = gpt(hidden_dropout=0.0, attention_dropout=0.0), list[int]()
     assert skip_masked_tokens(model)
     assert skip_masked_tokens(model)  # once more changes nothing
-    apply = head._CrossEntropy.apply
+    apply = cross_entropy.CrossEntropy.apply
 
     def counting(states: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         num_rows.append(len(states))
         return apply(states, *others)
 
-    monkeypatch.setattr(head._CrossEntropy, "apply", counting)
+    monkeypatch.setattr(cross_entropy.CrossEntropy, "apply", counting)
     losses, found = run(model, loss_mask, batch)
     counted = torch.ones(batch, NUM_TOKENS) if loss_mask is None else (loss_mask != 0).float()
     assert num_rows == [int(counted.sum())]

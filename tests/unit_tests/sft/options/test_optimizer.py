@@ -41,6 +41,10 @@ PRECISION = "--use-distributed-optimizer --use-precision-aware-optimizer"
             "--swiglu --bias-swiglu-fusion --num-experts 4",
             "--bias-swiglu-fusion of experts needs --disable-bias-linear; drop it",
         ),
+        (
+            "--cross-entropy-loss-fusion --final-logit-softcapping 30",
+            "--cross-entropy-loss-fusion leaves out --final-logit-softcapping",
+        ),
         ("--moe-permute-fusion", "--moe-permute-fusion needs --num-experts; drop it"),
         (
             "--gradient-accumulation-fusion --lora --lora-rank 2",

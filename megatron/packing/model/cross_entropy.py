@@ -1,0 +1,208 @@
+"""tensor. Cross entropy of hidden states, whose logits exist for a chunk of rows at a time.
+
+for each chunk: logits [c, v / tensor-parallel size]
+    -> log of the sum of exponentials, logit of the label
+-> losses [n]
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.packing.model.multipliers import LogitRule
+
+_CHUNK_LOGITS = 1 << 28
+"""Logits of a chunk, at most: 2,048 tokens' of 131,072 words, 1 GiB. The gradient of the weight is
+added up from chunk to chunk, which for fewer tokens at a time would cost as much as their products.
+"""
+
+
+class Words(NamedTuple):
+    """Rules by which products of hidden states and weights become logits of words."""
+
+    num_words: int | None
+    """Rows of the weight from that one on are no words; None where all are."""
+    rule: LogitRule
+    is_fused: bool = False
+    """Whether kernels of `fused_cross_entropy` compute losses from logits; the rule is plain."""
+
+    def num_here(self, first: int, num_rows: int) -> int:
+        """Returns how many of `num_rows` rows of the weight, from `first` on, are words."""
+        return num_rows if self.num_words is None else min(max(self.num_words - first, 0), num_rows)
+
+
+def likeliest_words(
+    states: Tensor, weight: Tensor, words: Words, group: dist.ProcessGroup
+) -> Tensor:
+    """Returns the word with the largest logit for each row of hidden states, int64 [n]; of equal
+    ones the first. Collective over tensor parallel.
+    """
+    first = group.rank() * weight.shape[0]
+    chunks = _Chunks(states, weight, words.num_here(first, weight.shape[0]), words.rule)
+    best = states.new_full((len(states),), -torch.inf, dtype=chunks.dtype)
+    found = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    for part in chunks.parts:
+        best[part], found[part] = chunks.logits(states, weight, part).max(1)
+    found += first
+    if group.size() == 1 or not len(states):
+        return found
+    all_best, all_found = (
+        [torch.empty_like(own) for _ in range(group.size())] for own in (best, found)
+    )
+    dist.all_gather(all_best, best, group=group)
+    dist.all_gather(all_found, found, group=group)
+    rank = torch.stack(all_best).argmax(0, keepdim=True)
+    return torch.stack(all_found).gather(0, rank).squeeze(0)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Cross entropy of rows of hidden states, whose logits exist for one chunk at a time.
+
+    The gradient of the hidden states is this rank's part, of its words. Where there is one chunk,
+    its exponentials are kept for the backward pass; of several, logits are computed again. What is
+    as large as logits is changed in place: on CPU, new memory costs as much as the arithmetic.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        words: Words,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        first = group.rank() * weight.shape[0]
+        num_here = words.num_here(first, weight.shape[0])
+        is_here = (labels >= first) & (labels < first + num_here)
+        labels_here = (labels - first).where(is_here, 0).unsqueeze(1)
+        ctx.chunks = chunks = _Chunks(states, weight, num_here, words.rule)
+        log_sum, largest, of_label = torch.empty(
+            3, len(labels), dtype=chunks.dtype, device=states.device
+        )
+        for part in chunks.parts:
+            if words.is_fused:
+                logits = chunks.products(states, weight, part)
+                own = _labels_or_none(labels_here[part], is_here[part])
+                log_sum[part], largest[part], of_label[part] = fused().row_statistics(
+                    logits, own, num_here
+                )
+                continue
+            logits = chunks.logits(states, weight, part)
+            of_label[part] = logits.gather(1, labels_here[part]).squeeze(1)
+            # A rank without words of its own has a maximum of -inf.
+            largest[part] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
+            log_sum[part] = (
+                logits.sub_(largest[part].unsqueeze(1)).exp_().sum(1).log_() + largest[part]
+            )
+        ctx.is_fused = words.is_fused
+        # exponentials (fused: logits), of which the slope of a cap is not to be had
+        is_kept = len(chunks.parts) == 1 and words.rule.softcap is None
+        ctx.kept = logits if is_kept else None
+        of_label = of_label.where(is_here, 0.0)
+        largest_of_all = largest
+        if group.size() > 1 and len(labels):
+            most = torch.stack((log_sum, largest))
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+            of_all, largest_of_all = most
+            both = torch.stack(((log_sum - of_all).exp(), of_label))
+            dist.all_reduce(both, group=group)
+            log_sum, of_label = both[0].log() + of_all, both[1]
+        ctx.save_for_backward(states, weight, labels_here, is_here, log_sum, largest)
+        is_right = of_label >= largest_of_all
+        ctx.mark_non_differentiable(is_right)
+        return log_sum - of_label, is_right
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight = ctx.saved_tensors[:2]
+        chunks, kept = ctx.chunks, ctx.kept
+        ctx.kept = None  # written over below
+        of_states, of_weight = torch.empty_like(states), None
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(
+                weight, dtype=weight.dtype if kept is not None else chunks.dtype
+            )
+        for part in chunks.parts:
+            of_logits = (_fused_gradients if ctx.is_fused else _gradients)(
+                ctx, gradient, kept, part
+            )
+            of_logits = of_logits.to(weight.dtype)
+            torch.mm(of_logits, weight, out=of_states[part])
+            if of_weight is not None and of_weight.dtype == weight.dtype:
+                of_weight.addmm_(of_logits.t(), states[part])
+            elif of_weight is not None:
+                of_weight += of_logits.t() @ states[part]
+        return (
+            of_states,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _gradients(ctx: Any, gradient: Tensor, kept: Tensor | None, part: slice) -> Tensor:
+    """Returns the gradients of a chunk's logits; written over `kept` where that is not None."""
+    states, weight, labels_here, is_here, log_sum, largest = ctx.saved_tensors
+    chunks = ctx.chunks
+    # The gradient of a logit is its probability, less one for the label, times that of the loss.
+    capped = None
+    if kept is not None:
+        of_logits = kept.mul_((gradient * (largest - log_sum).exp()).unsqueeze(1))
+    else:
+        of_logits = chunks.logits(states, weight, part)
+        capped = of_logits.clone() if chunks.rule.softcap is not None else None
+        of_logits.sub_(log_sum[part].unsqueeze(1)).exp_()
+        of_logits.mul_(gradient[part].unsqueeze(1))
+    of_logits.scatter_add_(1, labels_here[part], -(gradient * is_here)[part].unsqueeze(1))
+    if not chunks.rule.is_plain:
+        chunks.rule.chain_(of_logits, of_logits if capped is None else capped)
+    return of_logits
+
+
+def _fused_gradients(ctx: Any, gradient: Tensor, kept: Tensor | None, part: slice) -> Tensor:
+    """As `_gradients`, in the precision of the states."""
+    states, weight, labels_here, is_here, log_sum, _ = ctx.saved_tensors
+    of_logits: Tensor = ctx.chunks.products(states, weight, part) if kept is None else kept
+    own = _labels_or_none(labels_here[part], is_here[part])
+    of_loss = gradient[part].contiguous()
+    fused().write_gradients(of_logits, own, log_sum[part], of_loss, ctx.chunks.num_here)
+    return of_logits
+
+
+def _labels_or_none(labels: Tensor, is_here: Tensor) -> Tensor:
+    """Returns labels as `fused_cross_entropy` wants them: -1 for words of other ranks."""
+    return labels.squeeze(1).masked_fill(~is_here, -1)
+
+
+def fused() -> Any:
+    """Returns the module of kernels, which needs `triton`."""
+    return import_module("megatron.packing.model.fused_cross_entropy")
+
+
+class _Chunks:
+    """The rows of each chunk, and how their logits are computed."""
+
+    def __init__(self, states: Tensor, weight: Tensor, num_here: int, rule: LogitRule) -> None:
+        size = max(1, _CHUNK_LOGITS // weight.shape[0])
+        self.parts = [slice(start, start + size) for start in range(0, len(states), size)]
+        self.dtype = torch.promote_types(states.dtype, torch.float32)
+        self.rule, self.num_here = rule, num_here
+
+    def logits(self, states: Tensor, weight: Tensor, part: slice) -> Tensor:
+        """[rows of the chunk, words of this rank] in at least float32; those that are no words are
+        minus infinity.
+        """
+        logits = self.rule.apply_(self.products(states, weight, part).to(self.dtype))
+        logits[:, self.num_here :] = -torch.inf
+        return logits
+
+    def products(self, states: Tensor, weight: Tensor, part: slice) -> Tensor:
+        """[rows of the chunk, rows of the weight] in the precision of both."""
+        return states[part] @ weight.t()
