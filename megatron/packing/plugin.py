@@ -202,9 +202,11 @@ class PackingSchedule:
 
 
 def _give_whole_packs(chunk: torch.nn.Module) -> None:
+    from megatron.packing.model.frequencies import keep_frequencies
     from megatron.packing.model.rotary import give_whole_packs
 
     give_whole_packs(chunk)
+    keep_frequencies(chunk)
 
 
 def _leave_out_masked_tokens(chunk: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ from megatron.core import tensor_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.sft.distributed import make_groups
+from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.host_reads import HostReads
 from megatron.sft.fit.step import StepData, forward_backward, iterated, prepare
 from megatron.sft.model import cpu_support, mcore_fixes
@@ -92,3 +93,39 @@ def test_keys_and_values_are_gathered_once_over_context_parallel() -> None:
     copies = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "index_select": 1, "index_add": 1}
     assert_at_most(layer, {**copies, "cat": 4, "integers": 0})
     assert_at_most(model, {"integers": 11, "_local_scalar_dense": 0, "nonzero": 1})
+
+
+OTHER_LENGTHS = ((40, 24, 56), (32, 48, 16), (8, 44, 60), (12, 20, 28))
+OF_INDICES = 3880
+"""Bytes on the host, of the places of tokens in packs of these lengths, on one of two ranks."""
+
+
+def bytes_left(case: Case) -> tuple[list[int], int]:
+    """Bytes alive after steps of 3, 2 and 3 microbatches, and what steps of other lengths add."""
+    config = case.config()
+    mcore_fixes.install()
+    cpu_support.install()
+    make_groups(config)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
+    prepared = prepare(config, case.data)
+    others = [
+        prepare(config, StepData(lengths=tuple((n,) for n in lengths), loss_share=0.7))
+        for lengths in OTHER_LENGTHS
+    ]
+    training = build_training(config, VOCAB_SIZE, torch.device("cpu"))
+    left = []
+    with ByteCounter() as counter:
+        for packs in (prepared, prepared[:2], prepared, *others):
+            forward_backward(config, training, [iterated(packs, HostReads())], packs)
+            left.append(counter.current)
+    return left[:3], left[-1] - left[2]
+
+
+def test_a_microbatch_leaves_nothing_behind() -> None:
+    """What is kept of each would end a run after hours. Of packs of other lengths only places of
+    their tokens are kept: with context parallel, and so many lengths at most.
+    """
+    for num_ranks, flags, of_lengths in ((1, FLAGS, 0), (2, f"{FLAGS} {CP2}", OF_INDICES)):
+        first, added = run_ranks(bytes_left, num_ranks, Case(num_ranks, flags, DATA, 2))[0]
+        assert first[0] == first[1] == first[2]
+        assert added <= of_lengths

@@ -36,6 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.experts import mend_expert_biases
+from megatron.packing.model.frequencies import keep_frequencies
 from megatron.packing.model.grouped_experts import group_experts
 from megatron.packing.model.head import skip_masked_tokens
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
@@ -279,6 +280,7 @@ def build_gpt(
     gpt.model_type = ModelType.encoder_or_decoder
     drop_unused_output_weight(gpt)
     mend_expert_biases(gpt)
+    keep_frequencies(gpt)
     if model.moe_grouped_gemm:
         group_experts(gpt)
     if not transformer_config.perform_initialization:
