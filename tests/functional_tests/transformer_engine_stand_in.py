@@ -21,6 +21,8 @@ from torch.nn.functional import linear, rms_norm
 
 CALLS: list[dict[str, Any]] = []
 """What attention was told, call by call."""
+GROUPS: list[list[int]] = []
+"""Rows of each expert, product by product."""
 
 
 class Linear(nn.Module):
@@ -90,6 +92,25 @@ class DotProductAttention(nn.Module):
         return causal_attention(query, key, value, segments, scores).flatten(1)
 
 
+class GroupedLinear(nn.Module):
+    """Rows of each expert, which stand in order, times its own weight."""
+
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        assert not options["bias"]
+        assert options["tp_size"] == 1
+        for number in range(num_gemms):
+            weight = nn.Parameter(torch.empty(out_features, in_features))
+            options["init_method"](weight)
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: Tensor, sizes: list[int], **_: Any) -> Tensor:
+        GROUPS.append(sizes)
+        parts = zip(x.split(sizes), self.parameters(), strict=True)
+        return torch.cat([linear(rows, weight) for rows, weight in parts])
+
+
 def get_cpu_offload_context(*_: object, **__: object) -> tuple[Any, None]:
     return nullcontext(), None
 
@@ -123,8 +144,10 @@ class Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-def compare() -> None:
-    """Build a model of each kind, with the same weights by name, and run the same packs."""
+def compare(num_experts: int | None = None) -> None:
+    """Build a model of each kind, with the same weights by name, and run the same packs; experts
+    run together in both.
+    """
     from unittest import mock
 
     from megatron.core.models.gpt import GPTModel
@@ -133,7 +156,14 @@ def compare() -> None:
     from megatron.packing.batch.layout import Alignment, PackLayout
     from megatron.packing.batch.microbatches import layout_microbatches
     from megatron.packing.model import get_batch, layer_spec
+    from megatron.packing.model.grouped_experts import group_experts
+    from megatron.packing.model.names import logical_name
     from megatron.planner.calibrate import one_process
+    from megatron.sft.model import cpu_support, mcore_fixes
+
+    if num_experts is not None:
+        mcore_fixes.install()
+        cpu_support.install()
 
     device, tokens = torch.device("cpu"), torch.arange(16)[None]
     alignment = Alignment(sequence=4, pack=16)  # padding after sequences, and after the last one
@@ -148,9 +178,16 @@ def compare() -> None:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
+        num_moe_experts=num_experts,
+        moe_grouped_gemm=num_experts is not None,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
     )
     losses: list[Tensor] = []
-    weights: dict[str, Tensor] = {}
+    weights: dict[Any, Tensor] = {}
+    gradients: list[dict[Any, Tensor]] = []
     with one_process(device):
         for is_there in (True, False):
             with (
@@ -168,27 +205,30 @@ def compare() -> None:
                     64,
                     position_embedding_type="rope",
                 )
-                named = {
-                    name.replace(
-                        "self_attention.linear_qkv.layer_norm_", "input_layernorm."
-                    ).replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."): parameter
-                    for name, parameter in model.named_parameters()
-                }
+                group_experts(model)
+                named = {logical_name(name): value for name, value in model.named_parameters()}
                 for name, parameter in named.items():
                     parameter.data = weights.setdefault(name, parameter.data)
                 model.double()
                 params = get_batch.packed_seq_params(microbatch, device)
                 losses.append(model(tokens, tokens, None, labels=tokens, packed_seq_params=params))
+                model.zero_grad()
+                losses[-1].sum().backward()
+                gradients.append({name: value.grad for name, value in named.items()})
                 assert (
                     "TE" in type(model.decoder.layers[0].self_attention.core_attention).__name__
                     or not is_there
                 )
                 assert len(weights) == len(named)
     assert len(CALLS) == config.num_layers
+    assert [sum(rows) for rows in GROUPS] == (
+        [] if num_experts is None else [config.moe_router_topk * tokens.numel()] * 4
+    )
     torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
-    print("equal", len(CALLS))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
+    print("equal", len(CALLS), len(GROUPS))
 
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Finder())
-    compare()
+    compare(int(sys.argv[1]) if len(sys.argv) > 1 else None)
