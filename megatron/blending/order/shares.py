@@ -58,16 +58,16 @@ class Shares:
         # In `unit`: of each segment and child the slope, the share at output 0 if it went on so,
         # and the share at the segment's start.
         largest = self.unit * (self.starts[-1] + 2 + sum(map(abs, at_start)))
-        form: Any = np.int64 if largest < _FITS else object
-        table = np.array(self.weights, form)
-        self._slopes = table * np.array([self.unit // total for total in sums], form)[:, None]
+        dtype: Any = np.int64 if largest < _FITS else object
+        table = np.array(self.weights, dtype)
+        self._slopes = table * np.array([self.unit // total for total in sums], dtype)[:, None]
         lengths = [end - begin for begin, end in pairwise(begins)]
         grown = [self._scaled(slopes, length) for slopes, length in zip(self._slopes, lengths)]
-        first = np.array([int(share * self.unit) for share in at_start], form)
-        self._at_starts = np.cumsum(np.array([first, *grown], form), axis=0)
+        first = np.array([int(share * self.unit) for share in at_start], dtype)
+        self._at_starts = np.cumsum(np.array([first, *grown], dtype), axis=0)
         covered = [self._scaled(slopes, begin) for slopes, begin in zip(self._slopes, begins)]
-        self._offsets = self._at_starts - np.array(covered, form)
-        self._is_compiled = form is np.int64 and compiled.EARLIEST_DEADLINE_FIRST is not None
+        self._offsets = self._at_starts - np.array(covered, dtype)
+        self._is_compiled = dtype is np.int64 and compiled.EARLIEST_DEADLINE_FIRST is not None
         self._lines: dict[int, tuple[list[int], list[int], list[Any]]] = {}
         self._cut: dict[tuple[int, int], tuple[int, int]] = {}
         self._cut_at_last()

@@ -30,7 +30,7 @@ from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.metadatasets.records import OpenRecords, name_of, named_by, open_records
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
-from megatron.sft.data import layouts
+from megatron.sft.data import record_formats
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
 from megatron.sft.data.messages import MAX_WEIGHT
 
@@ -61,7 +61,7 @@ class ChatLoad:
             raise SkipSample(made.reason)
         return self.source, made
 
-    def read(self, record: Record) -> layouts.Reading:
+    def read(self, record: Record) -> record_formats.Reading:
         """Returns what a record says, before it is encoded."""
         return self.encoder.read(self.content(record))
 

@@ -15,8 +15,8 @@ from megatron.blending.metadatasets.metadataset import load_metadataset, source_
 from megatron.sft.data.chat_encoder import ChatEncoder, Tokenizer
 from megatron.sft.data.chats import ChatLoad, open_chats
 from megatron.sft.data.content import Answers, Conversation, Passage
-from megatron.sft.data.layouts import read_record
 from megatron.sft.data.messages import Message, SampleError
+from megatron.sft.data.record_formats import read_record
 from megatron.sft.data.turns import only_last
 
 MAX_PROMPTS = 64

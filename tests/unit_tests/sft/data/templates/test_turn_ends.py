@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.messages import Message, SampleError
+from megatron.sft.data.record_formats import Conversation
 from megatron.sft.data.templates.chat_template import ChatTemplate
 from tests.unit_tests.sft.data.templates.test_chat_template import (
     CALL,

@@ -5,7 +5,7 @@ import pytest
 
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.content import Conversation
-from megatron.sft.data.layouts import READ, read_record
+from megatron.sft.data.record_formats import READ, read_record
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data_columns import COLUMNS, parse_columns
 

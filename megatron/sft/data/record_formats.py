@@ -1,4 +1,4 @@
-"""pure. Record -> what it says: a conversation, a passage of text, or token ids, by the layout that
+"""pure. Record -> what it says: a conversation, a passage of text, or token ids, by the format that
 its keys tell.
 
     messages | conversations | conversation              turns, see `messages`; with system, tools
@@ -79,7 +79,7 @@ others.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
 TEXT_COLUMNS = frozenset((*READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
 """Keys of a record that hold what its author wants a model to learn from."""
-_LAYOUTS = (
+_FORMATS = (
     "messages | conversations | conversation (and responses), prompt + completion | responses, "
     "instruction | query | question "
     "(and input | context) + output | response | answer, text or tokens"
@@ -96,7 +96,7 @@ class Reading(NamedTuple):
 
 
 def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
-    """Read `record`, whose `columns` have other names; SampleError for what fits no layout, or
+    """Read `record`, whose `columns` have other names; SampleError for what fits no format, or
     would lose text.
     """
     fields = _renamed(record, columns)
@@ -157,7 +157,7 @@ def _find(
     empty = ", ".join(repr(column) for column, value in record.items() if is_empty(value))
     raise SampleError(
         f"record has keys {', '.join(map(repr, fields)) or '(none)':.300}"
-        f"{f' (empty: {empty:.300})' if empty else ''}, but must have {_LAYOUTS}; "
+        f"{f' (empty: {empty:.300})' if empty else ''}, but must have {_FORMATS}; "
         "--data-columns gives odd names their meaning"
     )
 
