@@ -20,8 +20,8 @@ from megatron.sft.environment import (
     check_temporary_folder,
     end_with_launcher,
     fail,
-    lazy_compile,
     outlive_output,
+    quick_imports,
     silence_warnings,
     world_from_environment,
 )
@@ -64,7 +64,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     if config.output.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: others may use the GPUs
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    with lazy_compile():
+    with quick_imports():
         import torch
 
         from megatron.packing.step.decide import GlobalBatchError

@@ -24,8 +24,8 @@ from megatron.sft.arguments.parse import COMMON
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.environment import (
     exit_with_message,
-    lazy_compile,
     outlive_output,
+    quick_imports,
     silence_warnings,
 )
 from megatron.sft.fit.report import (
@@ -137,7 +137,7 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     """
     start = time.monotonic()
     silence_warnings(0)
-    with lazy_compile():
+    with quick_imports():
         from megatron.sft.fit.estimate import Request, estimates
         from megatron.sft.fit.verify import comparison, measured_elsewhere
         from megatron.sft.fit.vocabulary import vocab_size_of

@@ -31,7 +31,7 @@ from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.commands.length_sources import lengths_from
-from megatron.sft.environment import lazy_compile, silence_warnings
+from megatron.sft.environment import quick_imports, silence_warnings
 from megatron.sft.fit.report import GIB, parse_memory
 from megatron.sft.options.config import GROUPS, SFTConfig
 
@@ -71,7 +71,7 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: memory is traced on the CPU
     base, options = _parse(arguments, program)
     silence_warnings(0)
-    with lazy_compile():
+    with quick_imports():
         from megatron.sft.fit.layout_search import Memory, is_valid
         from megatron.sft.fit.vocabulary import vocab_size_of
     vocab_size = vocab_size_of(base)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.sft.environment import lazy_compile, silence_warnings
+from megatron.sft.environment import quick_imports, silence_warnings
 from megatron.sft.fit.counter import ByteCounter, Phase
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def measured(request: Request, counter: ByteCounter) -> dict[str, int]:
     """Returns the peak of each phase of two steps on this device, the second with the optimizer's
     state.
     """
-    with lazy_compile():
+    with quick_imports():
         from megatron.sft.distributed import process_groups
         from megatron.sft.fit.stages import one_step
         from megatron.sft.fit.step import run_step

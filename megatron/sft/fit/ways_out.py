@@ -20,7 +20,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from megatron.packing.flags import flag_of
-from megatron.sft.environment import lazy_compile, silence_warnings
+from megatron.sft.environment import quick_imports, silence_warnings
 from megatron.sft.fit.report import Column
 from megatron.sft.memory_estimate import StageMemory, WayOut
 from megatron.sft.options.config import SFTConfig
@@ -114,7 +114,7 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch
     silence_warnings(0)
     assumed, wants_ways_out = pickle.load(sys.stdin.buffer)
-    with lazy_compile():
+    with quick_imports():
         from megatron.sft.fit.estimate import Request, estimates
     request = Request(**assumed)
     try:

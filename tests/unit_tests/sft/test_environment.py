@@ -1,5 +1,7 @@
 """What a start of the trainer does before megatron-core is imported."""
 
+import gc
+import importlib
 import re
 import shlex
 import subprocess
@@ -12,7 +14,7 @@ import torch
 
 from megatron.sft.environment import (
     check_temporary_folder,
-    lazy_compile,
+    quick_imports,
     world_from_environment,
 )
 
@@ -30,7 +32,7 @@ def test_compiling_waits_for_the_first_call(monkeypatch):
         return function
 
     monkeypatch.setattr(torch, "compile", compile_now)
-    with lazy_compile():
+    with quick_imports():
 
         @torch.compile(dynamic=True)
         def twice(x):
@@ -45,6 +47,22 @@ def test_compiling_waits_for_the_first_call(monkeypatch):
     assert [twice(2), twice(x=3), thrice(2)] == [4, 6, 6]
     assert compiled == [("twice", {"dynamic": True}), ("thrice", {})]
     assert twice.__name__ == "twice"
+
+
+def test_imports_are_quick_and_what_they_hide_is_there_afterwards(monkeypatch):
+    """Collections of cycles among modules that stay are a quarter of a start; a run that logs to a
+    board needs it later.
+    """
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    gc.unfreeze()
+    with quick_imports():
+        assert not gc.isenabled()
+        with pytest.raises(ImportError):
+            importlib.import_module("torch.utils.tensorboard")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+    importlib.import_module("torch.utils.tensorboard")
 
 
 @pytest.mark.parametrize("where", ["> /dev/full", "| true", ">&-"])
