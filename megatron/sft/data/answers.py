@@ -62,6 +62,12 @@ def read_responses(
     found = _behind(trunk, set(), _listed(responses), "responses", keys)
     factors = weights_of(weights, len(found.paths))
     size = len(trunk)
+    for path in found.paths:
+        if all(one.role != "assistant" for one in path[size:]):
+            raise SampleError(
+                f"each of responses must hold a turn of the assistant, but one is a turn of the "
+                f"{path[size].role}, {path[size].content!r:.60}; leave it out"
+            )
     scaled = [
         [*path[:size], *(one._replace(weight=one.weight * factor) for one in path[size:])]
         for path, factor in zip(found.paths, factors)

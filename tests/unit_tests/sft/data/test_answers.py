@@ -196,6 +196,10 @@ def test_parquet_gives_what_json_gives(tmp_path: Path) -> None:
             "messages[1] is a list of alternatives, which must be the last entry, but more follow",
         ),
         (
+            {"prompt": ASK, "responses": ["a", {"role": "user", "content": "b"}]},
+            "each of responses must hold a turn of the assistant, but one is a turn of the user",
+        ),
+        (
             {"prompt": ASK, "responses": ["a", "b"], "weights": [1]},
             "weights must be a list of one number per response (2), but is [1]",
         ),
