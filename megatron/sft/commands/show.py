@@ -46,6 +46,12 @@ COMMON = {
     "Which part of it": ("split", "blend_mode", "seed", "skip_bad_samples"),
 }
 _DEFAULT_SEQ_LENGTH = 8192
+_TURNS = {
+    "served": "each of the assistant's turns behind what it is generated from",
+    "all": "all of the assistant's turns, in one rendering",
+    "last": "the assistant's last turn of each conversation",
+}
+"""Turns of a conversation that are trained."""
 _TRAINED, _PLAIN = ("\033[1;32m", "\033[0m"), ("⟦", "⟧")
 
 
@@ -80,6 +86,7 @@ def main(arguments: Sequence[str], program: str) -> None:
         for _ in range(min(options.count, len(datasets.train))):
             report.add(next(stream))
         report.summary(stream.counts)
+        print(f"--train-turns {datasets.train_turns}: {_TURNS[datasets.train_turns]}")
     except (FlagError, ValueError, OSError) as failure:
         exit_with_message(program, failure)
 
