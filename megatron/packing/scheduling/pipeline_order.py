@@ -29,6 +29,7 @@ from megatron.packing.scheduling.placement import (
     pack_costs,
     place_by_cost,
     renumber,
+    reordered,
     split_ranks,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
@@ -105,11 +106,10 @@ def order_each_rank(
         stages = model.effective_stages
         ends = (costs.sum(axis=1) + (stages - 1) * costs.max(axis=1)) / stages
         return PlacedPipelines(ends, number, pack)
-    ways = [pack, renumber(pack, place_by_cost(costs, _by_size(shapes[0])))]
+    ways = [pack, reordered(pack, costs, _by_size(shapes[0]))]
     for shape in shapes:
         split = split_ranks(length, cost, pack, packs, weights=shape)
-        split_costs = pack_costs(cost, split, packs)
-        ways.append(renumber(split, place_by_cost(split_costs, _by_size(shape))))
+        ways.append(reordered(split, pack_costs(cost, split, packs), _by_size(shape)))
     all_costs = [pack_costs(cost, way, packs, *of_pack) for way in ways]
     ends = simulate(np.concatenate(all_costs), model).reshape(len(ways), -1)  # [ways, ranks]
     # Each rank takes the way that is best for it: sequence i that of its rank, pack[i] // number.
@@ -151,7 +151,7 @@ def _by_first_shape(
     """The placement of pipelines too long to simulate, in the order of the best shape."""
     if model.num_virtual_stages > 1:
         return pack  # The shape suits 1F1B. Interleaved, it was up to 17 % slower than this order.
-    return renumber(pack, place_by_cost(costs, _by_size(shapes[0])))
+    return reordered(pack, costs, _by_size(shapes[0]))
 
 
 def _by_size(shape: FloatArray) -> IntArray:

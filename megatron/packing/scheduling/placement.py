@@ -329,6 +329,11 @@ def place_by_cost(costs: FloatArray, order: IntArray) -> IntArray:
     return place
 
 
+def reordered(pack: IntArray, costs: FloatArray, order: IntArray) -> IntArray:
+    """The placement with each rank's packs in another order; see `place_by_cost`."""
+    return renumber(pack, place_by_cost(costs, order))
+
+
 def renumber(pack: IntArray, place: IntArray) -> IntArray:
     """The placement with the microbatches of each rank renumbered by `place` [ranks, M]."""
     num_ranks, num_microbatches = place.shape

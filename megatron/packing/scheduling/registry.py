@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import warnings
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -18,7 +19,7 @@ from megatron.packing.scheduling import compiled
 from megatron.packing.scheduling.bounds import GOOD_ENOUGH
 from megatron.packing.scheduling.moved_tokens import reduce_moved_tokens
 from megatron.packing.scheduling.pipelines import balance_pipelines
-from megatron.packing.scheduling.placement import Packs, Placed, pack_costs, place_by_cost, renumber
+from megatron.packing.scheduling.placement import Packs, Placed, pack_costs, reordered
 from megatron.packing.scheduling.problem import (
     Schedule,
     Scheduler,
@@ -38,25 +39,29 @@ def default(request: ScheduleRequest) -> Schedule:
     Among schedules as quick, one that moves few tokens between ranks. Never more microbatches than
     give each sequence a pack of its own. README.md has the decision tree of the three modes.
     """
-    cost = request.sorted.cost
-    num_ranks, multiple = request.num_ranks, request.microbatch_multiple
-    fewest = request.fewest_microbatches
-    if cost.size <= num_ranks:  # each alone on a rank: no schedule is better
-        return _scheduled(request, Placed(0.0, fewest, np.arange(cost.size) * fewest))
+    num_sequences, fewest = request.lengths.size, request.fewest_microbatches
+    if num_sequences <= request.num_ranks:  # each alone on a rank: no schedule is better
+        return _scheduled(request, Placed(0.0, fewest, np.arange(num_sequences) * fewest))
     if compiled.CORE is None:
         warnings.warn(
             "scheduling is slower and a little worse without its compiled core: install a C++ "
             "compiler and then the project again (pip install --editable .)",
             stacklevel=2,
         )
-    numbers = list(range(fewest, rounded_up(cost.size / num_ranks, multiple) + 1, multiple))
-    if request.model.sync_every_microbatch and num_ranks * request.model.num_stages > 1:
-        placed = balance_microbatches(request, numbers)
-    elif request.model.num_stages > 1:
-        placed = balance_pipelines(request, numbers)
-    else:
-        placed = balance_ranks(request, numbers)
+    multiple = request.microbatch_multiple
+    most = rounded_up(num_sequences / request.num_ranks, multiple)  # a pack for each sequence
+    placed = _mode_of(request)(request, list(range(fewest, most + 1, multiple)))
     return _scheduled(request, placed)
+
+
+def _mode_of(request: ScheduleRequest) -> Callable[[ScheduleRequest, list[int]], Placed]:
+    """Returns the mode that fits the layout, a function of the request and the numbers of
+    microbatches to try.
+    """
+    model = request.model
+    if model.sync_every_microbatch and request.num_ranks * model.num_stages > 1:
+        return balance_microbatches
+    return balance_pipelines if model.num_stages > 1 else balance_ranks
 
 
 def _scheduled(request: ScheduleRequest, placed: Placed) -> Schedule:
@@ -70,8 +75,7 @@ def _scheduled(request: ScheduleRequest, placed: Placed) -> Schedule:
     good_enough = request.work_bound * GOOD_ENOUGH - request.cost.fixed * placed.num_microbatches
     pack = reduce_moved_tokens(request, placed.pack, packs, good_enough)
     if request.model.num_stages == 1 and not request.model.sync_every_microbatch:
-        costs = pack_costs(cost, pack, packs)
-        pack = renumber(pack, place_by_cost(costs, np.arange(placed.num_microbatches)))
+        pack = reordered(pack, pack_costs(cost, pack, packs), np.arange(packs.num_microbatches))
     in_global_order = np.empty_like(pack)
     in_global_order[order] = pack  # from longest first to the order of the request
     rank = in_global_order // placed.num_microbatches
