@@ -38,6 +38,8 @@ class AdapterWeights:
         """The weight behind a parameter's name; KeyError where no tensor stands for it."""
         if self._is_whole(name):
             return _renamed(self._weights.of_parameter(name))
+        if not is_of_adapter(name):
+            raise KeyError(name)  # of the frozen base, such as a router's bias
         layer, which = name.split(ADAPTER)
         return self._of_layer(self._weights.of_parameter(f"{layer}.weight"), which)
 

@@ -38,6 +38,14 @@ def adapter(tmp_path):
     return tmp_path
 
 
+def test_buffers_of_the_base_are_no_adapters():
+    """A router's bias (GLM-4.5, MiniMax) ended a run as its adapters were written, after the last
+    step.
+    """
+    with pytest.raises(KeyError):
+        AdapterWeights(weights(), LORA).of_parameter("decoder.layers.1.mlp.router.expert_bias")
+
+
 def change(folder, **changes):
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | changes))
