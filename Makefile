@@ -60,7 +60,7 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 	@echo "A second run here gives the same to the bit. Elsewhere float32 rounds otherwise: 71 to 77 of 83 right answers were seen."
 
 recipes: $(VENV)/.finetune
-	$(VENV)/bin/python examples/recipes/try_recipe.py examples/recipes/*.yaml
+	$(VENV)/bin/python examples/recipes/try_recipe.py examples/recipes/*.yaml --write examples/benchmarks/results/recipes.md
 
 howto: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.pages --write examples/benchmarks/results/howto.md

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ SMALL = {
     "moe_intermediate_size": 32,
     "num_experts": 4,
     "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -101,12 +104,29 @@ def main() -> None:
     """Tries the recipes that are named; status 1 where one fails."""
     parser = argparse.ArgumentParser(description="Train two steps of recipes with small models.")
     parser.add_argument("recipes", nargs="+", type=Path)
-    failed = []
-    for path in parser.parse_args().recipes:
+    parser.add_argument("--write", type=Path, help="file for a table of what came of them")
+    options = parser.parse_args()
+    failed, rows = [], []
+    for path in options.recipes:
         print(f"=== {path.name}", flush=True)
         with TemporaryDirectory() as place:
-            if subprocess.run(try_recipe(path, Path(place))).returncode:
-                failed.append(path.name)
+            done = subprocess.run(
+                try_recipe(path, Path(place)), stdout=subprocess.PIPE, text=True, check=False
+            )
+            written = sorted(each.name for each in Path(place, "out").glob("*.safetensors"))
+        print(done.stdout, flush=True)
+        if done.returncode:
+            failed.append(path.name)
+        losses = re.findall(r"^step \d+/\d+.*?loss ([\d.]+)", done.stdout, re.MULTILINE)
+        files = ", ".join(written)
+        rows.append(f"| {path.name} | {done.returncode} | {' '.join(losses)} | {files} |")
+    if options.write is not None:
+        head = (
+            "# Two steps of each recipe\n\n`make recipes`: the options of the file, on one process "
+            "and a small model of random\nweights.\n\n"
+            "| recipe | status | losses of the steps | written |\n|---|---|---|---|\n"
+        )
+        options.write.write_text(head + "\n".join(rows) + "\n")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
