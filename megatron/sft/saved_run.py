@@ -51,7 +51,10 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
         **datasets.vocabulary(),
         "use_distributed_optimizer": sharded,
     }
-    options |= config.lora.identity(any(config.model.linear_attention_freq))
+    options |= config.lora.identity(
+        has_delta_nets=any(config.model.linear_attention_freq),
+        has_shared_experts=bool(config.model.moe_shared_expert_intermediate_size),
+    )
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None
         options["base_folder"] = config.output.pretrained_checkpoint

@@ -72,6 +72,11 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         },
     ),
 )
+# peft targets experts of one tensor apart from the shared ones, which are modules.
+MORE_PEFT_CASES += (
+    ("qwen3.5-moe", "ep2", 1, {"target_modules": ["q_proj", "up_proj", "down_proj"]}),
+    ("qwen3.5-moe", "tp2-ep4-dp2-sp", 1, {"target_modules": [], "target_parameters": _EXPERTS}),
+)
 GROWING_PEFT_CASE = ("qwen3.5", {"target_modules": [*_ATTENTION, "up_proj"]})
 """Model and options of peft's in which one rounding of a weight moves gradients by 1e-11."""
 ALONE = ("ministral3",)

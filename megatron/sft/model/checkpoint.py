@@ -40,7 +40,7 @@ METADATA = {
 # Options that are younger than some checkpoints, which were saved at their defaults.
 _UNSAID = {
     field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING
-} | {"lora": False, "lora_delta_net_modules": []}
+} | {"lora": False, "lora_delta_net_modules": [], "lora_experts": "all"}
 
 
 class Progress(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from megatron.packing.flags import check_range, flag_of
 
@@ -41,6 +41,8 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "w2": ("down_proj",),
     **{name: modules for fused in FUSED.values() for name, modules in fused.items()},
 }
+MODULES = frozenset((*_EVERY, *_OTHER_NAMES))
+"""Names of all layers that adapters stand beside."""
 _WHOLE = ("embed_tokens", "lm_head")
 
 
@@ -65,6 +67,10 @@ class LoraConfig:
     up_proj down_proj, also those of each expert, in_proj_qkv in_proj_z in_proj_b in_proj_a
     out_proj of gated delta nets, and qkv_proj gate_up_proj in_proj_qkvz in_proj_ba of
     families that have them in one (default: all-linear, which is all of these).
+    """
+    lora_experts: Literal["all", "shared", "routed"] = "all"
+    """Experts whose layers are targets: all, those that every token goes through (shared), or
+    those that a router chooses (routed).
     """
     lora_modules_to_save: tuple[str, ...] = ()
     """Layers that are trained as a whole: embed_tokens, lm_head, or both."""
@@ -124,6 +130,14 @@ class LoraConfig:
             if module in self.targets
         )
 
+    def covers(self, part: str) -> bool:
+        """Returns whether layers of this kind may have adapters.
+
+        part: logical name of a weight, as `packing.model.names` has it.
+        """
+        left_out = {"all": None, "shared": "experts", "routed": "shared"}[self.lora_experts]
+        return part.split(".", 1)[0] != left_out
+
     def check_layout(self, tensor_parallel_size: int, num_query_groups: int) -> None:
         """Raise ValueError where ranks would hold unequal shares of an adapter."""
         if tensor_parallel_size > num_query_groups and len(self.targets_in("qkv")) in (1, 2):
@@ -139,8 +153,10 @@ class LoraConfig:
         """The factor of what an adapter adds."""
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
 
-    def identity(self, has_delta_nets: bool) -> dict[str, Any]:
-        """Returns what a checkpoint must share with the run that loads it."""
+    def identity(
+        self, *, has_delta_nets: bool = False, has_shared_experts: bool = False
+    ) -> dict[str, Any]:
+        """Returns what a checkpoint of such a model must share with the run that loads it."""
         if not self.lora:
             return {"lora": False}
         # Apart, since older checkpoints of all linear layers do not name these.
@@ -148,6 +164,7 @@ class LoraConfig:
         return {
             "lora": True,
             **({"lora_delta_net_modules": of_delta_nets} if has_delta_nets else {}),
+            **({"lora_experts": self.lora_experts} if has_shared_experts else {}),
             "lora_rank": self.lora_rank,
             "lora_alpha": self.lora_alpha,
             "lora_rslora": self.lora_rslora,

@@ -201,9 +201,16 @@ def _is_entry(dtype: object, shape: list[Any], data_offsets: list[Any]) -> bool:
     )
 
 
-def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") -> None:
+def check_folder(
+    folder: Folder,
+    weights: Tensors,
+    config: str = "config.json",
+    way_out: str = "download it again",
+) -> None:
     """Raise ValueError, with names, unless the files hold exactly the tensors that `config` says,
     in types that can be read.
+
+    way_out: of a folder that lacks some.
     """
     expected = {part.name: part.stored_shape for weight in weights.all() for part in weight.parts}
     carried = carried_tensors(folder, weights)
@@ -220,7 +227,7 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
         raise ValueError(
-            f"{folder.path} lacks {_some(missing)}, which its {config} asks for; download it again"
+            f"{folder.path} lacks {_some(missing)}, which its {config} asks for; {way_out}"
         )
     leftover = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
     if leftover:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from megatron.packing.model.delta_net import by_section
-from megatron.packing.model.names import linear_of
+from megatron.packing.model.names import linear_of, logical_name
 from megatron.sft.model.huggingface.read import global_name
 from megatron.sft.model.huggingface.tensors import Layout, Part, Tensors, Weight, copies
 from megatron.sft.model.lora.layers import Adapted, adapted_layers
@@ -116,6 +116,8 @@ def _targeted(gpt: GPTModel, lora: LoraConfig, tensors: Tensors | None) -> Itera
     for local_name, module in gpt.named_modules():
         linear_name = linear_of(local_name)
         if linear_name is None or not lora.targets_in(linear_name):
+            continue
+        if not lora.covers(logical_name(f"{local_name}.weight").part):
             continue
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             raise ValueError(

@@ -51,7 +51,7 @@ class AdapterWeights:
                 yield renamed._replace(
                     parts=tuple(one for part in renamed.parts for one in self.written_as(part))
                 )
-            elif self._lora.targets_in(_linear(weight)):
+            elif self._lora.covers(weight.part) and self._lora.targets_in(_linear(weight)):
                 yield self._of_layer(weight, "lora_A")
                 yield self._of_layer(weight, "lora_B")
 
@@ -95,6 +95,7 @@ class AdapterWeights:
             linear
             for weight in self._weights.all()
             if weight.parts[0].view.expert is not None
+            and self._lora.covers(weight.part)
             and self._lora.targets_in(linear := _linear(weight))
         }
         return [name for number, name in enumerate(STACKED, 1) if f"fc{number}" in stacked]

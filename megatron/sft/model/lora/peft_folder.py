@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from megatron.packing.user_files import read_json
 from megatron.sft.model.huggingface.folder import Folder, Stored, read_header
 from megatron.sft.model.lora.names import STACKED, AdapterWeights
-from megatron.sft.options.lora import LoraConfig
+from megatron.sft.options.lora import MODULES, LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -90,16 +91,32 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
         for name in open_adapter(folder).tensors
         if "lora_A" in name and not (parameters and ".mlp.experts." in name)
     }
+    for module in sorted(modules - MODULES):
+        raise ValueError(
+            f"{where} has an adapter beside {module!r:.100}, but only those beside "
+            f"{' '.join(sorted(MODULES))} are supported; merge it into its model with peft"
+        )
     modules |= {parameter.rpartition(".")[2] for parameter in parameters}
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,
         "lora_rslora": bool(config.get("use_rslora")),
         "lora_target_modules": sorted(modules),
+        "lora_experts": _experts_of(folder),
         "lora_modules_to_save": sorted(
             {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}
         ),
     }
+
+
+def _experts_of(folder: str | Path) -> str:
+    """Returns the experts that have adapters; all where none have."""
+    names = "".join(open_adapter(folder).tensors)
+    is_routed = re.search(r"\.experts\.", names) is not None
+    is_shared = re.search(r"\.shared_experts?\.", names) is not None
+    if is_routed == is_shared:
+        return "all"
+    return "routed" if is_routed else "shared"
 
 
 def write_adapter_config(

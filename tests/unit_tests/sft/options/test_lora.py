@@ -102,9 +102,9 @@ def test_what_a_checkpoint_must_share():
         LoraConfig(lora=True, lora_dropout=d, lora_target_modules=("v_proj", "q_proj"))
         for d in (0.0, 0.5)
     )
-    assert one.identity(False) == other.identity(False)
-    assert one.identity(False)["lora_target_modules"] == ["q_proj", "v_proj"]
-    assert LoraConfig().identity(True) == {"lora": False}
+    assert one.identity() == other.identity()
+    assert one.identity()["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert LoraConfig().identity(has_delta_nets=True) == {"lora": False}
 
 
 def test_checkpoints_from_before_delta_nets_had_adapters_are_continued():
@@ -112,7 +112,21 @@ def test_checkpoints_from_before_delta_nets_had_adapters_are_continued():
     every = LoraConfig(lora=True)
     assert "in_proj_qkv" in every.targets
     seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    assert every.identity(False)["lora_target_modules"] == seven
-    assert "lora_delta_net_modules" not in every.identity(False)
+    assert every.identity()["lora_target_modules"] == seven
+    assert "lora_delta_net_modules" not in every.identity()
     of_next = LoraConfig(lora=True, lora_target_modules=("in_proj_ba", "q_proj"))
-    assert of_next.identity(True)["lora_delta_net_modules"] == ["in_proj_b", "in_proj_a"]
+    assert of_next.identity(has_delta_nets=True)["lora_delta_net_modules"] == [
+        "in_proj_b",
+        "in_proj_a",
+    ]
+
+
+def test_experts_that_are_left_out():
+    """peft targets experts of one tensor apart from the shared ones, which are modules."""
+    shared, routed = (LoraConfig(lora=True, lora_experts=kind) for kind in ("shared", "routed"))
+    parts = ("experts.fc1.weight", "shared.fc1.weight", "mlp.fc1.weight", "attention.qkv.weight")
+    assert [shared.covers(part) for part in parts] == [False, True, True, True]
+    assert [routed.covers(part) for part in parts] == [True, False, True, True]
+    assert all(map(LoraConfig(lora=True).covers, parts))
+    assert "lora_experts" not in shared.identity()
+    assert shared.identity(has_shared_experts=True)["lora_experts"] == "shared"

@@ -207,12 +207,51 @@ def test_experts_of_one_tensor_have_adapters_of_one_tensor(tmp_path):
     save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / WEIGHTS)
     found = options_of_adapter(tmp_path)["lora_target_modules"]
     again = LoraConfig(lora=True, lora_rank=2, lora_target_modules=tuple(found))
-    assert again.identity(False) == lora.identity(False)
+    assert again.identity() == lora.identity()
     gates, _ = gpt_oss(lora_target_modules=("gate_up_proj",))
     assert gates.target_parameters() == ["mlp.experts.gate_up_proj"]
     assert {part.name for weight in gates.all() for part in weight.parts} == {
         f"{experts}.lora_{which}.weight" for which in "AB"
     }
+
+
+def qwen_moe(**changes):
+    """The tensors of a Qwen2-MoE of one layer with two experts and a shared one, and its
+    adapter's.
+    """
+    model = parse(
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --num-experts 2 --swiglu "
+        "--moe-ffn-hidden-size 6 --ffn-hidden-size 6 --moe-shared-expert-gate "
+        "--moe-shared-expert-intermediate-size 10 --position-embedding-type rope "
+        "--normalization RMSNorm --disable-bias-linear --add-qkv-bias "
+        "--untie-embeddings-and-output-weights"
+    ).model
+    lora = LoraConfig(lora=True, lora_rank=2, lora_target_modules=("up_proj",), **changes)
+    return AdapterWeights(Weights(model, 64, FAMILIES["qwen2_moe"]), lora)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"), [("shared", [10]), ("routed", [6, 6]), ("all", [10, 6, 6])]
+)
+def test_an_adapter_may_leave_out_experts_of_a_kind(tmp_path, kind, numbers):
+    """peft's all-linear leaves out experts of one tensor; said to lack them, no such adapter could
+    be continued.
+    """
+    names = qwen_moe(lora_experts=kind)
+    shapes = {part.name: part.shape for weight in names.all() for part in weight.parts}
+    assert sorted(shape[0] for name, shape in shapes.items() if "lora_B" in name) == sorted(numbers)
+    write_adapter_config(tmp_path, LORA, names, "base")
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / WEIGHTS)
+    assert options_of_adapter(tmp_path)["lora_experts"] == kind
+    check_folder(open_adapter(tmp_path), names, CONFIG)
+
+
+def test_an_adapter_beside_another_layer_is_refused_by_its_name(adapter):
+    """peft's all-linear has one beside the gate of Qwen's shared expert."""
+    name = "base_model.model.model.layers.0.mlp.shared_expert_gate"
+    save_file({f"{name}.lora_{x}.weight": torch.ones(3, 3) for x in "AB"}, adapter / WEIGHTS)
+    with pytest.raises(ValueError, match=r"an adapter beside 'shared_expert_gate', but .* merge"):
+        options_of_adapter(adapter)
 
 
 def test_dropout_beside_experts_of_one_tensor_is_refused():
