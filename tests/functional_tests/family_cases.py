@@ -103,8 +103,17 @@ TEMPLATE_OF = {
     "qwen3_5_moe_text": "QWEN3",
     "qwen3_next": "QWEN25",
     "gpt_oss": "GPT_OSS",
+    "seed_oss": "SEED_OSS",
+    "smollm3": "SMOLLM3",
+    "ernie4_5": "ERNIE",
+    "granite": "GRANITE",
+    "olmo2": "OLMO2",
+    "glm4": "GLM4",
+    "olmo3": "OLMO3",
+    "ministral3": "MINISTRAL3",
+    "minimax_m2": "MINIMAX",
 }
-"""Family -> the structure of its released template, in test_chat_template."""
+"""Family -> the structure of its released template, in tests/unit_tests/sft/data/templates."""
 EXAMPLES = {
     "llama": "Llama 2 to 3.3",
     "mistral": "Mistral 7B to Small 3",

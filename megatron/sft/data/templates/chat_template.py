@@ -28,6 +28,7 @@ from megatron.sft.data.messages import Message, SampleError, is_thinking
 from megatron.sft.data.templates.checks import (
     check_nothing_lost,
     kind_of,
+    opens_thought,
     without_earlier_thoughts,
 )
 from megatron.sft.data.templates.marked import Written
@@ -169,6 +170,11 @@ class ChatTemplate:
                 "which its thoughts cannot be written; remove them, or pass what makes the "
                 "template think, such as --chat-template-kwargs '{\"enable_thinking\": true}'"
             )
+        elif opens_thought(prompt):
+            raise SampleError(
+                f"the chat template prompts for answer {number} with ...{prompt[-40:]!r}, which "
+                "opens a thought, but the answer has none; give the message reasoning_content"
+            )
         else:
             raise ContextError(
                 f"the chat template prompts for answer {number} with ...{prompt[-40:]!r}, but "
@@ -193,6 +199,7 @@ class ChatTemplate:
         if self._writer.has_marks:
             return "kept"
         found: set[Contexts] = {self._contexts_of(messages) for messages in PROBES}
+        # Under a prompt that opens a thought, answers without one say nothing.
         return next((one for one in ("unknown", "differ") if one in found), "kept")  # type: ignore[return-value]
 
     def _contexts_of(self, messages: Sequence[Message]) -> Contexts:

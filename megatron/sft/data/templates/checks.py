@@ -50,6 +50,11 @@ def without_earlier_thoughts(conversation: Conversation) -> Conversation:
     return conversation._replace(messages=[*messages, conversation.messages[-1]])
 
 
+def opens_thought(prompt: str) -> bool:
+    """Returns whether generation begins within a thought."""
+    return re.search(r"<[\w:]*think>\s*$", prompt) is not None
+
+
 def kind_of(conversation: Conversation) -> tuple[Any, ...]:
     """Returns a key that is equal for conversations that a template may not treat differently."""
     before, steps = "", set()

@@ -41,6 +41,7 @@ stays as released.
 """
 _NEEDS_CALL_IDS = re.compile(r"\.id\s*\|\s*length\s*\)?\s*!=\s*9")
 """In templates that refuse calls without an id of nine characters: Mistral 0.3, Nemo and later."""
+_PART_OF_THOUGHTS = re.compile(r"type['\"]?\]?\s*==\s*['\"]thinking['\"]")
 _UNSAFE_FORM = re.compile(r"%(?!-?[A-Za-z%])")
 """Parts of a date's format with a width, which could be any."""
 
@@ -129,8 +130,8 @@ class TemplateWriter:
 
     def _as_dict(self, message: Message) -> dict[str, Any]:
         """Returns a message as the template reads it: its thoughts stand under each of the names
-        that templates know, also those that the data have in <think> tags and the template expects
-        apart (gpt-oss).
+        that templates know, or are parts of its content, also those that the data have in <think>
+        tags and the template expects apart (gpt-oss).
         """
         thoughts = message.fields.get("reasoning_content")
         if thoughts is None and self._reads_thoughts_apart and message.role == "assistant":
@@ -140,12 +141,22 @@ class TemplateWriter:
                 message = message._replace(content=answer.strip())
         if thoughts is None:
             return message.as_dict()
-        return {**dict.fromkeys(REASONING_NAMES, thoughts), **message.as_dict()}
+        read = {**dict.fromkeys(REASONING_NAMES, thoughts), **message.as_dict()}
+        if self._reads_parts:
+            parts = [{"type": "thinking", "thinking": thoughts}]
+            parts += [{"type": "text", "text": message.content}] if message.content else []
+            read["content"] = parts
+        return read
 
     @cached_property
     def _reads_thoughts_apart(self) -> bool:
         is_reading = any(name in self.source for name in REASONING_NAMES)
         return is_reading and "</think>" not in self.source
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """True if thoughts are parts of the content (Ministral 3)."""
+        return _PART_OF_THOUGHTS.search(self.source) is not None
 
     def _strftime_now(self, form: object) -> str:
         assert self.today is not None

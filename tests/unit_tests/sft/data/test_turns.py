@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from megatron.sft.data.messages import Message, SampleError, with_call_ids
 from megatron.sft.data.templates.chat_template import ChatTemplate, ContextError
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.data.turns import merged_turns, only_last
-from tests.unit_tests.sft.data.templates import test_chat_template as templates
+from tests.unit_tests.sft.data.templates import structures
+from tests.unit_tests.sft.data.templates.test_chat_template import TOOLS
 
 RELEASED = "tests/fixtures/released"
 NAMES = ("llama2", "llama3", "mistral", "gemma", "qwen", "trl")
@@ -38,6 +40,15 @@ STRUCTURES = {
     "GPT_OSS": "differ",
     "GLM": "differ",
     "EXAONE": "kept",
+    "SEED_OSS": "kept",
+    "MINIMAX": "differ",
+    "SMOLLM3": "kept",
+    "GRANITE": "kept",
+    "OLMO2": "kept",
+    "OLMO3": "differ",
+    "ERNIE": "kept",
+    "MINISTRAL3": "kept",
+    "GLM4": "kept",
 }
 """Structure of a released template -> how its contexts relate to one rendering."""
 NUM_CHATS = int(os.environ.get("NUM_CHATS", "30"))
@@ -92,7 +103,26 @@ def with_thinking(messages: Sequence[Message]) -> list[Message]:
     return read
 
 
-AS_READ = {"NEMO": with_call_ids, "GPT_OSS": with_thinking}
+def with_blocks(messages: Sequence[Message]) -> list[Any]:
+    """The messages as Ministral 3 reads them: thoughts are parts of the content."""
+    read: list[Any] = []
+    for message in with_thinking(messages):
+        fields = dict(message.fields)
+        thought = fields.pop("thinking", None)
+        fields.pop("reasoning_content", None)
+        message = message._replace(fields=fields)
+        text = [{"type": "text", "text": message.content}] if message.content else []
+        parts = [{"type": "thinking", "thinking": thought}, *text]
+        read.append(message if thought is None else message._replace(content=parts))  # type: ignore[arg-type]
+    return read
+
+
+AS_READ: dict[str, Callable[[Sequence[Message]], list[Any]]] = {
+    "NEMO": with_call_ids,
+    "GPT_OSS": with_thinking,
+    "SEED_OSS": with_thinking,
+    "MINISTRAL3": with_blocks,
+}
 """What some structures need beside what the data say."""
 
 
@@ -104,7 +134,7 @@ def compare(
     for _ in range(20 * NUM_CHATS):
         messages = chat(rng)
         has_calls = any("tool_calls" in message.fields for message in messages)
-        tools = templates.TOOLS if has_calls else None
+        tools = TOOLS if has_calls else None
         try:
             turns = ours.encode_turns(Conversation(messages, tools))
         except ValueError:
@@ -146,10 +176,12 @@ def tokenizer_with(name: str, auto_tokenizer: Any) -> tuple[Any, Any]:
     """Our tokenizer and transformers' with the structure of a released template."""
     theirs = auto_tokenizer.from_pretrained(f"{RELEASED}/qwen")
     theirs.bos_token = "<s>"
-    theirs.chat_template = getattr(templates, name)
+    theirs.chat_template = getattr(structures, name)
     texts = {key: one for key, one in theirs.special_tokens_map.items() if isinstance(one, str)}
     ours = build_tokenizer("HuggingFaceTokenizer", f"{RELEASED}/qwen")
-    return replace(ours, template=ChatTemplate(theirs.chat_template, texts)), theirs  # type: ignore[type-var]
+    # transformers tells its templates today's date
+    template = ChatTemplate(theirs.chat_template, texts, date.today())
+    return replace(ours, template=template), theirs  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

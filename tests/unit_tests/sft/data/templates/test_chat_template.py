@@ -1,7 +1,4 @@
-"""Chat templates: what of a conversation is trained, at the price of one rendering.
-
-The templates are short ones with the structure of those that model families are released with.
-"""
+"""Chat templates: what of a conversation is trained, at the price of one rendering."""
 
 import pickle
 import time
@@ -15,168 +12,25 @@ from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import Message, SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, SlowTemplateError, Span
 from megatron.sft.data.templates.writer import TemplateWriter
-
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% "
-    "endfor %}" + PROMPT
+from tests.unit_tests.sft.data.templates.structures import (
+    CHATML,
+    EXAONE,
+    GEMMA,
+    GLM,
+    LLAMA2,
+    LLAMA3,
+    LLAMA31,
+    MARKED,
+    MISTRAL,
+    MISTRAL3,
+    NEMO,
+    PHI,
+    PHI_MARKED,
+    QWEN3,
+    QWEN25,
+    TOKENS,
+    ZEPHYR,
 )
-LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}
-{%- set system = messages[0]['content'] %}{% else %}{% set rest = messages %}{% set system = false %}{% endif %}
-{%- for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('roles must alternate') }}{% endif %}
-{%- if loop.index0 == 0 and system != false %}{% set content = '<<SYS>>' + system + '<</SYS>>' + m['content'] %}
-{%- else %}{% set content = m['content'] %}{% endif %}{% if m['role'] == 'user' -%}
-{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% else %}
-{{- ' ' + content.strip() + ' ' + eos_token }}{% endif %}
-{%- endfor %}"""
-LLAMA3 = """{% for m in messages %}
-{%- set content = '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + '<|eot|>' %}
-{%- if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"""
-LLAMA31 = """{{- bos_token }}
-{%- if not date is defined %}{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}
-{%- else %}{% set date = '26 Jul 2024' %}{% endif %}{% endif %}
-{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content']|trim %}{% set messages = messages[1:] %}
-{%- else %}{% set system = '' %}{% endif %}
-{{- '<|start|>system<|end|>\n\nToday: ' + date + '\n\n' + system + '<|eot|>' }}
-{%- if tools %}{% set first = messages[0]['content']|trim %}{% set messages = messages[1:] %}
-{{- '<|start|>user<|end|>\n\n' -}}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}
-{{- first + '<|eot|>' }}{% endif %}
-{%- for m in messages %}{% if 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}
-{{- '<|start|>assistant<|end|>\n\n{"name": "' + call.name + '", "parameters": ' }}
-{{- call.arguments | tojson }}{{ '}<|eot|>' }}
-{%- elif m.role == 'tool' %}{{ '<|start|>ipython<|end|>\n\n' }}{{ m.content | tojson }}{{ '<|eot|>' }}
-{%- else %}{{ '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + '<|eot|>' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"""
-MISTRAL = """{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}
-{%- else %}{{ m['content'] + eos_token + ' ' }}{% endif %}{% endfor %}"""
-MISTRAL3 = """{%- if messages[0]["role"] == "system" %}{% set system_message = messages[0]["content"] %}
-{%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
-{%- set users = rest | selectattr("role", "equalto", "user") | list %}
-{%- for message in rest %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}{% endfor %}
-{{- bos_token }}{% for message in rest %}{% if message["role"] == "user" %}
-{%- if tools and message == users[-1] %}{{ '[TOOLS]' + tools | tojson }}{% endif %}
-{%- if loop.last and system_message is defined %}
-{{- "[INST] " + system_message + "\n\n" + message["content"] + "[/INST]" }}
-{%- else %}{{ "[INST] " + message["content"] + "[/INST]" }}{% endif %}
-{%- else %}{{ " " + message["content"]|trim + eos_token }}{% endif %}{% endfor %}"""
-QWEN25 = """{%- if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are kind.<|im_end|>\n' }}{% endif %}
-{%- for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}
-{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}
-{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}{% if m.content %}{{ '\n' + m.content }}{% endif %}
-{%- for call in m.tool_calls %}
-{{- '\n<call>' + call.function.name + call.function.arguments | tojson + '</call>' }}{% endfor %}
-{{- '<|im_end|>\n' }}
-{%- else %}{% if (loop.index0 == 0) or (messages[loop.index0 - 1].role != 'tool') %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\n<response>' + m.content + '</response>' }}
-{%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}{{ '<|im_end|>\n' }}{% endif %}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-QWEN3 = """{%- set ns = namespace(open=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}{% set index = (messages|length - 1) - loop.index0 %}
-{%- if ns.open and message.role == 'user' %}{% set ns.open = false %}{% set ns.last_query_index = index %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}{% set content = message.content %}{% if message.role != 'assistant' %}
-{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
-{%- else %}{% set reasoning_content = '' %}
-{%- if message.reasoning_content is string %}{% set reasoning_content = message.reasoning_content %}
-{%- elif '</think>' in content %}
-{%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
-{%- if loop.index0 > ns.last_query_index %}
-{%- if loop.last or (not loop.last and reasoning_content) %}
-{{- '<|im_start|>assistant\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
-{%- else %}{{ '<|im_start|>assistant\n' + content }}{% endif %}
-{%- else %}{{ '<|im_start|>assistant\n' + content }}{% endif %}
-{{- '<|im_end|>\n' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}
-{%- for m in messages %}{% set role = m['role'] %}{% if role == 'assistant' %}{% set role = 'model' %}{% endif %}
-{{- '<start>' + role + '\n' + m['content'] | trim + '<end>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<start>model\n' }}{% endif %}"""
-PHI = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
-ZEPHYR = """{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}
-{%- if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}"""
-MARKED = (
-    """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}
-{%- generation %}{{ m.content }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}
-{{- '\n' }}{% endfor %}"""
-    + PROMPT
-)
-# As TRL marks Phi 3: the end of the text, which stands behind the last turn alone, is a mark of its
-# own.
-PHI_MARKED = """{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}
-{%- generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% elif messages[-1].role == 'assistant' %}
-{%- generation %}{{ eos_token }}{% endgeneration %}{% else %}{{ eos_token }}{% endif %}"""
-NEMO = """{{- bos_token }}{% for message in messages %}{% if message.role == 'user' %}
-{{- '[INST]' + message.content + '[/INST]' }}{% elif message.tool_calls is defined %}{{ '[CALLS][' }}
-{%- for tool_call in message.tool_calls %}{% if not tool_call.id is defined or tool_call.id|length != 9 %}
-{{- raise_exception('call ids have length 9') }}{% endif %}{{ tool_call.function.name + ' ' + tool_call.id }}
-{%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' + eos_token }}{% elif message.role == 'tool' %}
-{%- if not message.tool_call_id is defined or message.tool_call_id|length != 9 %}
-{{- raise_exception('result ids have length 9') }}{% endif %}
-{{- '[RESULT]' + message.tool_call_id + ' ' + message.content + '[/RESULT]' }}
-{%- else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"""
-# Three ends: of the last answer, of a call, and of earlier answers. Thoughts of earlier turns are
-# left out, and those before a call once its answer is there.
-GPT_OSS = """{{- '<|start|>system<|message|>You think.<|end|>' }}
-{%- if messages[0].role == 'system' %}{% set rest = messages[1:] %}
-{{- '<|start|>developer<|message|>' + messages[0].content + '<|end|>' }}{% else %}{% set rest = messages %}{% endif %}
-{%- if tools %}{% for tool in tools %}{{ '<|start|>developer<|message|>type ' + tool.function.name + '<|end|>' }}
-{%- endfor %}{% endif %}
-{%- for message in rest -%}{% if message.role == 'assistant' %}{% if 'tool_calls' in message %}
-{%- set later = namespace(final=false) %}{% for other in rest[loop.index:] %}
-{%- if other.role == 'assistant' and 'tool_calls' not in other %}{% set later.final = true %}{% endif %}{% endfor %}
-{%- set call = message.tool_calls[0].function %}{% if message.content and message.thinking %}
-{{- raise_exception('content or thinking, not both') }}{% elif message.thinking and not later.final %}
-{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
-{%- elif message.content and not later.final %}
-{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}{% endif %}
-{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
-{{- call.arguments | tojson }}{{ "<|call|>" }}
-{%- elif loop.last and not add_generation_prompt %}{% if 'thinking' in message %}
-{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}
-{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}
-{%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}{% endif %}
-{%- elif message.role == 'tool' %}
-{{- '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' + message.content | tojson + '<|end|>' }}
-{%- else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
-# No end: what ends an answer is the token that the next message begins with.
-GLM = """[gMASK]<sop>
-{%- set ns = namespace(last_user_index=-1) %}{% for m in messages %}{% if m.role == 'user' %}
-{%- set ns.last_user_index = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}{% if m.role == 'user' %}{{ '<|user|>\n' + m.content }}
-{%- elif m.role == 'assistant' %}{{ '<|assistant|>' }}{% set reasoning_content = '' %}{% set content = m.content %}
-{%- if m.reasoning_content is string %}{% set reasoning_content = m.reasoning_content %}
-{%- elif '</think>' in content %}{% set reasoning_content = content.split('</think>')[0].split('<think>')[-1] %}
-{%- set content = content.split('</think>')[-1] %}{% endif %}
-{%- if loop.index0 > ns.last_user_index and reasoning_content %}{{ '\n<think>' + reasoning_content.strip() + '</think>' }}
-{%- else %}{{ '\n<think></think>' }}{% endif %}{% if content.strip() %}{{ '\n' + content.strip() }}{% endif %}
-{%- for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name + '\n' }}
-{%- for k, v in call.function.arguments.items() %}{{ '<arg_key>' ~ k ~ '</arg_key>\n<arg_value>' ~ v ~ '</arg_value>\n' }}
-{%- endfor %}{{ '</tool_call>' }}{% endfor %}
-{%- elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
-{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-{%- elif m.role == 'system' %}{{ '<|system|>\n' + m.content }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-# Goes through numbers of messages, not through messages.
-EXAONE = """{%- set skip_think = true if skip_think is not defined else skip_think %}
-{%- for i in range(messages | length) %}{% set msg = messages[i] %}
-{%- if i == 0 and msg.role == 'system' %}{{ '[|system|]\n' + msg.content + '[|endofturn|]\n' }}{% continue %}{% endif %}
-{%- if msg.role == 'assistant' %}{{ '[|assistant|]\n' }}
-{%- if not skip_think and loop.last and msg.reasoning_content %}
-{{- '<think>\n' + msg.reasoning_content + '\n</think>\n\n' }}{% else %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
-{{- msg.content }}{% for call in msg.tool_calls or [] %}
-{{- '<tool_call>' + call.function.name + call.function.arguments | tojson + '</tool_call>' }}{% endfor %}
-{{- '[|endofturn|]\n' }}
-{%- else %}{{ '[|' + msg.role + '|]\n' + msg.content + '[|endofturn|]\n' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '[|assistant|]\n' }}
-{%- if enable_thinking is defined and enable_thinking %}{{ '<think>\n' }}{% else %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
-{%- endif %}"""
 
 SHORT = [Message("user", "q1"), Message("assistant", " a1 ")]
 LONG = [*SHORT, Message("user", "q2"), Message("assistant", "a2")]
@@ -199,9 +53,9 @@ THOUGHTS = [
 ]
 
 
-def render(source, messages, tools=None):
+def render(source, messages, tools=None, today=None):
     """The rendering, and what of it is trained."""
-    rendering = ChatTemplate(source, TOKENS).render(Conversation(messages, tools))
+    rendering = ChatTemplate(source, TOKENS, today).render(Conversation(messages, tools))
     return rendering.text, [rendering.text[span.start : span.end] for span in rendering.spans]
 
 
@@ -567,8 +421,8 @@ def test_a_template_is_given_one_date():
 
 
 def test_thoughts_stand_under_every_name():
-    """LFM2.5 and gpt-oss read `thinking`, Qwen3 `reasoning_content`: under one name alone they would
-    be left out of the other's turns.
+    """LFM2.5 and gpt-oss read `thinking`, Qwen3 `reasoning_content`: under one name alone they
+    would be left out of the other's turns.
     """
     thoughts = {"reasoning_content": "hm"}
     chat = Conversation([Message("user", "?"), Message("assistant", "yes", fields=thoughts)])

@@ -7,21 +7,28 @@ of that template for training (trl/chat_templates/*_training.jinja at f2cd577).
 
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 
 from megatron.sft.data.messages import Message, SampleError
 from megatron.sft.data.record_formats import Conversation
 from megatron.sft.data.templates.chat_template import ChatTemplate
-from tests.unit_tests.sft.data.templates.test_chat_template import (
-    CALL,
+from tests.unit_tests.sft.data.templates.structures import (
+    ERNIE,
     EXAONE,
     GLM,
+    GLM4,
     GPT_OSS,
+    GRANITE,
+    MINIMAX,
+    MINISTRAL3,
+    OLMO2,
+    SEED_OSS,
+    SMOLLM3,
     TOKENS,
-    TOOLS,
-    released,
-    render,
 )
+from tests.unit_tests.sft.data.templates.test_chat_template import CALL, TOOLS, released, render
 
 
 def said(content: str, **fields: object) -> Message:
@@ -183,3 +190,46 @@ def test_masks_are_those_of_marked_templates(source: str, messages: list[Message
             part.removeprefix("<|start|>assistant").removesuffix("<|end|>") for part in marked_parts
         ]
     assert trained == marked_parts
+
+
+@pytest.mark.parametrize(
+    ("source", "trained"),
+    [
+        (SEED_OSS, ["a", "<seed:think>hm</seed:think>\na"]),
+        (SMOLLM3, ["a", "<think>\nhm\n</think>\n\na"]),
+        (GRANITE, ["a", "<think>\nhm\n</think>\n\na"]),
+        (OLMO2, ["a", "<think>\nhm\n</think>\n\na"]),
+        (ERNIE, ["a", "<think>\nhm\n</think>\n\na"]),
+        (MINISTRAL3, ["a", "[THINK]hm[/THINK]a"]),
+        (GLM4, ["\na", "\n<think>\nhm\n</think>\n\na"]),
+    ],
+    ids="SeedOSS SmolLM3 Granite OLMo2 ERNIE Ministral3 GLM4".split(),
+)
+def test_answers_of_further_families(source: str, trained: list[str]) -> None:
+    """Behind two questions: all of an answer up to its end, thoughts as the template has them."""
+    messages = [QUESTION, ANSWER, QUESTION, said("<think>\nhm\n</think>\n\na")]
+    (turn,) = ChatTemplate(source, TOKENS, date(2025, 6, 30)).render_turns(
+        Conversation([QUESTION, ANSWER])
+    )
+    end = turn.answer.removeprefix(trained[0])
+    assert end != ""
+    assert end != turn.answer
+    _, found = render(source, messages, today=date(2025, 6, 30))
+    assert found == [answer + end for answer in trained]
+
+
+def test_what_a_prompt_opens_must_be_there() -> None:
+    """MiniMax-M2 is prompted within a thought: an answer without one is never generated."""
+    template = ChatTemplate(MINIMAX, TOKENS)
+    (turn,) = template.render_turns(Conversation([QUESTION, THINKING]))
+    assert (turn.prompt[-8:], turn.answer) == ("<think>\n", "hm\n</think>\n\na[e~[")
+    with pytest.raises(SampleError, match="opens a thought, but the answer has none; give the"):
+        template.render_turns(Conversation([QUESTION, ANSWER]))
+
+
+def test_a_model_that_is_told_not_to_think() -> None:
+    """SmolLM3's prompt closes an empty thought then; and it asks for the date."""
+    template = ChatTemplate(SMOLLM3, TOKENS, date(2025, 6, 30), {"enable_thinking": False})
+    (turn,) = template.render_turns(Conversation([QUESTION, ANSWER]))
+    assert turn.prompt.endswith("<think>\n\n</think>\n")
+    assert "Today Date: 30 June 2025\nReasoning Mode: /no_think" in turn.prompt
