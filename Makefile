@@ -98,10 +98,12 @@ layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py \
 	tests/functional_tests/test_images.py
 
-# Every family and mechanism beside transformers and peft, and whole runs of each: about half an hour.
+# Every family and mechanism beside transformers and peft, and whole runs of each: about half an hour. Stopped, or with
+# FAMILIES_OPTIONS='--minutes 10', it continues where it was; remove $(FAMILIES_RESULTS) to begin again.
+FAMILIES_RESULTS ?= runs/families.jsonl
 families: $(VENV)/.dev
-	FAMILIES=all LAYOUTS=all $(VENV)/bin/pytest $(SPREAD) $(addprefix tests/functional_tests/test_, \
-	families.py hf_training.py lora_peft.py mechanisms.py mechanism_runs.py)
+	$(VENV)/bin/python -m tests.functional_tests.families --results $(FAMILIES_RESULTS) --workers $(FUNCTIONAL_WORKERS) \
+	--write examples/benchmarks/results/families.md $(FAMILIES_OPTIONS)
 
 faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults

@@ -428,6 +428,19 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def largest_apart(found: Any, expected: Any) -> float:
+    """Returns the largest difference between tensors, by name or in order, relative to the largest
+    element of each (1e-6 at least).
+    """
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [found[name] for name in expected], list(expected.values())
+    return max(
+        ((one - other).abs().max() / other.abs().max().clamp(min=1e-6)).item()
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
 def train_by_product(
     text: str,
     folder: Path,

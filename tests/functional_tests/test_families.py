@@ -33,6 +33,7 @@ from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.hf_models import (
     FAMILY_MODELS,
     MODELS,
+    largest_apart,
     logits_of,
     read_folder,
     sequences_in_order,
@@ -56,7 +57,7 @@ RARE = {"glm4-moe", "phi3-windows", "qwen2-windows", "qwen3.5-moe", "olmo2"}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [name for name in FAMILY_MODELS if ALL or name not in RARE])
-def test_it_computes_what_transformers_computes(tmp_path, name, layout):
+def test_it_computes_what_transformers_computes(tmp_path, record_property, name, layout):
     """Windows, norms and scales that are off by one, or missing, train another model, in silence.
 
     Every tensor of the model is random, as zeros and ones would hide mistakes.
@@ -81,11 +82,13 @@ def test_it_computes_what_transformers_computes(tmp_path, name, layout):
     assert per_rank[0][0] == pytest.approx(expected.losses, rel=1e-12)
     packs = [pack for _, first in per_rank for pack in first]
     found = logits_of(BATCHES[0], packs, expected.logits[0].shape[-1])
+    record_property("logits", largest_apart(found, expected.logits))
     for ours, theirs in zip(found, expected.logits, strict=True):
         assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
     source = read_folder(folder)
     gradients = read_folder(tmp_path / "gradients")
     trained = {key: gradients[key] for key in expected.gradients}  # buffers have none
+    record_property("gradients", largest_apart(trained, expected.gradients))
     assert_equal(trained, expected.gradients, 1e-12)
     written = read_folder(tmp_path / "weights")
     assert_equal(written, {key: tensor.double() for key, tensor in source.items()}, 0.0)

@@ -13,6 +13,7 @@ import torch
 from tests.functional_tests.hf_models import (
     MODELS,
     Trained,
+    largest_apart,
     logits_of,
     read_folder,
     sequences_in_order,
@@ -86,7 +87,9 @@ def transformers(folders):
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_it_computes_what_transformers_computes(folders, transformers, tmp_path, model, layout):
+def test_it_computes_what_transformers_computes(
+    folders, transformers, tmp_path, record_property, model, layout
+):
     """A wrong cut of a matrix passes every check of shapes and trains to garbage.
 
     Logits, loss and gradients agree in float64, relative to the largest of each tensor; and what
@@ -110,12 +113,14 @@ def test_it_computes_what_transformers_computes(folders, transformers, tmp_path,
         assert losses[0] == pytest.approx(expected.losses[0], rel=1e-12)
     if "--context-parallel-size" not in flags:
         packs = [pack for _, first in per_rank for pack in first]
-        for found, wanted in zip(
-            logits_of(BATCHES[0], packs, wanted_size(expected)), expected.logits, strict=True
-        ):
+        logits = logits_of(BATCHES[0], packs, wanted_size(expected))
+        record_property("logits", largest_apart(logits, expected.logits))
+        for found, wanted in zip(logits, expected.logits, strict=True):
             assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
     if not is_sharded:
-        assert_equal(read_folder(paths[0]), expected.gradients, 1e-12)
+        gradients = read_folder(paths[0])
+        record_property("gradients", largest_apart(gradients, expected.gradients))
+        assert_equal(gradients, expected.gradients, 1e-12)
     source = read_folder(folders(model))
     assert_equal(
         read_folder(paths[1]), {name: tensor.double() for name, tensor in source.items()}, 0.0

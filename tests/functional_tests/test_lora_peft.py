@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from examples.benchmarks.hf_perturbed import perturb
 from examples.benchmarks.hf_training import batches, largest
 from tests.functional_tests.family_cases import GROWING_PEFT_CASE, MORE_PEFT_CASES, PEFT_CASES
 from tests.functional_tests.hf_models import (
+    largest_apart,
     logits_of,
     read_folder,
     sequences_in_order,
@@ -39,7 +41,12 @@ BATCHES = [sequences_in_order(5, (40, 12, 17, 64, 9, 25, 8, 33)), *batches(19)]
     [*PEFT_CASES, *MORE_PEFT_CASES * ALL],
 )
 def test_steps_beside_peft(
-    tmp_path: Path, model: str, layout: str, num_steps: int, options: dict[str, Any]
+    tmp_path: Path,
+    record_property: Callable[[str, float], None],
+    model: str,
+    layout: str,
+    num_steps: int,
+    options: dict[str, Any],
 ) -> None:
     """A module's rows or rank taken for another's pass every check of shapes; so does a merge with
     the wrong scale.
@@ -75,10 +82,13 @@ def test_steps_beside_peft(
             "base_model.model.model.embed_tokens.weight",
         )
         expected_gradients[head] = expected_gradients[embedding]
-    assert_equal(read_folder(gradients), expected_gradients, 1e-12)
+    found_gradients = read_folder(gradients)
+    record_property("gradients", largest_apart(found_gradients, expected_gradients))
+    assert_equal(found_gradients, expected_gradients, 1e-12)
     assert num_steps < 20 or theirs.losses[-1] < theirs.losses[0] - 0.2
     for losses, _ in per_rank:
         assert largest(losses, theirs.losses) <= 1e-10
+    record_property("losses", max(largest(losses, theirs.losses) for losses, _ in per_rank))
     packs = [pack for _, first in per_rank for pack in first]
     (whole,) = run_ranks(train_by_transformers, 1, merged, BATCHES[:1], torch.float64)
     for expected, of_merged, found in zip(
@@ -96,7 +106,9 @@ def test_steps_beside_peft(
 
 
 @pytest.mark.skipif(not ALL, reason="make families runs it")
-def test_what_exceeds_the_promise_is_rounding(tmp_path: Path) -> None:
+def test_what_exceeds_the_promise_is_rounding(
+    tmp_path: Path, record_property: Callable[[str, float], None]
+) -> None:
     """Gradients of this model differ from peft's by more than 1e-12. A mistake would exceed what
     peft's own move by when weights of the base move by one rounding.
     """
@@ -116,13 +128,7 @@ def test_what_exceeds_the_promise_is_rounding(tmp_path: Path) -> None:
         gradients = run_ranks(train_by_transformers, 1, other, *arguments)[0].gradients
         moved.append(largest_apart(gradients, expected))
     assert max(moved) > 1e-12, "nothing grows: compare to 1e-12 instead"
-    assert largest_apart(read_folder(found_in), expected) <= max(moved)
-
-
-def largest_apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Returns the largest difference of any tensor, relative to its largest element."""
-    assert found.keys() == expected.keys()
-    return max(
-        ((tensor - expected[name]).abs().max() / expected[name].abs().max()).item()
-        for name, tensor in found.items()
-    )
+    found = largest_apart(read_folder(found_in), expected)
+    record_property("gradients", found)
+    record_property("peft's own, a rounding of the weights apart", max(moved))
+    assert found <= max(moved)
