@@ -72,9 +72,10 @@ class Case:
     """A model, its data, and who trains it how."""
 
     way: str
-    """packed, padded, transformers or matrix products."""
+    """packed, padded, transformers or matrix products; of answers: trees or paths, too."""
     shape: str = "1B"
     data: str = "chats"
+    """chats, to 128K, or answers: prompts with eight answers each (throughput_trees.py)."""
     pack: int = 16384
     """Tokens of a pack."""
     kernel: str = ""
@@ -87,19 +88,20 @@ class Case:
     def flags(self, is_tiny: bool) -> str:
         """Returns the trainer's options."""
         scale = 128 if is_tiny else 1
-        pack, longest = self.pack // scale, (8192 if self.data == "chats" else self.pack) // scale
-        lengths = CHATS % longest if self.data == "chats" else TAIL % (longest, longest // 16)
+        is_long = self.data == "to 128K"
+        pack, longest = self.pack // scale, (self.pack if is_long else 8192) // scale
+        lengths = TAIL % (longest, longest // 16) if is_long else CHATS % longest
         tiny = f"{TINY} {TINY_PARTS.get(self.shape, '')}"
         flags = (
             f"{LLAMA} {tiny if is_tiny else SHAPES[self.shape]} {self.option} --seq-length "
             f"{longest} --lr 1e-5 --eval-iters 0 "
         )
-        flags += f"--global-batch-size {8 if is_tiny or self.data != 'chats' else 4 * pack // 512} "
+        flags += f"--global-batch-size {8 if is_tiny or is_long else 4 * pack // 512} "
         flags += (
             f"--sft-mock-dataset-config-json {lengths} --over-length-policy truncate "
             "--log-interval 100 "
         )
-        if self.data != "chats":
+        if is_long:
             flags += "--recompute-granularity full "
         if self.way == "padded":
             return flags + f"--micro-batch-size {pack // longest}"
@@ -131,6 +133,11 @@ def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
     return [
         *first,
         Case(way="packed", shape=experts, option="--moe-grouped-gemm", is_profiled=is_profiled),
+        *(
+            Case(way=way, data="answers")
+            for way in ("trees", "paths", "transformers", "matrix products")
+        ),
+        *([] if is_tiny else [Case(way="packed", option="--cross-entropy-loss-fusion")]),
         Case(way="padded", num_steps=3),
         *(Case(way="packed", kernel=kernel) for kernel in kernels),
         Case(way="packed", pack=32768),
@@ -181,12 +188,15 @@ def row(case: Case, found: dict[str, Any], packed: dict[str, Any] | None) -> lis
     if "failed" in found:
         return [*names, found["failed"], *[""] * 6]
     speed = found["tokens_per_second"]
-    teraflops = speed * packed["flops_per_token"] / 1e12 if packed else float("nan")
+    teraflops = speed * packed["flops_per_token"] / 1e12 if packed else None
     memory = f"{found['peak_gib']:.1f}" if "peak_gib" in found else ""
     waited = f"{found['data_wait']:.1%}" if "data_wait" in found else ""
     padded = f"{found['padding']:.1%}" if "padding" in found else ""
-    mfu = (f"{teraflops / peak:.1%}" for peak in (SPECIFIED, MEASURED))
-    return [*names, f"{speed:,.0f}", f"{teraflops:,.4g}", *mfu, memory, waited, padded]
+    flops = ["", "", ""]
+    if teraflops is not None:
+        shares = (f"{teraflops / peak:.1%}" for peak in (SPECIFIED, MEASURED))
+        flops = [f"{teraflops:,.4g}", *shares]
+    return [*names, f"{speed:,.0f}", *flops, memory, waited, padded]
 
 
 COLUMNS = (
@@ -286,7 +296,10 @@ def document(
         "other rows. `matrix products` is the time of a pack's matrix products alone, of layers "
         "and output layer,\n"
         "forward and backward: a limit. Padded rows are two at a time, padded to the longer of "
-        "them.\n\n"
+        "them.\n"
+        "`answers` are prompts of 2,048 tokens with eight answers of 256 each, which count: as "
+        "trees, or as a sequence per\n"
+        "answer (paths). Tokens are those of paths; the limit is that of trees. Data are ready.\n\n"
     )
     text += "\n".join(lines) + "\n"
     if left_out:

@@ -7,8 +7,9 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,9 +55,13 @@ def main() -> None:
         [*asked["flags"].split(), "--train-iters", str(num_steps), "--run-dir", str(folder)], 1
     )
     with attention_by(case.kernel) as kernel, process_groups(config) as (device, _):
-        measure = {"transformers": by_transformers, "matrix products": by_matrix_products}.get(
-            case.way, by_trainer
-        )
+        ways: dict[str, Any] = {
+            "transformers": by_transformers,
+            "matrix products": by_matrix_products,
+        }
+        if case.data == "answers":
+            ways = import_module("examples.benchmarks.throughput_trees").WAYS
+        measure = ways.get(case.way, by_trainer)
         result = measure(config, device, case, folder)
         if device.type == "cuda":
             result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
@@ -178,27 +183,55 @@ class Profiler:
         ]
 
 
-def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path) -> dict[str, Any]:
-    """transformers' model of the shape on the same packs, without padding, its attention by the
-    same kernel; with peft's adapters for LoRA.
+class TransformersModel:
+    """transformers' model of the shape, its attention by the product's kernel; with peft's adapters
+    for LoRA.
     """
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-    AttentionInterface.register("packs", attend)
+    def __init__(self, config: SFTConfig, device: torch.device) -> None:
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+        AttentionInterface.register("packs", attend)
+        assert config.data.vocab_size is not None
+        dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+        described = config_of(config.model, padded_vocab_size(config.data.vocab_size, config))
+        with device:
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**described), dtype=dtype, attn_implementation="packs"
+            )
+        if config.lora.lora:
+            from peft import LoraConfig, get_peft_model
+
+            rank = config.lora.lora_rank
+            model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+        self._model, self._device = model, device
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._trained, lr=1e-5, fused=device.type == "cuda")
+
+    def step(self, microbatches: Iterable[Any], num_items: int) -> None:
+        """Takes one step on packs without padding, of which so many tokens count."""
+        for microbatch in microbatches:
+            loss = self._model(
+                input_ids=microbatch["tokens"][None],
+                position_ids=microbatch["position_ids"][None],
+                labels=microbatch["labels"][None],
+                shift_labels=microbatch["labels"][None],
+                num_items_in_batch=num_items,
+                lengths=tuple(microbatch["cu_seqlens_padded"].diff().tolist()),
+                use_cache=False,
+            ).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path) -> dict[str, Any]:
+    """transformers on the same packs, without padding."""
     datasets = build_datasets(config)
-    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    described = config_of(config.model, padded_vocab_size(datasets.vocab_size, config))
-    with device:
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**described), dtype=dtype, attn_implementation="packs"
-        )
-    if config.lora.lora:
-        from peft import LoraConfig, get_peft_model
-
-        rank = config.lora.lora_rank
-        model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
+    model = TransformersModel(config, device)
     share = Share(
         rank=parallel_state.get_data_parallel_rank(),
         num_ranks=parallel_state.get_data_parallel_world_size(),
@@ -214,23 +247,8 @@ def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path)
         start = time.perf_counter()
         batch = next(batches)
         assert batch.packed is not None
-        num_items = batch.counts.num_tokens  # mock data has no masked ones
-        for microbatch in batch.iterators(None, device):
-            loss = model(
-                input_ids=microbatch["tokens"][None],
-                position_ids=microbatch["position_ids"][None],
-                labels=microbatch["labels"][None],
-                shift_labels=microbatch["labels"][None],
-                num_items_in_batch=num_items,
-                lengths=tuple(microbatch["cu_seqlens_padded"].diff().tolist()),
-                use_cache=False,
-            ).loss
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        # mock data has no masked tokens
+        model.step(batch.iterators(None, device), batch.counts.num_tokens)
         if number >= WARM_UPS:
             seconds += time.perf_counter() - start
             tokens += batch.counts.num_tokens

@@ -34,7 +34,14 @@ CASES = {
     "saved in the background": (MODELS["grouped"], f"{PACKED} --async-save"),
     "head of 256": (MODELS["grouped"] + " --kv-channels 256", PACKED),
     "head of 20": (MODELS["grouped"] + " --kv-channels 20", PACKED),
+    "state on the host": (MODELS["grouped"], f"{PACKED} --use-distributed-optimizer"),
+    "fused loss": (MODELS["grouped"], PACKED),
 }
+ON_GPU = {
+    "state on the host": "--use-precision-aware-optimizer --optimizer-cpu-offload",
+    "fused loss": "--cross-entropy-loss-fusion",
+}
+"""Options of a case that need a GPU."""
 
 
 def train(arguments: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -86,6 +93,8 @@ def test_goes_on_as_on_cpu(
     shutil.copytree(cpu / "checkpoints", here / "checkpoints")
     (here / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
     saved = f"--load {here}/checkpoints --save {here}/checkpoints"
+    if device.type == "cuda":
+        saved += f" {ON_GPU.get(case, '')}"
     train(f"{text} --run-dir {here} {saved}", device, monkeypatch)
     expected, found = steps_of(cpu), steps_of(here)
     assert list(found) == [2, 3, 4]
