@@ -2,6 +2,7 @@
 on two CPU processes; bytes moved, and memory of images that wait.
 
     OMP_NUM_THREADS=1 python -m examples.benchmarks.images
+    OMP_NUM_THREADS=1 python -m examples.benchmarks.images --shared    # images shared out, modelled
 
 Modelled: an 8B language model and two vision towers on 8 and 64 data-parallel ranks. Measured: the
 toy model of examples/multimodal, whose images are random; CPU time of each process in a step, by
@@ -19,6 +20,7 @@ import numpy as np
 import torch.multiprocessing as processes
 
 from examples.benchmarks.images_run import process
+from megatron.packing.model.shared_tower import shares
 from megatron.packing.scheduling.cost import gpt_pack_cost
 from megatron.packing.scheduling.payload_cost import vision_cost
 from megatron.packing.scheduling.problem import ScheduleRequest
@@ -109,6 +111,38 @@ def modelled() -> None:
         )
 
 
+def shared() -> None:
+    """Prints the modelled cost of a rank, where the ranks that hold a pack share out its images,
+    over that where each of them encodes all.
+    """
+    print("| tower | ranks that hold a pack | shared / each encodes all |\n|---|---|---|")
+    for (tower, shape), ranks in itertools.product(TOWERS.items(), (2, 4, 8)):
+        cost = vision_cost(**{"num_layers": 27, **shape})  # type: ignore[arg-type]
+        both = np.zeros(2)
+        for seed in range(BATCHES):
+            lengths, images = mix(seed)
+            of_images = np.array([cost(its).sum() for its in images])
+            request = ScheduleRequest(
+                lengths=lengths,
+                source_rank=np.zeros(SEQUENCES, np.int64),
+                source_fetch=np.zeros(SEQUENCES, np.int64),
+                payload_costs=of_images,
+                num_ranks=1,
+                num_fetches=1,
+                capacity=16384,
+                cost=MODEL,
+                model=StepModel(),
+            )
+            text = (request.sequence_costs - of_images) / ranks
+            microbatch = default(request).microbatch
+            for number in range(int(microbatch.max()) + 1):
+                its = np.flatnonzero(microbatch == number)
+                each = cost(np.concatenate([images[i] for i in its]))
+                most = max(each[share].sum() for share in shares(each.tolist(), ranks))
+                both += text[its].sum() + np.array([most, each.sum()])
+        print(f"| {tower} | {ranks} | {both[0] / both[1]:.3f} |")
+
+
 def measured() -> None:
     """Prints what two processes measured."""
     with processes.Manager() as manager, tempfile.TemporaryDirectory() as folder:
@@ -137,6 +171,9 @@ def measured() -> None:
 
 
 if __name__ == "__main__":
+    if "--shared" in sys.argv:
+        shared()
+        sys.exit()
     if "--measured" not in sys.argv:
         modelled()
     measured()

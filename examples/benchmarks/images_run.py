@@ -111,7 +111,7 @@ def _model(config: Any, groups: Any) -> Any:
 
     torch.manual_seed(1)
     gpt = train.model_of(config, groups)
-    gpt.tower = train.ToyTower(config.hidden_size, WIDTH)
+    gpt.tower.tower = train.ToyTower(config.hidden_size, WIDTH)
     return DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
 
 
@@ -133,7 +133,7 @@ def _fitted() -> list[Any]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     with plugin.install(config):
         gpt = unwrap_model(_model(config, groups))
-        tower = gpt.tower
+        tower = gpt.tower.tower
     points = []
     for count, length in ((1, 1), (1, 256), (1, 1024), (1, 2048), (4, 512), (8, 256), (2, 2048)):
         layout = PackLayout.of([length] * count, Alignment())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dataloader_provider import train_loader
-from dataset_helpers import BLANK, IMAGE, MERGE, PATCH, VOCAB_SIZE
+from dataset_helpers import BLANK, IMAGE, MERGE, PATCH, VOCAB_SIZE, num_embeddings
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -39,6 +39,7 @@ from megatron.packing import plugin
 from megatron.packing.model.embeddings import merged_embeddings
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
 from megatron.packing.model.layer_spec import packed_block_spec
+from megatron.packing.model.shared_tower import SharedTower
 from megatron.packing.scheduling.payload_cost import vision_cost
 from megatron.packing.step.payloads import PayloadStore
 from megatron.sft.model import cpu_support
@@ -85,7 +86,9 @@ class ImageGPT(GPTModel):
             scatter_embedding_sequence_parallel=False,
             **options,
         )
-        self.tower = ToyTower(config.hidden_size) if self.pre_process else None
+        if self.pre_process:
+            tower = ToyTower(config.hidden_size)
+            self.tower = SharedTower(tower, config, self.pg_collection)
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
@@ -94,7 +97,8 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     gpt, hidden = unwrap_model(model), None
     if gpt.pre_process:
         images = [] if batch.payloads is None else batch.payloads.tensors.get("pixels", [])
-        embeddings = gpt.tower(list(images) or [BLANK.to(batch.tokens.device)])
+        images = list(images) or [BLANK.to(batch.tokens.device)]
+        embeddings = gpt.tower(images, [num_embeddings(one) for one in images])
         hidden = merged_embeddings(gpt, batch, embeddings, IMAGE)
     losses = model(
         batch.tokens,
@@ -155,19 +159,14 @@ def model_of(config: TransformerConfig, groups: Any, spec: Any = None) -> ImageG
 
 
 def store_of(arguments: argparse.Namespace) -> PayloadStore:
-    """Returns how images are made, moved and bounded: by the tower's FLOPs, on all ranks of a
-    replica, as each encodes them or waits.
+    """Returns how images are made, moved and bounded: by the tower's FLOPs, on all stages, as the
+    others wait while the first encodes.
     """
-    num_ranks = (
-        arguments.tensor_model_parallel_size
-        * arguments.pipeline_model_parallel_size
-        * arguments.context_parallel_size
-    )
     cost = vision_cost(
         num_layers=1,
         hidden_size=TOWER_WIDTH,
         ffn_hidden_size=0,
-        num_ranks=num_ranks,
+        num_ranks=arguments.pipeline_model_parallel_size,
     )
     return PayloadStore(costs={"vision": cost}, min_bytes_by_key=1024)
 

@@ -125,6 +125,11 @@ def train_packed(path: Path, kind: str) -> Any:
     with plugin.install(config, arguments, payloads=store):
         gpt = train.model_of(config, groups).double()
         fill(gpt)
+        encoded: list[int] = []
+        if gpt.pre_process:
+            gpt.tower.tower.register_forward_pre_hook(
+                lambda _, given: encoded.append(len(given[0]))
+            )
         model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
         losses: Any = get_forward_backward_func()(
             forward_step_func=train.forward_step,
@@ -140,7 +145,7 @@ def train_packed(path: Path, kind: str) -> Any:
         name: (dimension_of(parameter), parameter.main_grad.clone())
         for name, parameter in global_names(gpt).items()
     }
-    place = groups.tp.rank(), groups.dp.size()
+    place = groups.tp.rank(), groups.dp.size(), sum(encoded)
     return (total[0] / total[1]).item(), gradients, losses.batch.stats, place
 
 
@@ -155,7 +160,7 @@ def train_alone(path: Path) -> tuple[float, dict[str, Tensor], int]:
         sample = next(loader)
         tokens, mask = (torch.from_numpy(sample[name]) for name in ("tokens", "loss_mask"))
         images = sample.get("payloads", {"pixels": []})["pixels"]
-        rows = iter(gpt.tower(images) if images else ())
+        rows = iter(gpt.tower.tower(images) if images else ())
         words = gpt.embedding.word_embeddings.weight
         hidden = [next(rows) if token == train.IMAGE else words[token] for token in tokens.tolist()]
         assert next(rows, None) is None
@@ -198,9 +203,10 @@ def test_images_train_packed_as_each_sample_alone(kind: str, blend: Path) -> Non
     # Name -> what each tensor-parallel rank has of it, and where it is cut.
     found: dict[str, list[list[Tensor]]] = {}
     cuts: dict[str, int | None] = {}
-    for its_loss, its_gradients, stats, (rank, num_replicas) in ranks:
+    for its_loss, its_gradients, stats, (rank, num_replicas, encoded) in ranks:
         assert its_loss == pytest.approx(loss, rel=1e-12)
         assert stats.microbatches > 1 or num_replicas > 1
+        assert encoded < num_images or kind == "pipeline-model", "each rank encodes all images"
         assert (stats.moved_payload_bytes > 0) == (num_replicas > 1)
         for name, (cuts[name], part) in its_gradients.items():
             found.setdefault(name, [[], []])[rank].append(part)
