@@ -12,6 +12,8 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +62,13 @@ from tests.functional_tests.oracle import (
     sequences,
 )
 from tests.functional_tests.pieces import gradient_of
+
+# Imported for their cost, most of what a fork that needs them takes: forked ranks have them.
+for name in ("modeling_utils", "models.auto.modeling_auto", "models.auto.tokenization_auto"):
+    if find_spec("transformers"):
+        import_module(f"transformers.{name}")
+if find_spec("peft"):
+    import_module("peft")
 
 LLAMA3 = {
     "rope_type": "llama3",
