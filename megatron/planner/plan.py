@@ -197,7 +197,7 @@ def _fitted(
             f"longest {longest:,}; raise --max-seqlen-per-dp-cp-rank or --seq-length, or pass "
             "--over-length-policy truncate|drop"
         )
-    if policy == "truncate":
+    if policy != "drop":
         return replace(found, sequences=found.sequences.truncated(limit)), [
             f"cut to {limit:,} tokens: {over:,} sequences"
         ]

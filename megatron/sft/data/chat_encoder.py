@@ -22,7 +22,7 @@ from megatron.packing.batch.tree import MergedPaths
 from megatron.sft.data.content import Answers, Conversation, Passage, TokenIds
 from megatron.sft.data.messages import SampleError
 from megatron.sft.data.record_formats import Reading, read_record
-from megatron.sft.data.turns import Contexts, merged_turns, only_last
+from megatron.sft.data.turns import Contexts, merged_turns, only_last, within
 from megatron.sft.options.data import TrainTurns
 
 DropReason = Literal[
@@ -168,18 +168,11 @@ class ChatEncoder:
         loss_mask *= np.float32(own_weight * weight)  # in place: a line may have millions of tokens
         if not loss_mask.any():
             return Dropped("no loss token")
-        num_tokens = len(ids) - 1
-        is_cut = num_tokens > self.seq_length
-        if is_cut and self.over_length_policy == "error":
-            raise SampleError(
-                f"sample is {num_tokens} tokens long, but --seq-length is {self.seq_length}; "
-                "raise it or pass --over-length-policy truncate|drop"
-            )
-        if is_cut and self.over_length_policy == "drop":
+        is_cut = len(loss_mask) > self.seq_length
+        kept = within(ids, loss_mask, self.seq_length, self.over_length_policy, "sample is")
+        if kept is None:
             return Dropped("over length")
-        if is_cut:  # copies, as a view keeps all that was cut
-            ids = ids[: self.seq_length + 1].copy()
-            loss_mask = loss_mask[: self.seq_length].copy()
+        ids, loss_mask = kept
         if not loss_mask.any():
             return Dropped("no loss token left after truncation")
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)

@@ -14,7 +14,7 @@ they share a prefix (see `megatron.packing.batch.tree`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from megatron.packing.batch.tree import MergedPaths, Path, merge
 from megatron.sft.data.content import Conversation
 from megatron.sft.data.messages import SampleError
 
+Ids = npt.NDArray[Any]
+Mask = npt.NDArray[np.float32]
 Contexts = Literal["kept", "differ", "unknown"]
 """Kinds of templates: one rendering has each answer behind what it is generated from; the contexts
 are others than in one rendering; they are not to be had, as an answer is not written behind its
@@ -67,6 +69,27 @@ def only_last(conversation: Conversation) -> Conversation:
     )
 
 
+def within(
+    ids: Ids, loss_mask: Mask, seq_length: int, policy: OverLengthPolicy, what: str
+) -> tuple[Ids, Mask] | None:
+    """Returns [L + 1] ids and their mask [L], of at most `seq_length` tokens; None where `policy`
+    drops them.
+
+    what: begins the error, "sample is".
+    """
+    if len(loss_mask) <= seq_length:
+        return ids, loss_mask
+    if policy == "error":
+        raise SampleError(
+            f"{what} {len(loss_mask)} tokens long, but --seq-length is {seq_length}; raise it or "
+            "pass --over-length-policy truncate|drop"
+        )
+    if policy == "drop":
+        return None
+    # Copies, as views would keep all that is truncated.
+    return ids[: seq_length + 1].copy(), loss_mask[:seq_length].copy()
+
+
 def merged_turns(
     turns: Sequence[Tokens], weight: float, seq_length: int, policy: OverLengthPolicy
 ) -> EncodedTurns:
@@ -80,17 +103,11 @@ def merged_turns(
     for turn in turns:
         ids, loss_mask = turn.ids, turn.weights[1:] * np.float32(weight)
         if len(loss_mask) > seq_length and loss_mask.any():
-            num_over += 1
-            if policy == "error":
-                raise SampleError(
-                    f"a turn and what it follows are {len(loss_mask)} tokens long, but "
-                    f"--seq-length is {seq_length}; raise it or pass --over-length-policy "
-                    "truncate|drop"
-                )
-            is_cut = True
-            if policy == "drop":
+            num_over, is_cut = num_over + 1, True
+            kept = within(ids, loss_mask, seq_length, policy, "a turn and what it follows are")
+            if kept is None:
                 continue
-            ids, loss_mask = ids[: seq_length + 1], loss_mask[:seq_length]
+            ids, loss_mask = kept
         if loss_mask.any():
             paths.append(Path(ids[:-1], ids[1:], loss_mask))
     return EncodedTurns(merge(paths) if paths else None, num_over, is_cut)
