@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayers:
-    """How a model's layers are shared out over pipeline stages. Middle stages are always alike."""
+    """Division of a model's layers among pipeline stages. Middle stages are always alike."""
 
     num_stages: int = 1
     num_virtual_stages: int = 1
@@ -27,18 +27,18 @@ class StageLayers:
     last: int | None = None
     """Layers of the last stage."""
     counts_embedding: bool = False
-    """Whether the embedding counts as a layer of the first chunk of the first stage."""
+    """True if the embedding counts as a layer of the first chunk of the first stage."""
     counts_loss: bool = False
-    """Whether output layer and loss count as a layer of the last chunk of the last stage."""
+    """True if output layer and loss count as a layer of the last chunk of the last stage."""
 
     @property
     def has_own_ends(self) -> bool:
-        """Whether the first or the last stage has a number of layers of its own."""
+        """True if the first or the last stage has a number of layers of its own."""
         return self.first is not None or self.last is not None
 
     @property
     def are_equal(self) -> bool:
-        """Whether all stages have as many layers."""
+        """True if all stages have as many layers."""
         return not (self.has_own_ends or self.counts_embedding or self.counts_loss)
 
     def num_counted(self, num_layers: int) -> int:

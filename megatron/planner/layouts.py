@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def stage_layers(self) -> StageLayers:
-        """How layers are shared out over pipeline stages."""
+        """Layers of each pipeline stage."""
         return StageLayers(
             num_stages=self.pp,
             num_virtual_stages=self.vpp,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.packing.flag_help import Command
 from megatron.sft.arguments.megatron_flags import megatron_flag_notes
@@ -27,6 +28,9 @@ from megatron.sft.environment import (
 )
 from megatron.sft.launch import Launch, is_launched, launch, taken_apart
 from megatron.sft.options.config import SFTConfig
+
+if TYPE_CHECKING:
+    from megatron.sft.train import Trainer
 
 
 def main(arguments: Sequence[str], program: str) -> None:
@@ -75,7 +79,6 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.model.huggingface.pretrained import open_pretrained
         from megatron.sft.peers import Peers, abort
         from megatron.sft.read_files import fingerprints
-        from megatron.sft.report.report import report
         from megatron.sft.report.run_folder import RUNS, prepare_output
         from megatron.sft.samples_of_run import notes_on_samples, with_samples_of_checkpoint
         from megatron.sft.stop import StopSignals
@@ -119,14 +122,20 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
                 raise
             abort(failure, peers)
-        if rank == 0 and trainer.num_steps_done:
-            try:
-                report(run_dir)
-            except (OSError, ValueError) as failure:  # its files are gone; the run has ended well
-                print(f"no report: {failure}")
-        elif rank == 0:
-            done, wanted = trainer.progress.iteration, config.training.train_iters
-            print(
-                f"nothing to do: {done} steps are done"
-                + (f" of {wanted}, and stopped early" if done < wanted else "")
-            )
+        if rank == 0:
+            _say_end(trainer, run_dir, config.training.train_iters)
+
+
+def _say_end(trainer: Trainer, run_dir: Path, train_iters: int) -> None:
+    """Prints the report of a run that has ended, or that there was nothing to do."""
+    from megatron.sft.report.report import report
+
+    if not trainer.num_steps_done:
+        done = trainer.progress.iteration
+        early = f" of {train_iters}, and stopped early" if done < train_iters else ""
+        print(f"nothing to do: {done} steps are done{early}")
+        return
+    try:
+        report(run_dir)
+    except (OSError, ValueError) as failure:  # its files are gone; the run has ended well
+        print(f"no report: {failure}")

@@ -179,7 +179,7 @@ def _drawn_table(drawn: tuple[int, ...], seed: int, at: int) -> Choices:
 
 
 class Proportions:
-    """They give the choices of a blend. Stretches are made when asked for, in order; then a
+    """Choices of a blend. Stretches are made when asked for, in order; then a
     position takes 20 ns.
     """
 

@@ -35,7 +35,7 @@ _FITS = 2**61
 
 
 class Shares:
-    """They tell each child's share at any output, and the intervals of its outputs that follow, in
+    """Shares of each child at any output, and the intervals of its outputs that follow, in
     whole numbers.
 
     An output that is begun when its child loses its weight for good stands before that, or never:

@@ -167,7 +167,7 @@ def _gradients(ctx: Any, gradient: Tensor, kept: Tensor | None, part: slice) -> 
 
 
 def _fused_gradients(ctx: Any, gradient: Tensor, kept: Tensor | None, part: slice) -> Tensor:
-    """As `_gradients`, in the precision of the states."""
+    """Does as `_gradients`, in the precision of the states."""
     states, weight, labels_here, is_here, log_sum, _ = ctx.saved_tensors
     of_logits: Tensor = ctx.chunks.products(states, weight, part) if kept is None else kept
     own = _labels_or_none(labels_here[part], is_here[part])

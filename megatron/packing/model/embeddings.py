@@ -23,7 +23,7 @@ from megatron.packing.model.zigzag import sent
 
 
 class Placeholders(NamedTuple):
-    """Where the tokens of this rank take rows of the embeddings of payloads."""
+    """Rows of the embeddings of payloads, as the tokens of this rank take them."""
 
     rows: Tensor
     """int64 [t]: row that each token takes; -1 for words."""

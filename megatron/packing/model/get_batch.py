@@ -42,7 +42,7 @@ class BatchFields(NamedTuple):
 
 
 class PackPaths(NamedTuple):
-    """Which paths train which tokens of a pack whose samples have fields per path, n in all."""
+    """Pairs of token and path that trains it, n in all, of a pack with fields per path."""
 
     token: Tensor
     """int64 [m]: place in this rank's shard of a token that some path trains."""

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class PayloadStore:
-    """How payloads of a run are made, moved and bounded, and what was learned of it.
+    """Rules by which payloads of a run are made, moved and bounded, and what was learned of them.
 
     The owner of the training loop makes one per run, on every rank.
     """

@@ -41,7 +41,7 @@ class PromptBatch(NamedTuple):
 
     @property
     def num_microbatches(self) -> int:
-        """Of every replica."""
+        """Number of microbatches of every replica."""
         return len(self.microbatches)
 
     def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
