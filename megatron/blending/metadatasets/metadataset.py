@@ -203,11 +203,13 @@ def source_entries(node: Node) -> Iterator[SourceEntry | Join]:
 
 
 def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> Node:
+    """Returns what a reference stands for: a source, or the tree of another metadataset's split."""
     split = reference.split_part or outer.split
     outer = replace(_combined(reference, outer), split=split)
     if not is_metadataset(path) and path not in files:
         return _source_entry(reference, path, outer)
     _check_outer(reference, path)
+    # A file may name another split of itself, as long as no split comes back to itself.
     if (path, split) in outer.trail:
         circle = " -> ".join([*(file for file, _ in outer.trail), path])
         raise _error(reference.where, f"the files name one another in a circle: {circle}")
@@ -236,6 +238,7 @@ def _check_outer(reference: Reference, path: str) -> None:
 
 
 def _resolve(entry: Entry, path: str, outer: _Outer, files: _Files) -> Node:
+    """Returns the tree of an entry in the file at `path`, relative to which its own paths are."""
     if isinstance(entry, Reference):
         return _follow(entry, resolve_path(entry.path, path), outer, files)
     if isinstance(entry, JoinEntry):
@@ -246,6 +249,7 @@ def _resolve(entry: Entry, path: str, outer: _Outer, files: _Files) -> Node:
                 entry.where,
                 "subset of a blend must be percentages; set numbers of samples on its sources",
             )
+        # 50-100 % of a blend is the second half of each of its sources.
         outer = replace(outer, subset=_subset(entry.subset, outer.subset))
     children = tuple((_resolve(child, path, outer, files), share) for child, share in entry.entries)
     return _group(entry, children)

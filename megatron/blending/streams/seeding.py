@@ -76,6 +76,8 @@ class UserFunction:
     def __call__(self, value: Any, at: At, *others: Any) -> Any:
         if not self.is_seeded:
             return self.function(value, *others)
+        # Where the record came from, not where it is now: the sample is the same when it is packed
+        # with others, or read on another number of ranks.
         origin = restore_key_of(_first(value)) or at
         seed = self._seed(origin)
         token = SAMPLE_INDEX.set(_index_of(origin))
@@ -148,6 +150,8 @@ def seed_generators(seed: int) -> None:
     bits."""
     random.seed(seed)
     np.random.seed(seed)
+    # A function that draws from torch has imported it; importing it here would take seconds in
+    # each worker that trains on text.
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(seed)
 

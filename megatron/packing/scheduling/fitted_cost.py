@@ -66,6 +66,8 @@ def fit_pack_cost(points: Sequence[Point], dummy: Point) -> Fit:
     least = min(float(seconds.min()), dummy.seconds)
     if least <= 0:
         raise ValueError(f"each measured time must be above 0, but the least is {least}")
+    # Divided by the measured time, each residual is a relative error: else the longest packs, which
+    # take a thousand times as long as the shortest, would decide alone.
     coefficients = _non_negative_least_squares(terms / seconds[:, None], np.ones(len(points)))
     if coefficients[0] == 0:
         raise ValueError(
@@ -85,6 +87,7 @@ def _terms_of(point: Point) -> tuple[float, float, float]:
 
 def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Solves exactly, by trying all sets of columns that may be above 0: there are seven."""
+    # Columns are numbers of tokens, their squares and ones: of like size they are solved well.
     scale = np.linalg.norm(matrix, axis=0)
     scaled, num_columns = matrix / scale, matrix.shape[1]
     best, best_residual = np.zeros(num_columns), math.inf

@@ -34,7 +34,7 @@ def expand_braces(pattern: str) -> list[str]:
     if start < 0:
         return [pattern]
     pieces = _pieces(pattern, start)
-    if pieces is None:
+    if pieces is None:  # the brace stands for itself; what follows may hold others
         return [pattern[: start + 1] + rest for rest in expand_braces(pattern[start + 1 :])]
     end, choices = pieces
     rests = expand_braces(pattern[end + 1 :])
@@ -85,6 +85,7 @@ def _range(text: str) -> list[str] | None:
     if match := _RANGE.fullmatch(text):
         first, last, step = match.groups()
         start, end, by = int(first), int(last), abs(int(step or 1)) or 1
+        # As in bash: one end with a leading zero, as in {08..10}, pads all numbers to one width.
         is_padded = any(
             len(number.lstrip("-")) > 1 and number.lstrip("-").startswith("0")
             for number in (first, last)
@@ -140,6 +141,8 @@ def _joined(entry: str | _Run, name: str) -> _Run | None:
     run = _starting_run(entry, name) if isinstance(entry, str) else entry
     if run is None:
         return None
+    # a09 a10 are a{09..10}, a9 a10 are a{9..10}: numbers are as wide as the first one only where
+    # that begins with a zero. Such a run ends where numbers grow wider: a099 to a999, then a1000.
     is_padded = len(run.first) > 1 and run.first.startswith("0")
     following = f"{int(run.last) + 1:0{len(run.first) if is_padded else 0}d}"
     if name != run.prefix + following + run.suffix or (
