@@ -77,7 +77,8 @@ docs: $(VENV)/.run .venv-docs/.mkdocs
 
 # A process for each core; whoever is done first takes tests over from the others.
 UNIT_WORKERS ?= logical
-# A test starts up to 16 ranks, which wait for one another: two tests at once keep cores busy, more would need memory.
+# A test starts up to 16 ranks, which wait for one another: two tests at once keep two cores busy but for the timeouts
+# that some wait for, which a third would fill (.ci/run), for up to 2 GB of memory more.
 # Tests of a file stay together: what they share are whole runs. The files that take longest begin.
 FUNCTIONAL_WORKERS ?= 2
 SPREAD = --dist loadfile --no-loadscope-reorder -n $(FUNCTIONAL_WORKERS)
