@@ -169,12 +169,16 @@ def serve(
     credit: list[int] = []  # of each lane: outputs that may be sent
     generation = -1
     while True:
+        # All commands that are there, before the next output: one may end the work. Without credit
+        # there is nothing to do but to wait for one.
         while (command := get(not any(credit))) is not None:
             if command == "stop":
                 return
-            if isinstance(command, int):
+            if isinstance(command, int):  # the rank took an output of that lane
                 credit[command] += server is not None
                 continue
+            # A start, also again after a failure: outputs of an earlier generation are thrown away
+            # by the rank.
             generation, credit = command.generation, [ahead] * len(command.cells)
             try:
                 server = make_server(tell) if server is None else server

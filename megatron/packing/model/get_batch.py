@@ -90,33 +90,23 @@ def get_batch_on_this_rank_for_sequence_packing(
     dynamic_cp: bool = False,
     config: object = None,
 ) -> Batch:
-    """The next microbatch of an iterator from `wrap_dataloader`, cut for this rank; see `Batch`.
+    """Returns the next microbatch of an iterator from `wrap_dataloader`, cut for this rank.
 
-    vpp_size, vp_stage: number of virtual stages on this rank, and which one asks (interleaving
-    only). dynamic_cp,
-    config: as scripts of Megatron-LM's dev branch pass them; a context-parallel size for each pack
-    is not supported, so dynamic_cp=True raises ValueError, and config is ignored.
+    Args:
+        vpp_size, vp_stage: number of virtual stages on this rank, and which one asks (interleaving
+            only).
+        mtp_on_this_rank: whether layers here predict further tokens, which takes all fields.
+        dynamic_cp, config: as scripts of Megatron-LM's dev branch pass them. A context-parallel
+            size for each pack is not supported: dynamic_cp=True raises ValueError, and config is
+            ignored.
     """
     if dynamic_cp:
         raise ValueError(
             "dynamic_cp=True is not supported: all packs have one context-parallel size; pass "
             "dynamic_cp=False and --context-parallel-size"
         )
-    if data_iterator is None:
-        raise ValueError(
-            "every rank must have a data iterator from wrap_dataloader, but this one has None; "
-            "wrap_dataloader returns one on all ranks"
-        )
+    microbatch = _next_microbatch(data_iterator)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
-    microbatch = next(data_iterator)
-    if not (
-        isinstance(microbatch, dict) and microbatch.keys() >= {"cu_seqlens_padded", "padding_mask"}
-    ):
-        raise ValueError(
-            "the data iterator gave something else than a packed microbatch; call "
-            "plugin.install(config, arguments) before get_forward_backward_func(), or pass the "
-            "iterator through wrap_dataloader"
-        )
     device = device_of(groups.tp)
     params = packed_seq_params(microbatch, device)
     index = shard_index(params.padded_lengths, groups.cp.size(), groups.cp.rank())
@@ -124,9 +114,8 @@ def get_batch_on_this_rank_for_sequence_packing(
     index_there = None if index is None else sent(index, microbatch["padding_mask"].device)
 
     def shard(values: Tensor) -> Tensor:
-        return sent(
-            values if index_there is None else values.index_select(0, index_there), device
-        ).unsqueeze(0)
+        own = values if index_there is None else values.index_select(0, index_there)
+        return sent(own, device).unsqueeze(0)
 
     is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
     is_last = groups.pp.rank() == groups.pp.size() - 1 and (
@@ -139,17 +128,9 @@ def get_batch_on_this_rank_for_sequence_packing(
         fields |= {name: shard(microbatch[name]) for name in ("tokens", "position_ids")}
     if is_last or mtp_on_this_rank:
         fields |= {name: shard(microbatch[name]) for name in ("labels", "loss_mask")}
+        params.loss_rows = _loss_rows(microbatch, index, device)
     if "axis_positions" in microbatch:
         fields["position_ids"] = sent(microbatch["axis_positions"], device).T.unsqueeze(1)
-    mask = microbatch.get("host_loss_mask", microbatch.get("loss_mask"))
-    if (
-        fields["loss_mask"] is not None
-        and mask is not None
-        and mask.device.type == "cpu" != device.type
-    ):
-        # Rows that count, found on the host: `head` must not wait for the device to find them.
-        mask = mask if index is None else mask[index]
-        params.loss_rows = sent(mask.nonzero().squeeze(1), device)
     batch = Batch(
         **fields,
         attention_mask=None,
@@ -165,6 +146,37 @@ def get_batch_on_this_rank_for_sequence_packing(
         if "path_pairs" in microbatch:
             batch.paths = _paths_of(microbatch, index, device)
     return batch
+
+
+def _next_microbatch(data_iterator: Iterator[Any] | None) -> dict[str, Any]:
+    """Returns the next one; ValueError where the iterator gives none of ours."""
+    if data_iterator is None:
+        raise ValueError(
+            "every rank must have a data iterator from wrap_dataloader, but this one has None; "
+            "wrap_dataloader returns one on all ranks"
+        )
+    microbatch = next(data_iterator)
+    needed = {"cu_seqlens_padded", "padding_mask"}
+    if not (isinstance(microbatch, dict) and microbatch.keys() >= needed):
+        raise ValueError(
+            "the data iterator gave something else than a packed microbatch; call "
+            "plugin.install(config, arguments) before get_forward_backward_func(), or pass the "
+            "iterator through wrap_dataloader"
+        )
+    return microbatch
+
+
+def _loss_rows(
+    microbatch: dict[str, Any], index: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Returns the tokens of this rank that count, int64 [n], found on the host: `head` must not
+    wait for the device to find them. None where the mask is on the model's device alone.
+    """
+    mask: Tensor | None = microbatch.get("host_loss_mask", microbatch.get("loss_mask"))
+    if mask is None or not mask.device.type == "cpu" != device.type:
+        return None
+    own = mask if index is None else mask[index]
+    return sent(own.nonzero().squeeze(1), device)
 
 
 def _extra_columns(
