@@ -723,12 +723,8 @@ def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _run_folder(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.report.metrics_file import (
-        METRICS_FILE,
-        PACKS_FILE,
-        MetricsWriter,
-        truncate_after,
-    )
+    from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, truncate_after
+    from megatron.sft.report.metrics_writer import MetricsWriter
     from megatron.sft.report.report import report
     from tests.unit_tests.sft.runs import SOURCE, STEP
 

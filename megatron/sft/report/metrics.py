@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from megatron.packing.step.stats import PackingStats
 
 _MAX_IN_A_LINE = 4
+_MAX_SHOWN = 100
+"""Characters of a prompt or an answer in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,3 +248,13 @@ def mean_of_finite(values: Iterable[float]) -> float:
     """
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else math.nan
+
+
+def answer_line(prompt: str, answer: str) -> str:
+    """Returns `question -> answer`, each at most 100 characters of one line."""
+
+    def short(text: str) -> str:
+        line = " ".join(text.split())
+        return line if len(line) <= _MAX_SHOWN else f"{line[: _MAX_SHOWN - 3]}..."
+
+    return f"{short(prompt)} -> {short(answer)}"

@@ -1,5 +1,4 @@
-"""pure. `metrics.jsonl`: written as a run goes, beside boards and what the user sees; read back for
-its report.
+"""pure. `metrics.jsonl`, which `metrics_writer` writes as a run goes; read back for its report.
 
 A run's folder holds `metrics.jsonl`, one JSON object per line, distinguished by "kind":
 
@@ -17,19 +16,14 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.packing.user_files import parse_json
-from megatron.sft.report.boards import Board
-from megatron.sft.report.line_file import LineFile
 from megatron.sft.report.metrics import (
-    DERIVED,
-    DRAWN,
-    DRAWN_OF_EVALUATIONS,
     FORMER_NAMES,
     Evaluation,
     SourceMetrics,
@@ -41,144 +35,8 @@ PACKS_FILE = "packs.jsonl"
 """A line per step with the lengths of its sequences, by data-parallel rank and microbatch:
 {"iteration": 1, "capacity": 1024, "packs": [[[700, 300], [512]], [[1000], [600, 424]]]}
 and, where some are trees, "sizes" of all samples, one after the other (`Decision.pack_sizes`)."""
-_MAX_SHOWN = 100
 
 T = TypeVar("T", StepMetrics, Evaluation)
-
-
-class MetricsWriter:
-    """Writes a run's metrics to its file and to boards, and shows a progress bar on a terminal or
-    else log lines.
-
-    Made by one process of the run. Price: one small write per call, no host sync.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path | str,
-        *,
-        train_iters: int,
-        log_interval: int,
-        resume_iteration: int | None = None,
-        boards: Sequence[Board] = (),
-    ) -> None:
-        """Opens the file; `boards` are closed with it.
-
-        A run that resumes after `resume_iteration` steps drops the lines of later steps; without it
-        the run is a new one and its file starts empty. Where there is no terminal, every
-        `log_interval`-th step gets a line on stdout.
-        """
-        path = Path(run_dir) / METRICS_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        truncate_after(path, -1 if resume_iteration is None else resume_iteration)
-        self._file = LineFile(path)
-        self._boards = list(boards)
-        self._train_iters = train_iters
-        self._log_interval = log_interval
-        self._bar = (
-            progress_bar(train_iters, resume_iteration or 0) if sys.stderr.isatty() else None
-        )
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Writes and shows one training step."""
-        derived = {name: getattr(metrics, name) for name in DERIVED}
-        # The order of the fields of StepMetrics, those of its packs last.
-        values = dict.fromkeys(StepMetrics.__annotations__) | asdict(metrics) | derived
-        if not metrics.delays:
-            del values["delays"], values["waiting"]
-        self._file.write(json_line("train", **_with_former_names(values)))
-        drawn = {f"train/{name}": getattr(metrics, name) for name in DRAWN}
-        drawn |= {f"train/loss of {name}": source.loss for name, source in metrics.sources.items()}
-        drawn |= {f"train/{name}": value for name, value in metrics.figures.items()}
-        self._add_to_boards(drawn, metrics.iteration)
-        if self._bar is not None:
-            self._bar.set_postfix_str(metrics.to_postfix(), refresh=False)
-            self._bar.update(metrics.iteration - self._bar.n)
-        elif metrics.iteration % self._log_interval == 0:
-            print(metrics.to_line(self._train_iters), flush=True)
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Writes and shows the loss over held-out data."""
-        drawn = {name: getattr(evaluation, name) for name in DRAWN_OF_EVALUATIONS}
-        self._file.write(json_line("evaluation", **_with_former_names(asdict(evaluation) | drawn)))
-        self._add_to_boards(
-            {
-                f"{evaluation.split}/{name}": value
-                for name, value in drawn.items()
-                if math.isfinite(value)
-            },
-            evaluation.iteration,
-        )
-        self._say(evaluation.to_line())
-
-    def answers(self, iteration: int, answers: Sequence[tuple[str, str]]) -> None:
-        """Writes and shows (prompt, answer) of the model in training."""
-        pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in answers]
-        self.event("answers", iteration=iteration, answers=pairs)
-        for prompt, answer in answers:
-            self._say(f"answer after step {iteration} | {answer_line(prompt, answer)}")
-
-    def _say(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.write(line)
-        else:
-            print(line, flush=True)
-
-    def event(self, name: str, **fields: object) -> None:
-        """Writes something that happened, `event("run", iteration=0, seq_length=1024,
-        global_batch_size=16)`.
-
-        With an `iteration` the line lasts or falls with that step when the run is resumed.
-        """
-        self._file.write(json_line("event", event=name, **fields))
-
-    def _add_to_boards(self, values: dict[str, float], iteration: int) -> None:
-        for board in [*self._boards]:
-            try:
-                board.add(values, iteration)
-            except Exception as error:
-                # Any error of a board's library, files or service is no reason to end a run.
-                self._boards.remove(board)
-                print(f"note: {_failed(board, error)}; training continues without it", flush=True)
-
-    def close(self) -> None:
-        """Closes the file, the boards and the progress bar."""
-        self._file.close()
-        for board in self._boards:
-            try:
-                board.close()
-            except Exception as error:
-                print(f"note: {_failed(board, error)}", flush=True)
-        if self._bar is not None:
-            self._bar.close()
-
-
-def answer_line(prompt: str, answer: str) -> str:
-    """Returns `question -> answer`, each at most 100 characters of one line."""
-
-    def short(text: str) -> str:
-        line = " ".join(text.split())
-        return line if len(line) <= _MAX_SHOWN else f"{line[: _MAX_SHOWN - 3]}..."
-
-    return f"{short(prompt)} -> {short(answer)}"
-
-
-def _with_former_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**values, **{old: values[new] for old, new in FORMER_NAMES.items()}}
-
-
-def _failed(board: Board, error: Exception) -> str:
-    return (
-        f"{type(board).__name__} failed ({type(error).__name__}: "
-        f"{' '.join(str(error).split()):.200})"
-    )
-
-
-def progress_bar(train_iters: int, done: int) -> Any:
-    """Returns a bar over the run's steps on stderr."""
-    from tqdm import tqdm
-
-    return tqdm(total=train_iters, initial=done, unit="step", dynamic_ncols=True)
 
 
 class Metrics(NamedTuple):

@@ -18,6 +18,7 @@ from megatron.sft.report.metrics import (
     Evaluation,
     SourceMetrics,
     StepMetrics,
+    answer_line,
     dropped_line,
     mean_of_finite,
 )
@@ -25,7 +26,6 @@ from megatron.sft.report.metrics_file import (
     METRICS_FILE,
     PACKS_FILE,
     Metrics,
-    answer_line,
     is_packs,
     read_jsonl,
     read_metrics,

@@ -26,10 +26,10 @@ from megatron.sft.report.metrics import StepMetrics
 from megatron.sft.report.metrics_file import (
     METRICS_FILE,
     PACKS_FILE,
-    MetricsWriter,
     json_line,
     truncate_after,
 )
+from megatron.sft.report.metrics_writer import MetricsWriter
 
 RUNS = "runs"
 """Parent of the folders of runs that have neither --run-dir nor --save."""

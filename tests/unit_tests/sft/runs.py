@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics
-from megatron.sft.report.metrics_file import MetricsWriter
+from megatron.sft.report.metrics_writer import MetricsWriter
 
 STEP = StepMetrics(
     iteration=7,

@@ -11,7 +11,7 @@ import pytest
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.report.boards import open_boards
 from megatron.sft.report.metrics import DRAWN, Evaluation
-from megatron.sft.report.metrics_file import MetricsWriter
+from megatron.sft.report.metrics_writer import MetricsWriter
 from tests.unit_tests.sft.command_line import assert_refused
 from tests.unit_tests.sft.runs import SOURCE, STEP
 

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from megatron.sft.report.line_file import LineFile
-from megatron.sft.report.metrics_file import MetricsWriter, read_metrics
+from megatron.sft.report.metrics_file import read_metrics
+from megatron.sft.report.metrics_writer import MetricsWriter
 from tests.unit_tests.sft.runs import step
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.sft.report import metrics_file
+from megatron.sft.report import metrics_writer
 from megatron.sft.report.metrics import Evaluation
-from megatron.sft.report.metrics_file import MetricsWriter, read_jsonl, read_metrics, truncate_after
+from megatron.sft.report.metrics_file import read_jsonl, read_metrics, truncate_after
+from megatron.sft.report.metrics_writer import MetricsWriter
 from tests.unit_tests.sft.runs import SOURCE, STEP
 
 
@@ -124,7 +125,7 @@ def test_killed_run_keeps_its_lines(tmp_path):
     """Without it the last lines, those that explain a crash, would die in a buffer."""
     code = (
         "import os, sys; from megatron.sft.report.metrics import Evaluation\n"
-        "from megatron.sft.report.metrics_file import MetricsWriter\n"
+        "from megatron.sft.report.metrics_writer import MetricsWriter\n"
         "writer = MetricsWriter(sys.argv[1], train_iters=2, log_interval=1)\n"
         "writer.evaluation(Evaluation(iteration=1, split='valid', loss=2.0, num_tokens=10)); "
         "os.kill(os.getpid(), 9)"
@@ -181,7 +182,7 @@ def test_log_lines_without_a_terminal(tmp_path, capsys):
 
 def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
     """Without it a resumed run's bar would start at zero, or the log lines would tear it apart."""
-    monkeypatch.setattr(metrics_file.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(metrics_writer.sys.stderr, "isatty", lambda: True)
     writer = MetricsWriter(tmp_path, train_iters=9, log_interval=1, resume_iteration=6)
     writer.step(STEP)
     writer.evaluation(Evaluation(iteration=7, split="valid", loss=2.0, num_tokens=10))
@@ -195,7 +196,7 @@ def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
 def test_import_is_pure():
     """Without it reading metrics, or the report, would wait seconds for torch."""
     code = (
-        "import sys, megatron.sft.report.metrics_file, megatron.sft.report.report\n"
+        "import sys, megatron.sft.report.metrics_writer, megatron.sft.report.report\n"
         "print([name for name in ('torch', 'numpy', 'matplotlib', 'tqdm', 'megatron.core') if name "
         "in sys.modules])"
     )

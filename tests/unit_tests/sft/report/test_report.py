@@ -10,7 +10,8 @@ import yaml
 from megatron.sft.commands import report as command
 from megatron.sft.report import report
 from megatron.sft.report.metrics import SourceMetrics
-from megatron.sft.report.metrics_file import MetricsWriter, read_metrics
+from megatron.sft.report.metrics_file import read_metrics
+from megatron.sft.report.metrics_writer import MetricsWriter
 from megatron.sft.report.plot import packs_to_draw
 from tests.unit_tests.sft.runs import step
 
