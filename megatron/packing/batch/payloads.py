@@ -72,6 +72,11 @@ def named_tensors(given: Any) -> dict[str, list[Any]]:
         given: such a mapping, or a sample that has it as `payloads`.
     """
     if isinstance(given, Mapping):
+        if "payloads" not in given and not given.keys().isdisjoint(("tokens", "input_ids")):
+            raise ValueError(
+                "a sample that is restored must have 'payloads', but has none; return what the "
+                "iterator gave, with its images"
+            )
         given = given.get("payloads", given)
     else:
         given = getattr(given, "payloads", given)

@@ -218,7 +218,7 @@ def _check(failed: Sequence[tuple[int, _Failure]]) -> None:
         if each.is_final or each.source == to:
             raise PayloadError(
                 f"a payload of data-parallel rank {each.source} cannot be made: {each.reason}; "
-                "its source must be there on the rank that loaded it"
+                "the rank that loaded it must be able to make it again"
             )
 
 

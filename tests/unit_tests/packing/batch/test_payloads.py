@@ -141,6 +141,8 @@ def test_what_restores_may_return_a_sample() -> None:
     for given in ({"pixels": one}, {"payloads": {"pixels": [one]}, "tokens": [1]}):
         assert named_tensors(given) == {"pixels": [one]}
     assert named_tensors(SimpleNamespace(payloads={"pixels": one})) == {"pixels": [one]}
+    with pytest.raises(ValueError, match="that is restored must have 'payloads', but has none"):
+        named_tensors({"tokens": [1], "loss_mask": [0]})
 
 
 def test_each_microbatch_has_those_of_its_sequences_in_order() -> None:
