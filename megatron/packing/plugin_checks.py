@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config,
 )
+from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -146,7 +147,8 @@ def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             )
 
     found = [
-        next((m for m in chunk.modules() if isinstance(m, Attention)), None) for chunk in chunks
+        next((m for m in _outside_towers(chunk) if isinstance(m, Attention)), None)
+        for chunk in chunks
     ]
     hooks = [m.register_forward_pre_hook(check, with_kwargs=True) for m in found if m is not None]
     try:
@@ -162,7 +164,7 @@ def check_modules(chunk: torch.nn.Module) -> None:
     """
     if any(
         getattr(module.forward, "__func__", None) is DotProductAttention.forward
-        for module in chunk.modules()
+        for module in _outside_towers(chunk)
     ):
         raise ValueError(
             "the model was built with megatron-core's DotProductAttention, which refuses packs; "
@@ -177,6 +179,16 @@ def check_modules(chunk: torch.nn.Module) -> None:
             "DistributedDataParallel was built without calculate_per_token_loss and would divide "
             "gradients a second time; set it in the config before the model is wrapped"
         )
+
+
+def _outside_towers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yields a module and those in it, without megatron-core's vision towers: they see images, no
+    packs.
+    """
+    yield module
+    for child in module.children():
+        if not isinstance(child, VisionModule):
+            yield from _outside_towers(child)
 
 
 def check_groups(pg_collection: object) -> None:

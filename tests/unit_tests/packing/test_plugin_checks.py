@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -225,3 +226,31 @@ def test_refuses_latent_attention_with_context_parallel(monkeypatch: pytest.Monk
     plugin.install(make_config(multi_latent_attention=True))
     with pytest.raises(ValueError, match="context_parallel_size=1 with multi_latent"):
         plugin.install(make_config(multi_latent_attention=True, context_parallel_size=2))
+
+
+def test_a_vision_tower_sees_no_packs(calls: list[dict[str, Any]]) -> None:
+    """Its attention is within images: megatron-core's own may compute it, and stands first in many
+    models.
+    """
+    config = make_config()
+    plugin.install(config)
+    tower = VisionModule.__new__(VisionModule)
+    torch.nn.Module.__init__(tower)
+    tower.attention = Taking()
+    tower.core = DotProductAttention.__new__(DotProductAttention)
+    torch.nn.Module.__init__(tower.core)
+    model = Model(config)
+    model.vision, model.attention = tower, Taking()
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        model.vision.attention()
+        model.attention(packed_seq_params=1)
+        return forward_step(data_iterator, model)
+
+    get_forward_backward_func()(
+        data_iterator=PackedIterator([{}]),
+        model=model,
+        forward_step_func=step,
+        num_microbatches=1,
+    )
+    assert len(calls) == 1
