@@ -106,7 +106,7 @@ class PackedSelfAttention(SelfAttention):
         else:
             turns = None
         if turns is not None:
-            query, key = _Turn.apply(query, *turns), _Turn.apply(key, *turns)
+            query, key = _Turn.apply(query, key, *turns)
         if self.query_scale is not None:  # also before a kernel turns: a factor commutes with that
             query = query * self.query_scale.factors(self._places(pack, query), query)
         return (query, key, *others)
@@ -285,18 +285,24 @@ def _pairs(num_pairs: int, is_interleaved: bool) -> tuple[slice, slice]:
 
 
 class _Turn(torch.autograd.Function):
-    """Turns [t, 1, heads, d], and its gradient back; nothing of `x` is kept for that."""
+    """Turns queries and keys [t, 1, heads, d], and their gradients back; nothing of them is kept
+    for that.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.is_interleaved = is_interleaved
-        return _turned(x, cos, sin, is_interleaved)
+        query, key = (_turned(x, cos, sin, is_interleaved) for x in (query, key))
+        return query, key
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradient, cos, sin, ctx.is_interleaved, sign=-1), None, None, None
+        back = (_turned(each, cos, sin, ctx.is_interleaved, sign=-1) for each in gradients)
+        return *back, None, None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, sign: int = 1) -> Tensor:

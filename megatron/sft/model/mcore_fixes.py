@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.packing.model import auxiliary_losses
-from megatron.sft.model import cpu_offload
+from megatron.sft.model import cpu_offload, host_time
 
 
 def install() -> None:
@@ -32,6 +32,7 @@ def install() -> None:
     _save_without_other_processes()
     _keep_norms_on_the_device()
     cpu_offload.install()
+    host_time.install()
     auxiliary_losses.install()
 
 

@@ -65,12 +65,17 @@ def test_is_megatron_cores_own(rotated, is_interleaved, scale, size, rank, by_pa
     cu_seqlens = torch.tensor((0, *lengths)).cumsum(0)
     expected = apply_rotary_pos_emb(x, own, config, cu_seqlens, scale, Ranks(size, rank))
     of_tokens = frequencies_of_tokens(own, lengths, size, rank)
-    turned = _Turn.apply(
-        x.unsqueeze(1), *turns_of(of_tokens, WIDTH, is_interleaved, scale, x.dtype)
-    ).squeeze(1)
+    turns = turns_of(of_tokens, WIDTH, is_interleaved, scale, x.dtype)
+    # Keys have fewer heads.
+    turned, fewer = (out.squeeze(1) for out in _Turn.apply(x[:, None], x[:, None, :1], *turns))
     torch.testing.assert_close(turned, expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(fewer, expected[:, :1], rtol=0, atol=1e-14)
     weights = torch.randn_like(x)
-    gradients = [torch.autograd.grad((out * weights).sum(), x)[0] for out in (turned, expected)]
+    both = ((turned, fewer), (expected, expected[:, :1]))
+    gradients = [
+        torch.autograd.grad((query * weights).sum() + (key * weights[:, 1:2]).sum(), x)[0]
+        for query, key in both
+    ]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
 
 
@@ -182,7 +187,7 @@ def test_rotary_of_a_layer_is_that_of_each_sequence(is_interleaved, size, rank, 
     assert rotary.turns(Places(lengths, size, rank), mine) is turns, "made once per microbatch"
     alone = [turned_alone(part, inv_freq, is_interleaved, 1.3) for part in x.split(lengths)]
     expected = torch.cat(alone) if index is None else torch.cat(alone)[index]
-    turned = _Turn.apply(mine.unsqueeze(1), *turns).squeeze(1)
+    turned = _Turn.apply(mine.unsqueeze(1), mine.unsqueeze(1), *turns)[1].squeeze(1)
     torch.testing.assert_close(turned, expected, rtol=0, atol=1e-13)
     assert rotary.turns(Places(lengths[::-1], size, rank), mine) is not turns
 
