@@ -7,7 +7,8 @@ MEGATRON_LM is a checkout of its repository from 2026-04 on. What is measured is
 the wrapper of the iterator, then `get_batch_on_this_rank_for_sequence_packing` for each microbatch.
 Their two files run as they are, but for the device, which is the CPU here: so what they copy to a
 GPU, and wait for, costs them nothing; but what they would send by NCCL goes over gloo, whose CPU
-counts. Each has its samples ready: ours as numpy arrays, theirs as tensors.
+counts. Each has its samples ready: ours as numpy arrays (--tensors: as theirs), theirs as tensors.
+With --without-transport what collectives take is left out on both sides, with what they pickle.
 """
 
 from __future__ import annotations
@@ -64,8 +65,55 @@ def their_samples(number: int, rank: int) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def beside(layout: Layout, number: int, checkout: Path) -> dict[str, float]:
+class Clock:
+    """CPU seconds of this process; without transport those of this thread outside of collectives,
+    since gloo works in others.
+    """
+
+    def __init__(self, has_transport: bool) -> None:
+        self._has_transport, self._in_collectives = has_transport, 0.0
+        library: Any = torch.distributed
+        for name in COLLECTIVES * (not has_transport):
+            setattr(library, name, self._timed(getattr(library, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start, before = time.thread_time(), self._in_collectives
+            try:
+                return function(*arguments, **options)
+            finally:  # one calls another: only the outer one counts
+                self._in_collectives = before + time.thread_time() - start
+
+        return timed
+
+    def now(self) -> float:
+        """Seconds."""
+        if self._has_transport:
+            return time.process_time()
+        return time.thread_time() - self._in_collectives
+
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "isend",
+    "recv",
+    "send",
+)
+
+
+def beside(
+    layout: Layout, number: int, checkout: Path, tensors: bool, has_transport: bool
+) -> dict[str, float]:
     """Milliseconds of CPU of this process per step, the median: ours and theirs."""
+    clock = Clock(has_transport)
     config, groups = prepared(layout)
     theirs = on_cpu(checkout)
     their_config = SimpleNamespace(
@@ -76,6 +124,10 @@ def beside(layout: Layout, number: int, checkout: Path) -> dict[str, float]:
     )
     fetches_each = number // layout.dp
     own = samples(fetches_each, groups.dp.rank()) if is_data_rank(groups) else []
+    if tensors:
+        own = [
+            {name: torch.from_numpy(values) for name, values in sample.items()} for sample in own
+        ]
     reads = groups.tp.rank() == 0 and groups.pp.rank() in (0, groups.pp.size() - 1)
     their_own = their_samples(fetches_each, groups.dp.rank()) if reads else []
 
@@ -101,10 +153,10 @@ def beside(layout: Layout, number: int, checkout: Path) -> dict[str, float]:
     for number_of_step in range(STEPS + 1):
         for name, step in steps.items():
             torch.distributed.barrier()
-            start = time.process_time()
+            start = clock.now()
             step()
             if number_of_step > 0:  # the first makes connections
-                spent[name].append(1000 * (time.process_time() - start))
+                spent[name].append(1000 * (clock.now() - start))
     return {name: statistics.median(each) for name, each in spent.items()}
 
 
@@ -115,6 +167,8 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("layout", nargs="?")
     parser.add_argument("sequences", nargs="?", type=int)
+    parser.add_argument("--tensors", action="store_true", help="ours have tensors, too")
+    parser.add_argument("--without-transport", action="store_true")
     asked = parser.parse_args()
     print_row("layout", "sequences", "ours, ms of CPU", "theirs", "ours / theirs")
     print_row(*["---"] * 5)
@@ -122,7 +176,14 @@ def main() -> None:
         STAGE_CASES if asked.layout is None else [(asked.layout, asked.sequences or 512)]
     ):
         ranks: list[dict[str, Any]] = on_ranks(
-            partial(beside, checkout=asked.checkout), Layout.of(text), number
+            partial(
+                beside,
+                checkout=asked.checkout,
+                tensors=asked.tensors,
+                has_transport=not asked.without_transport,
+            ),
+            Layout.of(text),
+            number,
         )
         ours, theirs = (sum(rank[name] for rank in ranks) for name in ("ours", "theirs"))
         print_row(text, number, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
