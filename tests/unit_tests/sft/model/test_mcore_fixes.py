@@ -20,6 +20,10 @@ def optimizer(monkeypatch):
     """
     from megatron.core.optimizer import distrib_optimizer
 
+    from megatron.sft.model import cpu_offload
+
+    cpu_offload.install()  # of megatron-core's class, whichever test comes first
+
     class DistributedOptimizer:
         calls: list = []  # noqa: RUF012 - of this test's own class
         buffers: list = []  # noqa: RUF012
