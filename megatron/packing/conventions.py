@@ -82,11 +82,8 @@ def wrap_dataloader(
             "wrap_dataloader(data_iterator, config, scheduler_type)"
         )
     if isinstance(num_microbatches, (str, Enum)):
-        num_microbatches, scheduler_type, pg_collection = (
-            1,
-            num_microbatches,
-            pg_collection or scheduler_type,
-        )
+        pg_collection = pg_collection or scheduler_type
+        num_microbatches, scheduler_type = 1, num_microbatches
     name = scheduler_type.value if isinstance(scheduler_type, Enum) else scheduler_type
     wrapped = data_schedule.wrap_dataloader(
         data_iterator, config, num_microbatches, name, pg_collection

@@ -163,10 +163,9 @@ def _random_stretches(shares: Shares, start: int, before: Ints, seed: int) -> It
             drawn = state.multinomial(_DRAWN_TOGETHER, np.array(weights) / sum(weights))
             table = partial(_drawn_table, tuple(drawn.tolist()), seed, start)
             yield (stretch := _Table(start, min(start + _DRAWN_TOGETHER, end), before, table))
-            start, before = (
-                stretch.end,
-                before + drawn if end - start >= _DRAWN_TOGETHER else stretch.counts(end),
-            )
+            is_whole = end - start >= _DRAWN_TOGETHER  # else it ends with its segment
+            before = before + drawn if is_whole else stretch.counts(end)
+            start = stretch.end
 
 
 @lru_cache(maxsize=8)
