@@ -197,16 +197,24 @@ def ends_of_turns(tokenizer: Tokenizer) -> list[int]:
 
 
 def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
-    """The last trained token of each of these answers to a question; None if they differ."""
-    lasts = set()
+    """The token that ends each of these answers to a question; None if they differ, or if it is the
+    last of several tokens that make up the end: `>` of a `<|im_end|>` that the tokenizer does not
+    know would end generation at any other.
+    """
+    tails = set()
     for answer in answers:
         try:
             tokens = tokenizer.encode_chat(Conversation([Message("user", "?"), answer]))
         except ValueError:
             return None
         trained = tokens.ids[tokens.weights > 0]
-        lasts.add(int(trained[-1]) if len(trained) else None)
-    return lasts.pop() if len(lasts) == 1 else None
+        tails.add(tuple(map(int, trained[-2:])))
+    lasts = {tail[-1:] for tail in tails}
+    if len(lasts) != 1 or not (last := lasts.pop()):
+        return None
+    # What stands before a whole end is the answer, which differs; or the end is a special token.
+    is_whole = len(tails) > 1 or not tokenizer.decode(list(last))
+    return last[0] if is_whole else None
 
 
 def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> None:

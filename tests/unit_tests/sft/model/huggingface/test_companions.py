@@ -72,6 +72,14 @@ def test_the_end_of_a_call_is_an_end_of_a_turn(save_tokenizer):
     ]
 
 
+def test_an_end_of_several_tokens_ends_no_generation(save_tokenizer):
+    """Of a template whose tokens the tokenizer lacks: its last character is in other texts, too."""
+    tokenizer = build_tokenizer(
+        "HuggingFaceTokenizer", save_tokenizer(PLAIN.replace("<|im_end|>", "<end_of_turn>"))
+    )
+    assert ends_of_turns(tokenizer) == []
+
+
 def test_a_template_that_trains_no_end_has_none(save_tokenizer):
     """Then nothing is added to what ends generation."""
     silent = MARKED.replace(
