@@ -72,8 +72,11 @@ def run(tests: Sequence[str], results: Path, workers: int) -> None:
 
 
 def page(found: dict[str, dict[str, Any]]) -> str:
-    """Returns Markdown: of each file a table of its tests."""
-    passed = sum(one["outcome"] == "passed" for one in found.values())
+    """Returns Markdown: of each file a table of its tests, also of those that were not run."""
+    num_passed, num_run = (
+        sum(one["outcome"] in outcomes for one in found.values())
+        for outcomes in (("passed",), ("passed", "failed", "skipped"))
+    )
     names = ("torch", "megatron-core", "transformers", "peft")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
@@ -88,8 +91,9 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         "make families",
         "```",
         "",
-        f"{passed} of {len(found)} tests passed, in {sum(o['seconds'] for o in found.values()):.0f}"
-        " s of theirs. Models are tiny and all of their tensors random; numbers are the largest "
+        f"{num_passed} of {num_run} tests passed, in "
+        f"{sum(one['seconds'] for one in found.values()):.0f} s of theirs; {len(found) - num_run} "
+        "were not run. Models are tiny and all of their tensors random; numbers are the largest "
         "differences in float64, relative to the largest element of a tensor (of losses: to the "
         "loss).",
     ]
@@ -126,7 +130,8 @@ def main() -> None:
         run(missing[first : first + _AT_ONCE], options.results, options.workers)
     found = recorded(options.results)
     if options.write is not None:
-        options.write.write_text(page({test: found[test] for test in tests if test in found}))
+        not_run = {"outcome": "not run", "seconds": 0.0, "figures": {}}
+        options.write.write_text(page({test: found.get(test, not_run) for test in tests}))
     bad = [test for test in tests if found.get(test, {}).get("outcome") != "passed"]
     sys.exit(f"{len(bad)} of {len(tests)} tests do not hold: {', '.join(bad)}" if bad else 0)
 
