@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.packing.model import get_batch
 from megatron.sft import distributed
 from megatron.sft.fit import cuda_branches, fake_experts
+from megatron.sft.fit.counter import DEVICE
+from megatron.sft.fit.fake_results import Results
 from megatron.sft.fit.host_reads import HostReads
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
@@ -64,7 +66,7 @@ def fake_world(
         stack.callback(parallel_state.destroy_model_parallel)
         tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Kernels(reads))
+        stack.enter_context(_Kernels(reads, Results(mode)))
         yield mode
 
 
@@ -152,9 +154,9 @@ def _same_shapes(plain: Callable[..., Any]) -> Callable[..., Any]:
 class _Kernels(TorchDispatchMode):
     """Results of operations whose shapes or values depend on what tensors hold."""
 
-    def __init__(self, reads: HostReads) -> None:
+    def __init__(self, reads: HostReads, results: Results) -> None:
         super().__init__()
-        self._reads = reads
+        self._reads, self._results = reads, results
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -167,6 +169,8 @@ class _Kernels(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is DEVICE:
+            return args[0].fake_device
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             # A norm of one, a step that counts from one, no overflow.
             dtype = args[0].dtype
@@ -178,4 +182,4 @@ class _Kernels(TorchDispatchMode):
             return args[0].new_empty(self._reads.num_selected)
         if func.namespace == "c10d" and "coalesced" in func.__name__:
             return FakeWork().boxed()  # torch has no fake kernel of it
-        return func(*args, **(kwargs or {}))
+        return self._results.of(func, args, kwargs or {})
