@@ -21,7 +21,7 @@ HEADS, WIDTH = 4, 64
 
 @pytest.fixture(autouse=True)
 def kernels(device: torch.device) -> None:
-    if device.type == "cuda" and not has_kernels(device):
+    if device.type == "cuda" and not has_kernels(device, torch.bfloat16):
         pytest.skip("flash-linear-attention is not installed")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,10 +53,8 @@ def gated_delta_rule(inputs: Inputs, lengths: Lengths) -> Tensor:
     if times > 1:
         query, key = (x.repeat_interleave(times, dim=1) for x in inputs[:2])
         inputs = inputs._replace(query=query, key=key)
-    if has_kernels(inputs.value.device):
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        out, _ = chunk_gated_delta_rule(
+    if has_kernels(inputs.value.device, inputs.value.dtype):
+        out, _ = rule_kernel()(
             *(x.unsqueeze(0).contiguous() for x in inputs),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=_ends(lengths, inputs.value.device),
@@ -70,10 +68,8 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
 
     x: [t, channels]; weight: [channels, width], of which the last is for the token itself.
     """
-    if has_kernels(x.device):
-        from fla.modules.convolution import causal_conv1d
-
-        out, _ = causal_conv1d(
+    if has_kernels(x.device, x.dtype):
+        out, _ = convolution_kernel()(
             x.unsqueeze(0).contiguous(),
             weight,
             activation="silu",
@@ -90,10 +86,24 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
     return silu(out)
 
 
+def rule_kernel() -> Any:
+    """Returns flash-linear-attention's gated delta rule."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
+
+
+def convolution_kernel() -> Any:
+    """Returns flash-linear-attention's causal convolution."""
+    from fla.modules.convolution import causal_conv1d
+
+    return causal_conv1d
+
+
 @cache
-def has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether flash-linear-attention computes on that device; warns on CUDA, once, if it is
-    not installed.
+    not installed. Its rule refuses float32.
     """
     is_there = find_spec("fla") is not None
     if device.type == "cuda" and not is_there:
@@ -102,7 +112,7 @@ def has_kernels(device: torch.device) -> bool:
             "flash-linear-attention",
             stacklevel=2,
         )
-    return device.type == "cuda" and is_there
+    return device.type == "cuda" and is_there and dtype in (torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.packing.model import attention_kernels
+from megatron.packing.model import attention_kernels, delta_rule
+from megatron.sft.fit import delta_kernels
 from megatron.sft.model import build
 
 How = Literal["run", "described", "none"]
@@ -60,8 +61,9 @@ BRANCHES = (
     ),
     Branch(
         "packing.model.delta_rule.has_kernels",
-        "kernels of flash-linear-attention; counted as plain torch, which keeps more",
-        "none",
+        "kernels of flash-linear-attention: what they keep and make is described; "
+        "in float32 plain torch",
+        "described",
     ),
     Branch(
         "packing.model.grouped_experts._is_for_grouped_mm",
@@ -119,6 +121,7 @@ BRANCHES = (
     ),
 )
 
+_HALF = torch.bfloat16, torch.float16
 ALLOCATION_BYTES = 512
 """torch's allocator on CUDA rounds each tensor up to a multiple of it."""
 
@@ -129,6 +132,9 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.packing.model.") and hasattr(module, "sent"):
             yield module, "sent", _copy
+    yield delta_rule, "has_kernels", lambda device, dtype: dtype in _HALF
+    yield delta_rule, "rule_kernel", lambda: delta_kernels.rule
+    yield delta_rule, "convolution_kernel", lambda: delta_kernels.convolution
     yield torch.cuda, "current_device", lambda: torch.device("cpu")  # of layers with sinks
     yield build, "build_transformer_config", _for_cuda(build.build_transformer_config)
     yield torch.nn.functional, "rms_norm", _rms_norm
@@ -147,7 +153,7 @@ def _kernel_for(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def kernel(device: torch.device, dtype: torch.dtype, width: int, *rest: Any) -> Any:
         has_softcap = any(getattr(value, "softcap", False) for value in rest)
-        if dtype in (torch.bfloat16, torch.float16) and width <= 256 and not has_softcap:
+        if dtype in _HALF and width <= 256 and not has_softcap:
             return attention_kernels._varlen()
         return plain(device, dtype, width, *rest)
 
