@@ -37,6 +37,7 @@ from megatron.sft.fit.report import (
     table,
     verdict,
 )
+from megatron.sft.fit.tree_bytes import tree_bytes
 from megatron.sft.memory_estimate import OF_RUN
 from megatron.sft.options.config import GROUPS, SFTConfig
 
@@ -161,6 +162,13 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     for remark in dict.fromkeys(remark for estimate in found for remark in estimate.remarks):
         print(f"note      {remark}")
     print(f"status    {ESTIMATED}")
+    trees = tree_bytes(config, [estimate.stage for estimate in found])
+    if trees is not None:
+        print(
+            f"trees     packs are of sequences; of trees one keeps {gib(trees.of_own)} GiB more, "
+            f"and {gib(trees.of_continued)} GiB for each 1,000 tokens that branches continue "
+            "(described)"
+        )
     save_host = max(estimate.save_host_bytes for estimate in found)
     print(f"host      {_host(config, options)}")
     print(
@@ -217,6 +225,9 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
     plain = ""
     if config.optimizer.use_precision_aware_optimizer:
         plain = "; the optimizer's state in float32 on the GPU, so that less is needed"
+    kernels = ""
+    if any(model.linear_attention_freq) and config.training.bf16:
+        kernels = "; delta nets by flash-linear-attention, whose memory is described"
     stages = ""
     if len(set(config.layers_of_parts)) > 1:
         stages = f"; stages of {' '.join(map(str, config.layers_of_parts))} layers"
@@ -227,7 +238,7 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
         f"{', sequence parallel' * parallel.sequence_parallel}"
         f"{', optimizer sharded' * config.shards_optimizer}{stages}",
         f"assumes   {packs}, {options.loss_share:.0%} of them count for the loss{experts}; layers "
-        f"without Transformer Engine{plain}",
+        f"without Transformer Engine{kernels}{plain}",
     ]
 
 

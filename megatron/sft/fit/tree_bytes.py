@@ -1,0 +1,52 @@
+"""pure. What a pack of trees keeps beside what one of sequences does. Described: packs are traced
+as sequences.
+
+Attention of a tree's node takes the keys and values of its whole path (`packing.model.tree_keys`),
+copied for each node: of its own tokens, and of those that it continues. Under context parallel each
+rank does so for two pieces of a node, and copies those of sequences, too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.sft.fit.stages import Stage, layers_of
+from megatron.sft.options.config import SFTConfig
+
+
+class TreeBytes(NamedTuple):
+    """Bytes of the stage that keeps most."""
+
+    of_own: int
+    """Keys and values of a pack's own tokens."""
+    of_continued: int
+    """Those of 1,000 tokens that a branch continues."""
+
+
+def tree_bytes(config: SFTConfig, stages: list[Stage]) -> TreeBytes | None:
+    """Returns them; None where no sample is a tree, or may be one."""
+    data, model, parallel = config.data, config.model, config.parallel
+    has_none = data.mock_data or data.train_turns in ("all", "last")
+    if has_none or not config.packing.sequence_packing or model.mtp_num_layers is not None:
+        return None
+    groups = model.num_query_groups or model.num_attention_heads
+    assert groups is not None
+    row = 2 * max(groups // parallel.tensor_model_parallel_size, 1) * model.resolved_kv_channels
+    row *= 2 if config.training.bf16 else 4
+    kept = max(_num_kept(config, stage) for stage in stages)
+    pieces = 1 if parallel.context_parallel_size == 1 else 2
+    own = config.capacity_per_rank if parallel.context_parallel_size == 1 else 0
+    return TreeBytes(row * kept * own, row * kept * pieces * 1000)
+
+
+def _num_kept(config: SFTConfig, stage: Stage) -> int:
+    """Layers whose keys are kept until the backward pass, times microbatches in flight."""
+    model = config.model
+    again = model.recompute_granularity == "selective" and "core_attn" in (
+        model.recompute_modules or ("core_attn",)
+    )
+    if again or model.recompute_granularity == "full":
+        return 1  # of the layer that is computed again
+    flags = model.linear_attention_freq
+    layers = [layer for part in layers_of(config, stage) for layer in part]
+    return stage.in_flight * sum(not (flags and flags[layer]) for layer in layers)
