@@ -8,7 +8,8 @@ of real lengths, 1F1B simulated (`scheduling.step_time`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -51,23 +52,33 @@ class TimeModel:
     """LoRA: weights have neither gradients nor an optimizer's state."""
     measured: PackCost | None = None
     """Seconds of a pack on one device, in place of the arithmetic and its memory traffic."""
+    _scheduled: dict[Candidate, float] = field(default_factory=dict, repr=False)
+    """Seconds of scheduled steps. The optimizer's sharding does not change a schedule."""
 
     def seconds(self, candidate: Candidate) -> float:
         """Returns the modelled seconds of a step."""
         return sum(self.parts(candidate).values())
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """Returns those of a step in which no rank or stage waits for another."""
-        _, parts = self._work(candidate)
-        return sum(parts.values()) + sum(self._per_step(candidate).values())
+        """Returns those of a step in which no rank or stage waits for another, or of the longest
+        sequence, whose pack goes through all stages, one after the other.
+        """
+        cost, parts = self._work(candidate)
+        longest = np.array([max(int(batch.lengths.max()) for batch in self.batches)])
+        alone = float(cost.of_sequences(longest)[0]) / len(self.batches)
+        return max(sum(parts.values()), alone) + sum(self._per_step(candidate).values())
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
         """Returns the seconds of a step by part; `schedule` is waiting for other ranks and stages,
         and each microbatch's movement of the weights.
         """
         cost, found = self._work(candidate)
-        step = modelled_cost(self.batches, self._step_layout(candidate, cost), self.scheduler)
-        found["schedule"] = step / len(self.batches) - sum(found.values())
+        key = replace(candidate, shards_optimizer=False)
+        if key not in self._scheduled:
+            layout = self._step_layout(candidate, cost)
+            step = modelled_cost(self.batches, layout, self.scheduler)
+            self._scheduled[key] = step / len(self.batches)
+        found["schedule"] = self._scheduled[key] - sum(found.values())
         return found | self._per_step(candidate)
 
     def _work(self, candidate: Candidate) -> tuple[PackCost, dict[str, float]]:
@@ -232,25 +243,54 @@ class TimeModel:
         )
 
     def least_bytes(self, candidate: Candidate) -> int:
-        """Returns bytes that a GPU of the first stage holds at least: states of the weights, and
-        what each layer keeps of its input and of its MLP.
+        """Returns bytes that a GPU holds at least: states of the weights, and what each layer keeps
+        of its input and of its MLP.
         """
         shape = self.shape
-        assert shape.num_layers is not None
         assert shape.hidden_size is not None
-        own = self._num_weights(candidate) / candidate.pp
-        states = 2 * own
-        if not self.has_adapters:
-            sharers = candidate.dp * candidate.cp if candidate.shards_optimizer else 1
-            states += 4 * own + 12 * own / sharers
         kept = 2 * shape.hidden_size
         if candidate.recompute != "full" and shape.num_experts is None:
             kept += 2 * (1 + 2 * shape.is_gated) * shape.resolved_ffn_hidden_size
-        batch = min(batch.size for batch in self.batches)
-        in_flight = min(candidate.pp, max(batch // candidate.dp, 1))
-        layers = shape.num_layers / candidate.pp
-        activations = kept * layers * in_flight * candidate.capacity / candidate.tp
-        return int(0.98 * (states + activations))  # embeddings are not on every stage
+        layers = self._first_layers(candidate) * self._in_flight(candidate)
+        activations = kept * layers * candidate.capacity / candidate.tp
+        return self.least_states(candidate) + int(0.98 * activations)
+
+    def least_states(self, candidate: Candidate) -> int:
+        """Returns bytes of weights, gradients and optimizer that a GPU holds at least: one of the
+        first stage, or of the fullest where layers are of several kinds.
+        """
+        shape = self.shape
+        assert shape.hidden_size is not None
+        own = self._num_weights(candidate)
+        if self._is_uniform:
+            head = shape.hidden_size * self.vocab_size / candidate.tp  # or embedding: as large
+            own = head + (own - head) / self._num_layers * self._first_layers(candidate)
+        else:
+            own /= candidate.pp
+        states = 2 * own
+        if not self.has_adapters:
+            sharers = candidate.dp * candidate.cp if candidate.shards_optimizer else 1
+            states += (4 + 12 / sharers) * own
+        return int(0.98 * states)
+
+    @cached_property
+    def _is_uniform(self) -> bool:
+        """Whether all layers are of one kind."""
+        return len(set(self.shape.layer_kinds())) == 1
+
+    def _first_layers(self, candidate: Candidate) -> float:
+        """Layers of the first stage; of the mean one where layers are of several kinds."""
+        assert self.shape.num_layers is not None
+        if not self._is_uniform:
+            return self.shape.num_layers / candidate.pp
+        return sum(candidate.stage_layers.of_parts(self.shape.num_layers)[:: candidate.pp])
+
+    def _in_flight(self, candidate: Candidate) -> int:
+        """Microbatches that the first stage holds; the last one, for a mean, holds one."""
+        if not self._is_uniform:
+            return 1
+        fewest = min(batch.size for batch in self.batches) // candidate.dp
+        return min(candidate.pp, max(fewest, 1))
 
 
 def _repeated(candidate: Candidate) -> float:

@@ -201,37 +201,42 @@ class Measures(NamedTuple):
 
 
 def search(
-    candidates: Sequence[Candidate], measures: Measures, memory: int, count: int = 5
+    candidates: Sequence[Candidate],
+    measures: Measures,
+    memory: int,
+    count: int = 5,
+    progress: Callable[[Search], None] = lambda so_far: None,
 ) -> Search:
     """Returns the `count` fastest of `candidates` that need at most `memory` bytes.
 
     Best first: a layout is scheduled once no other may be faster by its bound, and traced once none
     may be faster at all. Of layouts that are as fast, those with less recomputation come first,
-    then smaller packs, then the order of `candidates`.
+    then smaller packs, then the order of `candidates`. `progress` is called with the search so far
+    before each step.
     """
-    best: list[Choice] = []
+    found = Search([], len(candidates), 0, 0, 0)
     failed: list[Candidate] = []
-    num_timed = num_measured = num_too_large = 0
     waiting: list[tuple[float, bool, int, int, int]] = [
         (measures.least_seconds(one), False, RECOMPUTES.index(one.recompute), one.capacity, number)
         for number, one in enumerate(candidates)
     ]
     heapq.heapify(waiting)
-    while waiting and len(best) < count:
+    while waiting and len(found.best) < count:
+        progress(found)
         seconds, is_timed, recompute, capacity, number = heapq.heappop(waiting)
         one = candidates[number]
         if measures.least_bytes(one) > memory or any(one.holds_at_least(other) for other in failed):
-            num_too_large += 1
+            found = found._replace(num_too_large=found.num_too_large + 1)
         elif not is_timed:
-            num_timed += 1
+            found = found._replace(num_timed=found.num_timed + 1)
             entry = measures.seconds(one), True, recompute, capacity, number
             heapq.heappush(waiting, entry)
         else:
-            num_measured += 1
+            found = found._replace(num_measured=found.num_measured + 1)
             num_bytes = measures.num_bytes(one)
             if num_bytes > memory:
                 failed.append(one)
-                num_too_large += 1
+                found = found._replace(num_too_large=found.num_too_large + 1)
             else:
-                best.append(Choice(one, seconds, num_bytes))
-    return Search(best, len(candidates), num_timed, num_measured, num_too_large)
+                found.best.append(Choice(one, seconds, num_bytes))
+    return found

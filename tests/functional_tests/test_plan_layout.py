@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from megatron.planner.layouts import Candidate
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands.plan import main
+from megatron.sft.fit.layout_search import Memory
+from megatron.sft.fit.report import LIBRARIES_BYTES
 from megatron.sft.fit.step import StepData
-from tests.functional_tests.fit_check import COMMON, GROUPED, VOCAB_SIZE, Case, check
+from tests.functional_tests.fit_check import (
+    COMMON,
+    GROUPED,
+    LORA,
+    PACKED,
+    VOCAB_SIZE,
+    Case,
+    check,
+)
 
+IS_WHOLE = os.environ.get("FIT_CHECK") == "all"
 MODEL = f"--num-layers 2 {COMMON} {GROUPED}".replace("--mock-data ", "")
 
 
@@ -32,6 +46,30 @@ def test_a_chosen_layout_trains_as_predicted(
     ranks, found = check(Case(2, f"{GROUPED} {flags[0]} --bf16", StepData(lengths=((64,),))))
     assert not found, "\n".join(found)
     assert len(ranks) == 2
+
+
+@pytest.mark.parametrize("lora", ["", LORA] if IS_WHOLE else [""])
+def test_what_a_layout_needs_at_least_is_no_more_than_it_needs(
+    lora: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound that is none would drop the best layout unseen; one of nothing would trace them
+    all.
+    """
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    flags = f"--num-layers 6 {COMMON} {PACKED} {GROUPED} {lora} --bf16"
+    memory = Memory(base=parse_config(flags.split(), 1), vocab_size=VOCAB_SIZE, limit=2**40)
+    of_states = 0  # its own test is `test_bounds_are_bounds`
+    for one in (
+        Candidate(dp=1, pp=2, capacity=4096),
+        Candidate(dp=1, pp=2, vpp=3, capacity=4096),
+        Candidate(dp=1, cp=2, capacity=8192, recompute="full"),
+    ):
+        needed = memory.num_bytes(one)
+        states = sum(part.num_bytes for part in memory.found[one][0].states)
+        assert memory.least_bytes(one, of_states) <= memory.least_bytes(one, states) <= needed
+        least = memory.least_bytes(one, states) - LIBRARIES_BYTES
+        if one.recompute == "none":  # else a layer's own temporaries are most of it
+            assert least > 0.4 * (needed - LIBRARIES_BYTES), one
 
 
 def test_what_never_fits_is_said(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.devices import DEVICES
 from megatron.planner.layout_page import Bar, layout_page
 from megatron.planner.layout_time import TimeModel, reason
-from megatron.planner.layouts import Choice, Measures, Search, enumerated, search
+from megatron.planner.layouts import Candidate, Choice, Measures, Search, enumerated, search
 from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import drawn
 from megatron.planner.sequences import Sequences
@@ -31,9 +31,13 @@ from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.commands.length_sources import lengths_from
+from megatron.sft.commands.progress_line import ProgressLine
 from megatron.sft.environment import quick_imports, silence_warnings
 from megatron.sft.fit.report import GIB, parse_memory
 from megatron.sft.options.config import GROUPS, SFTConfig
+
+if TYPE_CHECKING:
+    from megatron.sft.fit.layout_search import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +108,55 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
             f"no layout of {options.world_size} GPUs divides the model and --global-batch-size "
             f"{size}; change --world-size, or make the batch a multiple of it"
         )
-    memory = Memory(base=base, vocab_size=vocab_size, loss_share=options.loss_share)
-    measures = Measures(times.least_seconds, times.seconds, times.least_bytes, memory.num_bytes)
-    found = search(candidates, measures, limit, options.layouts)
+    memory = Memory(base=base, vocab_size=vocab_size, limit=limit, loss_share=options.loss_share)
+    found, is_whole = _searched(candidates, _measures(times, memory), limit, options.layouts)
     tokens = sum(batch.num_tokens for batch in times.batches) / len(times.batches)
     _print(found, times, tokens, base, options, limit)
+    if not is_whole:
+        print(f"interrupted: only {len(found.best)} found; others would be slower", flush=True)
+        raise SystemExit(130)
+    if not found.best:
+        print(
+            "no layout fits; take more GPUs, GPUs with more memory, --lora or a lower --seq-length"
+        )
     if options.html is not None and found.best:
         bars = [_bar(choice, times, memory.found[choice.candidate]) for choice in found.best]
         Path(options.html).write_text(layout_page(bars, limit, tokens), encoding="utf-8")
         print(f"\npage: {options.html}")
+
+
+def _measures(times: TimeModel, memory: Memory) -> Measures:
+    def least_bytes(one: Candidate) -> int:
+        least = times.least_bytes(one)
+        if least > memory.limit:  # known without a trace
+            return least
+        return max(least, memory.least_bytes(one, times.least_states(one)))
+
+    return Measures(times.least_seconds, times.seconds, least_bytes, memory.num_bytes)
+
+
+def _searched(
+    candidates: Sequence[Candidate], measures: Measures, limit: int, count: int
+) -> tuple[Search, bool]:
+    """Returns the search, and whether it is whole. Interrupted, it has what was found until then:
+    the fastest of all, only fewer.
+    """
+    so_far = Search([], len(candidates), 0, 0, 0)
+
+    def show(found: Search) -> None:
+        nonlocal so_far
+        so_far = found
+        line.show(
+            f"searching {found.num_layouts:,} layouts: {found.num_timed:,} scheduled, "
+            f"{found.num_measured:,} traced, {found.num_too_large:,} too large, "
+            f"{len(found.best)} of {count} found"
+        )
+
+    with ProgressLine() as line:
+        try:
+            return search(candidates, measures, limit, count, show), True
+        except KeyboardInterrupt:
+            return so_far, False
 
 
 def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSearchOptions]:
@@ -204,10 +248,6 @@ def _print(
         f"{found.num_measured:,} was traced; {found.num_too_large:,} faster ones do not fit. Times "
         "are modelled; memory is estimated, margin included.\n"
     )
-    if not found.best:
-        print(
-            "no layout fits; take more GPUs, GPUs with more memory, --lora or a lower --seq-length"
-        )
     for number, choice in enumerate(found.best, start=1):
         candidate = choice.candidate
         rate = tokens / choice.seconds / options.world_size

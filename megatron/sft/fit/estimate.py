@@ -7,7 +7,7 @@ activations, workspaces of passes    run where the stage is shallow; else extrap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -126,10 +126,13 @@ and capacity alone.
 
 def estimates(request: Request, shared: Shared | None = None) -> list[StageEstimate]:
     """Returns the bytes of each stage. Middle stages of equal layers share their traces."""
-    shared = {} if shared is None else shared
-    return [
-        _estimate(request, stage, shared) for stage in stages_of(request.config, request.world_size)
-    ]
+    return list(each_estimate(request, {} if shared is None else shared))
+
+
+def each_estimate(request: Request, shared: Shared) -> Iterator[StageEstimate]:
+    """Yields the same, stage by stage: the first one is often the fullest."""
+    for stage in stages_of(request.config, request.world_size):
+        yield _estimate(request, stage, shared)
 
 
 def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
@@ -169,11 +172,12 @@ def _passes(
     traced: dict[tuple[int, int], dict[str, int]],
     remarks: list[str],
 ) -> tuple[Part, ...]:
-    depths = depths_of(request.config, stage)
+    depths, depth = depths_of(request.config, stage), len(layers_of(request.config, stage)[0])
     is_interleaved = request.config.num_virtual_stages is not None
     flight = stage.in_flight
     if is_interleaved:  # megatron-core wants a multiple of the stages; twice as many fill it
         flight = 2 * stage.num_stages
+        depths = depths if sum(depths) < depth else ()  # all would take longer than the stage
     if depths:
         low, middle, high, _ = depths
         points = [(d, flight if is_interleaved else 1) for d in depths]
@@ -183,17 +187,16 @@ def _passes(
                 points.append((high, 3))
         for point in points:
             if point not in traced:
-                traced[point] = _beside_states(request, stage, *point)
+                traced[point] = bytes_beside_states(request, stage, *point)
         try:
-            depth = len(layers_of(request.config, stage)[0])
             return _extrapolated({point: traced[point] for point in points}, depth, flight)
         except NotAffineError as failure:
             remarks.append(f"run at its own depth: {failure}")
-    own = _beside_states(request, stage, None, flight)
+    own = bytes_beside_states(request, stage, None, flight)
     return tuple(Part(name, size, "run") for name, size in sorted(own.items()) if size)
 
 
-def _beside_states(
+def bytes_beside_states(
     request: Request, stage: Stage, depth: int | None, flight: int
 ) -> dict[str, int]:
     """Returns by part what is alive beside the states at the passes' peak, in a run of that depth;

@@ -1,5 +1,9 @@
 """mcore. Memory and validity of layouts for `megatron.planner.layouts`, by the trainer's checks and
 traces.
+
+Most layouts need no trace of their own. What a layer keeps for its backward pass is traced once for
+each (TP, CP, EP, recomputation) and grows with the tokens; times the layers and microbatches in
+flight it says what the first stage holds at least.
 """
 
 from __future__ import annotations
@@ -8,8 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from megatron.packing.flags import FlagError
 from megatron.planner.layouts import Candidate
-from megatron.sft.fit.estimate import Request, Shared, StageEstimate, estimates
+from megatron.sft.fit.estimate import (
+    Request,
+    Shared,
+    StageEstimate,
+    bytes_beside_states,
+    each_estimate,
+)
 from megatron.sft.fit.report import FRAGMENTATION_PERCENT, LIBRARIES_BYTES
+from megatron.sft.fit.stages import depths_of, layers_of, stages_of
 from megatron.sft.options.config import SFTConfig
 
 
@@ -56,18 +67,85 @@ class Memory:
 
     base: SFTConfig
     vocab_size: int
+    limit: int
+    """Bytes of a GPU: stages are traced as long as they fit."""
     loss_share: float = 1.0
     found: dict[Candidate, list[StageEstimate]] = field(default_factory=dict)
     _shared: Shared = field(default_factory=dict)
+    _kept: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
+    """See `_kept_by_layers`; by what it depends on."""
 
     def num_bytes(self, candidate: Candidate) -> int:
-        """Returns those of the fullest GPU, margin included."""
-        request = Request(
+        """Returns those of the fullest GPU, margin included; of the first one that has more than
+        `limit`.
+        """
+        self.found[candidate] = stages = []
+        for stage in each_estimate(self._request(candidate), self._shared):
+            if _with_margin(stage.peak) > self.limit:
+                return _with_margin(stage.peak)
+            stages.append(stage)
+        return _with_margin(max(stage.peak for stage in stages))
+
+    def least_bytes(self, candidate: Candidate, states: int) -> int:
+        """Returns bytes that a GPU of the first stage needs at least, of which `states` live from
+        step to step.
+
+        Price: two traces of shallow models for each (TP, CP, EP, recomputation).
+        """
+        request = self._request(candidate)
+        first = stages_of(request.config, request.world_size)[0]
+        layers = min(len(part) for part in layers_of(request.config, first))
+        passes = first.in_flight
+        if candidate.vpp > 1:  # of chunks: those before the first backward pass, and one more
+            passes = 2 * (candidate.pp - 1) + (candidate.vpp - 1) * candidate.pp + 1
+        unit, kept = self._kept_by_layers(candidate)
+        runs = layers // unit * passes if layers % unit == 0 else 0
+        return _with_margin(states + int(_CERTAIN * runs * kept * candidate.capacity))
+
+    def _kept_by_layers(self, candidate: Candidate) -> tuple[int, float]:
+        """A number of layers, one unless kinds of layers take turns, and the bytes that they keep
+        for each token of a rank.
+        """
+        key = candidate.tp, candidate.cp, candidate.ep, candidate.recompute
+        if key not in self._kept:
+            alone = replace(
+                candidate,
+                dp=candidate.dp * candidate.pp,
+                pp=1,
+                vpp=1,
+                counts_embedding=False,
+                counts_loss=False,
+            )
+            unit, size = _kept_by_layers(self._request(alone))
+            self._kept[key] = unit, size / candidate.capacity
+        return self._kept[key]
+
+    def _request(self, candidate: Candidate) -> Request:
+        return Request(
             config=config_of(self.base, candidate),
             vocab_size=self.vocab_size,
             world_size=candidate.world_size,
             loss_share=self.loss_share,
         )
-        self.found[candidate] = stages = estimates(request, self._shared)
-        peak = max(stage.peak for stage in stages)
-        return peak + peak * FRAGMENTATION_PERCENT // 100 + LIBRARIES_BYTES
+
+
+def _kept_by_layers(request: Request) -> tuple[int, int]:
+    """Returns by how many bytes the passes' peak grows with so many layers; with 0 where layers are
+    too few to tell.
+    """
+    (stage,) = stages_of(request.config, request.world_size)
+    depths = depths_of(request.config, stage)[:2]
+    if not depths:
+        return 1, 0
+    low, high = (sum(bytes_beside_states(request, stage, depth, 1).values()) for depth in depths)
+    return depths[1] - depths[0], high - low
+
+
+_CERTAIN = 0.97
+"""Share of what layers keep that they keep at any number of tokens: nearly all of it is
+proportional.
+"""
+
+
+def _with_margin(peak: int) -> int:
+    return peak + peak * FRAGMENTATION_PERCENT // 100 + LIBRARIES_BYTES

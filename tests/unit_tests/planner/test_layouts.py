@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.devices import DEVICES
 from megatron.planner.layout_page import Bar, layout_page
 from megatron.planner.layout_time import TimeModel, reason
-from megatron.planner.layouts import RECOMPUTES, Candidate, Measures, enumerated, search
+from megatron.planner.layouts import RECOMPUTES, Candidate, Measures, Search, enumerated, search
 from megatron.planner.plan_options import DEFAULT_MODEL
 from megatron.planner.sequences import Sequences
 
@@ -64,6 +65,33 @@ def test_the_search_finds_what_brute_force_finds(memory: int) -> None:
     assert [choice.candidate for choice in found.best] == expected
     assert found.num_timed <= len(CLUSTER)
     assert all(choice.num_bytes <= memory for choice in found.best)
+
+
+def test_a_search_says_how_far_it_is() -> None:
+    """Minutes without a line are taken for a hang."""
+    seen: list[Search] = []
+    found = search(CLUSTER, MEASURES, 45 * GIB, progress=seen.append)
+    counts = [(one.num_timed, one.num_measured, one.num_too_large) for one in seen]
+    assert counts[0] == (0, 0, 0)
+    assert all(sum(more) - sum(less) in (1, 2) for less, more in pairwise(counts))
+    assert found.num_timed >= seen[-1].num_timed > len(found.best)
+
+
+def test_a_schedule_serves_both_kinds_of_optimizer() -> None:
+    """Half of all schedules would be made for nothing."""
+    calls: list[object] = []
+    scheduler = get_scheduler("default")
+
+    def counted(request: ScheduleRequest) -> Schedule:
+        calls.append(request)
+        return scheduler(request)
+
+    times = replace(TIMES, scheduler=counted, _scheduled={})
+    one = Candidate(dp=4, capacity=8192, shards_optimizer=False)
+    other = replace(one, shards_optimizer=True)
+    assert times.parts(one)["schedule"] == pytest.approx(times.parts(other)["schedule"])
+    assert len(calls) == 1
+    assert times.seconds(one) != times.seconds(other)
 
 
 def test_more_memory_is_never_slower() -> None:

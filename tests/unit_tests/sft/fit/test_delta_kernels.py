@@ -18,7 +18,8 @@ def test_the_rule_keeps_what_its_sources_say() -> None:
     beta = torch.zeros(shape[:3], dtype=torch.bfloat16, requires_grad=True)
     with ByteCounter() as counter:
         with counter.phase("forward"):
-            out, _ = rule(*wide, decay, beta, cu_seqlens=torch.tensor([0, 100, 256]))
+            ends = torch.tensor([0, 100, 256])
+            out, _ = rule(wide[0], wide[1], wide[2], decay, beta, cu_seqlens=ends)
         with counter.phase("backward"):
             found = torch.autograd.grad(out, [*wide, decay, beta], torch.zeros_like(out))
     row, rows = TOKENS * HEADS * WIDTH * 2, TOKENS * HEADS
