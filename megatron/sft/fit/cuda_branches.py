@@ -55,7 +55,7 @@ BRANCHES = (
         "none",
     ),
     Branch(
-        "packing.model.get_batch.get_batch_on_this_rank_for_sequence_packing",
+        "packing.model.get_batch._loss_rows",
         "rows that count are found on the host: 8 bytes for each, as on CPU",
         "none",
     ),
@@ -70,6 +70,8 @@ BRANCHES = (
         "in bfloat16 as on CPU; in float32 one product per expert, counted as grouped",
         "none",
     ),
+    Branch("sft.model.needs.check_needs", "a check", "none"),
+    Branch("sft.model.needs._check_optimizer", "a check", "none"),
     Branch("sft.commands.chat.open_speaker", "no training step", "none"),
     Branch("packing.model.zigzag.sent", "indices are copied to the device", "run"),
     Branch("packing.model.pipeline.check_config", "a check", "none"),

@@ -16,9 +16,9 @@ def test_the_rule_keeps_what_its_sources_say() -> None:
     wide = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     decay = torch.zeros(shape[:3], requires_grad=True)
     beta = torch.zeros(shape[:3], dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([0, 100, 256])
     with ByteCounter() as counter:
         with counter.phase("forward"):
-            ends = torch.tensor([0, 100, 256])
             out, _ = rule(wide[0], wide[1], wide[2], decay, beta, cu_seqlens=ends)
         with counter.phase("backward"):
             found = torch.autograd.grad(out, [*wide, decay, beta], torch.zeros_like(out))
