@@ -89,7 +89,8 @@ def summary(config: SFTConfig, datasets: Datasets, companions: Companions) -> It
     yield f"training   {steps}, about {sequences * mean:,.0f} tokens"
     world = _world_size(config)
     if _is_alone():
-        yield f"layout     checked for {world:,} processes, the fewest that it takes"
+        noun = "process" if world == 1 else "processes"
+        yield f"layout     checked for {world:,} {noun}, the fewest that it takes"
     yield (
         f"           tensor {parallel.tensor_model_parallel_size}, pipeline "
         f"{parallel.pipeline_model_parallel_size}, context {parallel.context_parallel_size}, data "
