@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_to_go_back_to(tmp_path: Path
     assert f"{checkpoint_path(tmp_path, 10)}/__2_0.distcp is damaged" in damaged
     assert f"write 5 into {tmp_path / TRACKER} to continue" in damaged
     assert (
-        "iter_0000015 could not be saved: rank 1: OSError: [Errno 28] No space left on device"
+        "could not be saved: rank 1: the disk is full (OSError: [Errno 28] No space left on device)"
         in unwritten
     )
 

@@ -4,6 +4,7 @@ they were written.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -48,6 +49,8 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
     except (Exception, CheckpointException) as error:
         root = _root_of(error, unfinished)
         cause = f"{type(root).__name__}: {' '.join(str(root).split())}"[:500]
+        if isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT):
+            cause = f"the disk is full ({cause})"
         if is_collective and not isinstance(error, CheckpointException):
             if isinstance(root, OSError):
                 raise OSError(f"{message}: {cause}") from None
