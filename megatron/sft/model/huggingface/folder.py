@@ -164,8 +164,10 @@ def read_header(file: Path) -> dict[str, Any]:
         text = stream.read(min(size, _LARGEST_HEADER))
     try:
         header: Any = parse_json(text.decode()) if 0 < size == len(text) else None
-        header.pop("__metadata__", None)
-        if not all(_is_entry(**entry) for entry in header.values()):
+        metadata = header.pop("__metadata__", None) or {}
+        if not all(isinstance(text, str) for text in metadata.values()) or not all(
+            _is_entry(**entry) for entry in header.values()
+        ):
             raise TypeError
     except (ValueError, TypeError, AttributeError):
         raise ValueError(

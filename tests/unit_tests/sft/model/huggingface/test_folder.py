@@ -154,6 +154,15 @@ def test_broken_folders_are_refused(tmp_path):
         open_folder(tmp_path)
 
 
+def test_a_header_with_metadata_that_is_no_text_is_refused(tmp_path):
+    """safetensors itself opens no such file, with a traceback of every rank."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    text = json.dumps({"__metadata__": {"format": {"pt": 1}}, "a": entry}).encode()
+    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    with pytest.raises(ValueError, match="download it again"):
+        open_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("shape", "offsets"),
     [
