@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths
+from megatron.packing.user_files import shortened
 from megatron.sft.data.content import Answers, Conversation, Passage, TokenIds
 from megatron.sft.data.messages import SampleError
 from megatron.sft.data.record_formats import Reading, read_record
@@ -224,7 +225,8 @@ class ChatEncoder:
 
     def _list(self, unread: set[str]) -> None:
         if not unread <= self._listed:
-            _log.warning("not read of records: %s", ", ".join(sorted(unread - self._listed)))
+            names = ", ".join(sorted(unread - self._listed))
+            _log.warning("not read of records: %s", shortened(names, most=300))
             self._listed.update(unread)
 
     def _tokens(self, content: Conversation | Passage | TokenIds) -> ChatTokens:

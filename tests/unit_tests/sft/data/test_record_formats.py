@@ -501,6 +501,8 @@ def test_other_keys_are_listed_once(tokenizer, caplog):
         )
     encoder.encode({"text": "abc", "id": 8, "url": "u"})
     assert caplog.messages == ["not read of records: id, rating, topic", "not read of records: url"]
+    encoder.encode({"text": "abc", **{f"{number:0>99}": 1 for number in range(99)}, "k" * 9999: 1})
+    assert len(caplog.messages[-1]) < 350
 
 
 def test_columns_that_are_read_may_have_other_names():
