@@ -3,7 +3,7 @@ images, which are decoded where they are trained.
 
     python examples/multimodal/make_data.py --output-dir /tmp/images
     torchrun --nproc-per-node 2 examples/multimodal/train.py --data-path /tmp/images/blend.yaml
-        --sequence-packing --max-seqlen-per-dp-cp-rank 512
+        --sequence-packing --max-seqlen-per-dp-cp-rank 1024
 
 Losses are the same with --tensor-model-parallel-size 2 (and sequence parallel), with
 --pipeline-model-parallel-size 2, and with --context-parallel-size 2.
