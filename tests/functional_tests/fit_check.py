@@ -47,6 +47,11 @@ ROPE = (
 )
 GROUPED = f"{ROPE} --group-query-attention --num-query-groups 2 --qk-layernorm"
 EXPERTS = f"{ROPE} --num-experts 4 --moe-router-topk 2"
+WINDOWS = "--window-size 15 0 --window-attn-skip-freq 1 0"
+DELTA_NET = (
+    "--linear-attention-freq 1 0 --linear-num-key-heads 2 --linear-num-value-heads 4 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
+)
 TP2 = "--tensor-model-parallel-size 2"
 SP2 = f"{TP2} --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -103,6 +108,9 @@ def _cases() -> dict[str, Case]:
         "zero-centered": Case(
             1, f"{PACKED} {ROPE} --apply-layernorm-1p --geglu --bf16".replace("--swiglu ", "")
         ),
+        "windows-sinks": Case(1, f"{PACKED} {GROUPED} {WINDOWS} --softmax-type learnable --bf16"),
+        "cp2-windows": Case(2, f"{PACKED} {GROUPED} {CP2} {WINDOWS} --bf16"),
+        "delta-net": Case(1, f"{PACKED} {GROUPED} {DELTA_NET} --bf16"),
         "dropout": Case(1, f"{PACKED} --hidden-dropout 0.1 --bf16"),
         "experts": Case(1, f"{PACKED} {EXPERTS} --bf16"),
         "grouped-experts": Case(1, f"{PACKED} {EXPERTS} --moe-grouped-gemm --bf16"),
