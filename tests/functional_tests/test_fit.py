@@ -255,6 +255,7 @@ def test_a_gpu_out_of_memory_ends_in_one_line(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ("--memory 80G --world-size 1", "--memory 80G: must be a size above 0, such as 80GiB"),
+        ("--memory 80 --world-size 1", "--memory 80 is 80 bytes; give the unit: 80GiB"),
         ("--world-size 0", "--world-size"),
         ("--world-size 2 --verify", "--verify runs the steps on one GPU; pass --world-size 1"),
         ("--world-size 3 --tensor-model-parallel-size 2", "must be a multiple of tensor"),

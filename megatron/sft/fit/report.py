@@ -45,7 +45,10 @@ def parse_memory(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or not float(match[1]):
         raise ValueError(f"--memory {text}: must be a size above 0, such as 80GiB or 141GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size < 2**20 and not match[2]:
+        raise ValueError(f"--memory {text} is {size:,} bytes; give the unit: {text.strip()}GiB")
+    return size
 
 
 def rows_of(columns: Sequence[Column]) -> list[Row]:
