@@ -79,7 +79,13 @@ def main(arguments: Sequence[str], program: str) -> None:
             raise ValueError(
                 "--mock-data has synthetic tokens, so there is nothing to show; pass --data-path"
             )
-        stream = SampleStream(datasets.train, Share(0, 1, 1, 1))
+        stream = SampleStream(
+            datasets.train,
+            Share(0, 1, 1, 1),
+            max_bad_samples_in_a_row=config.data.max_bad_samples_in_a_row
+            if config.data.skip_bad_samples
+            else None,
+        )
         names = datasets.train.names
         marks = _TRAINED if sys.stdout.isatty() else _PLAIN
         report = _Report(names, datasets.tokenizer, options.samples, marks)

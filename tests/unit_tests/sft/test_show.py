@@ -53,6 +53,14 @@ def test_shows_samples_and_shares(options, capsys):
     ]
 
 
+def test_leaves_out_bad_records_where_asked(tmp_path, capsys):
+    """One bad record would hide what a run makes of all others."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "a"}\n{"text": 5}\n{"text": "b"}\n')
+    show.main(["--data-path", str(path), "--split", "1", "--skip-bad-samples"], "show")
+    assert "dropped for" in capsys.readouterr().out
+
+
 def test_shows_what_shared_prefixes_save(tmp_path, capsys):
     """Whether trees are worth it depends on the data alone."""
     path = tmp_path / "answers.jsonl"
