@@ -36,11 +36,11 @@ class _Counted(TorchDispatchMode):
         """
 
     def __enter__(self) -> _Counted:
-        plain, counted = torch.autograd.Function.apply.__func__, self  # type: ignore[attr-defined]
+        plain: Any = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: type, *arguments: Any) -> Any:
-            counted.found["functions"] += 1
-            return plain(cls, *arguments)
+            self.found["functions"] += 1
+            return plain.__get__(None, cls)(*arguments)
 
         self._patch: Any = mock.patch.object(torch.autograd.Function, "apply", classmethod(apply))
         self._patch.start()
@@ -116,6 +116,8 @@ def test_keys_and_values_are_gathered_once_over_context_parallel() -> None:
 
 
 OTHER_LENGTHS = ((40, 24, 56), (32, 48, 16), (8, 44, 60), (12, 20, 28))
+A_COUNT = 4
+"""Bytes of a number of tokens, which later releases of megatron-core keep."""
 OF_INDICES = 3880
 """Bytes on the host, of the places of tokens in packs of these lengths, on one of two ranks."""
 
@@ -147,5 +149,5 @@ def test_a_microbatch_leaves_nothing_behind() -> None:
     """
     for num_ranks, flags, of_lengths in ((1, FLAGS, 0), (2, f"{FLAGS} {CP2}", OF_INDICES)):
         first, added = run_ranks(bytes_left, num_ranks, Case(num_ranks, flags, DATA, 2))[0]
-        assert first[0] == first[1] == first[2]
+        assert first[2] <= first[1] <= first[0] + A_COUNT
         assert added <= of_lengths
