@@ -75,7 +75,7 @@ def summary(config: SFTConfig, datasets: Datasets, companions: Companions) -> It
     """Yields the lines of a dry run."""
     training, parallel = config.training, config.parallel
     sequences = training.train_iters * training.global_batch_size
-    sampled = sample_lengths(datasets)
+    sampled = sample_lengths(config, datasets)
     mean = sampled.num_tokens / max(sampled.num_samples, 1)
     steps = f"{training.train_iters:,} steps of {training.global_batch_size:,} sequences"
     if datasets.tokenizer is not None:
@@ -118,9 +118,15 @@ def memory(estimate: MemoryEstimate) -> str:
     )
 
 
-def sample_lengths(datasets: Datasets) -> Sampled:
+def sample_lengths(config: SFTConfig, datasets: Datasets) -> Sampled:
     """Returns the lengths of the first training samples."""
-    stream = SampleStream(datasets.train, Share(0, 1, 1, 1))
+    stream = SampleStream(
+        datasets.train,
+        Share(0, 1, 1, 1),
+        max_bad_samples_in_a_row=config.data.max_bad_samples_in_a_row
+        if config.data.skip_bad_samples
+        else None,
+    )
     found = [sample for _ in range(min(_SAMPLES, len(datasets.train))) for sample in next(stream)]
     return Sampled(
         len(found),
