@@ -52,7 +52,7 @@ class TimeModel:
     """LoRA: weights have neither gradients nor an optimizer's state."""
     measured: PackCost | None = None
     """Seconds of a pack on one device, in place of the arithmetic and its memory traffic."""
-    _scheduled: dict[Candidate, float] = field(default_factory=dict, repr=False)
+    _scheduled: dict[Candidate, float] = field(default_factory=dict, init=False, repr=False)
     """Seconds of scheduled steps. The optimizer's sharding does not change a schedule."""
 
     def seconds(self, candidate: Candidate) -> float:
@@ -87,9 +87,12 @@ class TimeModel:
         cost = self._pack_cost(candidate, sum(per_token.values()))
         stages = len(self.batches) * candidate.dp * candidate.pp
         tokens = sum(batch.num_tokens for batch in self.batches) / stages
-        squares = sum(batch.square_sum for batch in self.batches) / stages
         found = {name: seconds * tokens for name, seconds in per_token.items()}
-        found["attention"] = cost.quadratic * squares
+        whole = sum(
+            float(cost.of_sequences(batch.lengths, squares=batch.squares).sum())
+            for batch in self.batches
+        )
+        found["attention"] = whole / stages - cost.linear * tokens
         return cost, found
 
     def _pack_cost(self, candidate: Candidate, linear: float) -> PackCost:
@@ -101,6 +104,7 @@ class TimeModel:
                 linear=linear,
                 quadratic=self.measured.quadratic * repeated / ranks,
                 fixed=self.measured.fixed / candidate.tp,
+                windows=_scaled(self.measured.windows, repeated / ranks),
             )
         flops = self._flops()
         attention = ATTENTION_SHARE * self.device.flops
@@ -111,6 +115,7 @@ class TimeModel:
             linear=linear,
             quadratic=flops.quadratic * repeated / ranks / attention,
             fixed=weights / self.device.memory_bandwidth,
+            windows=_scaled(flops.windows, repeated / ranks / attention),
             least=launch_seconds(self._num_layers, candidate.pp * candidate.vpp),
         )
 
@@ -296,6 +301,10 @@ class TimeModel:
 def _repeated(candidate: Candidate) -> float:
     """Returns the factor by which arithmetic of layers grows: a forward pass more of three."""
     return 4 / _PASSES if candidate.recompute == "full" else 1.0
+
+
+def _scaled(windows: Sequence[tuple[int, float]], factor: float) -> tuple[tuple[int, float], ...]:
+    return tuple((window, each * factor) for window, each in windows)
 
 
 def reason(parts: Mapping[str, float]) -> str:

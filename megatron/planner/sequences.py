@@ -43,10 +43,9 @@ class Sequences:
         return int(self.lengths.sum())
 
     @property
-    def square_sum(self) -> float:
-        """Twice the pairs of tokens that attend in all."""
-        squares = self.lengths.astype(float) ** 2 if self.trees is None else self.trees.squares
-        return float(squares.sum())
+    def squares(self) -> IntArray | None:
+        """Twice the pairs of tokens that attend in each; None where they are L^2."""
+        return None if self.trees is None else self.trees.squares
 
     def take(self, ids: npt.NDArray[Any]) -> Sequences:
         """Returns some of the samples, in this order."""

@@ -86,7 +86,7 @@ def test_a_schedule_serves_both_kinds_of_optimizer() -> None:
         calls.append(request)
         return scheduler(request)
 
-    times = replace(TIMES, scheduler=counted, _scheduled={})
+    times = replace(TIMES, scheduler=counted)
     one = Candidate(dp=4, capacity=8192, shards_optimizer=False)
     other = replace(one, shards_optimizer=True)
     assert times.parts(one)["schedule"] == pytest.approx(times.parts(other)["schedule"])
@@ -164,6 +164,24 @@ def test_communication_is_counted() -> None:
     assert far > 5 * near
     assert TIMES.seconds(Candidate(dp=4, capacity=8192, recompute="full")) > sum(plain.values())
     assert "arithmetic" in reason(plain)
+
+
+def test_windows_make_attention_cheaper() -> None:
+    """Layers with a window look at their part of a sequence; a window that holds all, at all."""
+    one = Candidate(dp=2, cp=2, capacity=4096)
+    whole = TIMES.parts(one)
+    layers = DEFAULT_MODEL.num_layers
+    assert layers is not None
+    for tokens, least, most in ((4000, 0.999, 1.001), (128, 0.5, 0.6)):
+        shape = replace(
+            DEFAULT_MODEL,
+            window_size=(tokens - 1, 0),
+            window_attn_skip_freq=(1, 0) * (layers // 2),
+        )
+        parts = replace(TIMES, shape=shape).parts(one)
+        assert least < parts["attention"] / whole["attention"] < most
+        assert parts["arithmetic"] == whole["arithmetic"]
+        assert sum(parts.values()) <= 1.001 * sum(whole.values())
 
 
 def test_flags_and_page() -> None:
