@@ -116,6 +116,12 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=200, help="of each kind")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    for name in KINDS:
+        if (arguments.output_dir / name).exists():
+            parser.error(
+                f"{arguments.output_dir / name} is there already; remove it, or name another "
+                "--output-dir"
+            )
     print(make(arguments.output_dir, arguments.num_samples, arguments.seed))
 
 

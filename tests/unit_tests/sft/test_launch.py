@@ -86,11 +86,15 @@ def test_a_run_of_two_processes(tmp_path):
 def test_a_signal_that_is_ignored_stays_so():
     """torchrun would end a run that somebody left behind with nohup."""
     found = Launch(["--nproc-per-node", "2"], ["--lr", "1"])
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    heard = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+    # A shell starts what it runs in the background with some of these ignored.
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (*heard, signal.SIGHUP)}
     try:
+        assert "SIGHUP" in torchrun_arguments(found)[1]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         name, signals, *rest = torchrun_arguments(found)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
     assert (name, signals) == ("--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT")
     assert rest == [*found.torchrun, "-m", "megatron.sft", "train", *found.training]
-    assert "SIGHUP" in torchrun_arguments(found)[1]
