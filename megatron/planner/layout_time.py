@@ -60,12 +60,11 @@ class TimeModel:
         return sum(self.parts(candidate).values())
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """Returns those of a step in which no rank or stage waits for another, or of the longest
-        sequence, whose pack goes through all stages, one after the other.
+        """Returns those of a step in which no rank or stage waits for another, or of the costliest
+        sample, whose pack goes through all stages, one after the other.
         """
         cost, parts = self._work(candidate)
-        longest = np.array([max(int(batch.lengths.max()) for batch in self.batches)])
-        alone = float(cost.of_sequences(longest)[0]) / len(self.batches)
+        alone = max(_costs(cost, batch).max() for batch in self.batches) / len(self.batches)
         return max(sum(parts.values()), alone) + sum(self._per_step(candidate).values())
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
@@ -88,10 +87,7 @@ class TimeModel:
         stages = len(self.batches) * candidate.dp * candidate.pp
         tokens = sum(batch.num_tokens for batch in self.batches) / stages
         found = {name: seconds * tokens for name, seconds in per_token.items()}
-        whole = sum(
-            float(cost.of_sequences(batch.lengths, squares=batch.squares).sum())
-            for batch in self.batches
-        )
+        whole = float(sum(_costs(cost, batch).sum() for batch in self.batches))
         found["attention"] = whole / stages - cost.linear * tokens
         return cost, found
 
@@ -301,6 +297,11 @@ class TimeModel:
 def _repeated(candidate: Candidate) -> float:
     """Returns the factor by which arithmetic of layers grows: a forward pass more of three."""
     return 4 / _PASSES if candidate.recompute == "full" else 1.0
+
+
+def _costs(cost: PackCost, batch: Sequences) -> npt.NDArray[np.float64]:
+    """Seconds of each sample, trees by their own pairs of tokens."""
+    return cost.of_sequences(batch.lengths, squares=batch.squares)
 
 
 def _scaled(windows: Sequence[tuple[int, float]], factor: float) -> tuple[tuple[int, float], ...]:
