@@ -65,21 +65,25 @@ def payload_of(item: Mapping[str, Any], num_sequences: int) -> Payload | None:
     return Payload(None if given is None else named_tensors(given), key)
 
 
-def named_tensors(given: Any) -> dict[str, list[Any]]:
+def restored_tensors(given: Any) -> dict[str, list[Any]]:
     """Returns tensors by name, a list of each name's.
 
     Args:
-        given: such a mapping, or a sample that has it as `payloads`.
+        given: what the user's `restore` returned: a sample that has them as `payloads`, or the
+            mapping alone.
     """
-    if isinstance(given, Mapping):
-        if "payloads" not in given and not given.keys().isdisjoint(("tokens", "input_ids")):
-            raise ValueError(
-                "a sample that is restored must have 'payloads', but has none; return what the "
-                "iterator gave, with its images"
-            )
-        given = given.get("payloads", given)
-    else:
-        given = getattr(given, "payloads", given)
+    if not isinstance(given, Mapping):
+        return named_tensors(getattr(given, "payloads", given))
+    if "payloads" not in given and not given.keys().isdisjoint(("tokens", "input_ids")):
+        raise ValueError(
+            "a sample that is restored must have 'payloads', but has none; return what the "
+            "iterator gave, with its images"
+        )
+    return named_tensors(given.get("payloads", given))
+
+
+def named_tensors(given: Any) -> dict[str, list[Any]]:
+    """Returns a mapping of names to a tensor, an array or some of them, as lists of each name's."""
     if not isinstance(given, Mapping):
         raise ValueError(
             "payloads must be tensors by name, as {'pixels': [image, image]}, but are "

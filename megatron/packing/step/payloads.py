@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.packing.batch.columns import IntArray
 from megatron.packing.batch.payload_bytes import from_bytes, to_bytes
-from megatron.packing.batch.payloads import Payload, named_tensors
+from megatron.packing.batch.payloads import Payload, restored_tensors
 from megatron.packing.scheduling.payload_cost import PayloadCosts, cost_of_payloads
 from megatron.packing.step.load import Restore
 
@@ -244,7 +244,7 @@ def _with_tensors(payload: Payload, restore: Restore | None) -> Payload:
             _Lost("nothing restores a sample by its key; pass PayloadStore(restore=function)"),
         )
     try:
-        return Payload(named_tensors(restore(payload.key)), payload.key)
+        return Payload(restored_tensors(restore(payload.key)), payload.key)
     except Exception as failure:  # the user's code may raise anything, and other ranks wait
         return Payload(None, _Lost(f"{type(failure).__name__}: {failure}"))
 

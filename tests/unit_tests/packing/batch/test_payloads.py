@@ -9,7 +9,7 @@ import torch
 
 from megatron.packing.batch.columns import PAYLOAD_COSTS, PAYLOADS
 from megatron.packing.batch.payload_bytes import from_bytes, payloads_of_packs, to_bytes
-from megatron.packing.batch.payloads import Payload, named_tensors
+from megatron.packing.batch.payloads import Payload, payload_of, restored_tensors
 from megatron.packing.batch.reading import SampleReader
 from megatron.packing.batch.samples import Samples, joined
 
@@ -139,10 +139,21 @@ def test_what_restores_may_return_a_sample() -> None:
     """A dict, an object with `payloads`, or the tensors themselves."""
     one = torch.ones(2)
     for given in ({"pixels": one}, {"payloads": {"pixels": [one]}, "tokens": [1]}):
-        assert named_tensors(given) == {"pixels": [one]}
-    assert named_tensors(SimpleNamespace(payloads={"pixels": one})) == {"pixels": [one]}
+        assert restored_tensors(given) == {"pixels": [one]}
+    assert restored_tensors(SimpleNamespace(payloads={"pixels": one})) == {"pixels": [one]}
     with pytest.raises(ValueError, match="that is restored must have 'payloads', but has none"):
-        named_tensors({"tokens": [1], "loss_mask": [0]})
+        restored_tensors({"tokens": [1], "loss_mask": [0]})
+
+
+def test_payloads_have_any_names() -> None:
+    """Codes of audio may be called tokens: they were taken for a sample without images."""
+    codes = torch.arange(3)
+    for given in ({"tokens": codes}, {"payloads": codes, "input_ids": [codes]}):
+        payload = payload_of({"tokens": [1], "payloads": given}, 1)
+        assert payload is not None
+        assert payload.tensors is not None
+        assert payload.tensors.keys() == given.keys()
+        assert restored_tensors({"payloads": given}) == payload.tensors
 
 
 def test_each_microbatch_has_those_of_its_sequences_in_order() -> None:
