@@ -109,7 +109,7 @@ def merged_embeddings(gpt: Any, batch: Any, embeddings: Tensor, token_id: int) -
         taken = embeddings.to(words.dtype).index_select(0, rows.clamp(min=0))
         words = torch.where(is_word, words, taken[:, None])
     else:
-        words = words + 0 * embeddings.to(words.dtype).sum()
+        words = words + (0 * embeddings.to(words.dtype)).sum()
     if config.sequence_parallel:
         words = scatter_to_sequence_parallel_region(words, group=gpt.pg_collection.tp)
     return words

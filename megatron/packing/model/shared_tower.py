@@ -62,7 +62,16 @@ class SharedTower(torch.nn.Module):
             images: at least one, the same on each rank.
             num_rows: rows that the tower makes of each.
             costs: what each takes to encode, to share them out evenly; None takes `num_rows`.
+
+        Raises:
+            ValueError: `num_rows` or `costs` are not one for each image, or the tower makes another
+                number of rows.
         """
+        for name, its in (("num_rows", num_rows), ("costs", costs)):
+            if its is not None and len(its) != len(images):
+                raise ValueError(
+                    f"{name} must be one for each of {len(images)} images, but is {its}"
+                )
         tp_size, tp_rank = (1, 0) if self._tp is None else (self._tp.size(), self._tp.rank())
         num_ranks = tp_size * self._cp.size()
         if num_ranks == 1:
@@ -72,13 +81,19 @@ class SharedTower(torch.nn.Module):
         own = shares(num_rows if costs is None else costs, num_ranks)[rank]
         # A rank without an image encodes one for nothing: all parameters must have a gradient.
         made = self.tower([images[i] for i in own or [0]])
+        expected = sum(num_rows[i] for i in own or [0])
+        if len(made) != expected:
+            raise ValueError(
+                f"the tower made {len(made)} rows of images {own or [0]}, but num_rows says "
+                f"{expected}"
+            )
         starts = torch.tensor([0, *num_rows]).cumsum(0)
         places = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in own]
         embeddings = made.new_zeros(int(starts[-1]), made.shape[-1])
         if own:
             embeddings = embeddings.index_copy(0, torch.cat(places).to(made.device), made)
         else:
-            embeddings = embeddings + 0 * made.sum()
+            embeddings = embeddings + (0 * made).sum()  # a sum of float16 may be infinite
         summed: Tensor = _SumOfShares.apply(embeddings, self._tp, self._cp)
         return summed
 

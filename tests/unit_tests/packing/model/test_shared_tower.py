@@ -1,8 +1,13 @@
 """Images of a pack, shared out over the ranks that hold it; exact in tests/functional_tests."""
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
-from megatron.packing.model.shared_tower import shares
+import pytest
+import torch
+
+from megatron.packing.model.shared_tower import SharedTower, shares
+from tests.unit_tests.packing.stubs import Ranks
 
 
 @pytest.mark.parametrize(
@@ -21,3 +26,30 @@ def test_images_are_shared_out_by_cost(
     long the ranks wait.
     """
     assert shares(costs, num_ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "costs", "said"),
+    [
+        ([2], None, "num_rows must be one for each of 2 images"),
+        ([2, 2], [1.0], "costs must be one for each of 2 images"),
+        ([2, 3], None, "the tower made 2 rows of images .1., but num_rows says 3"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(
+    num_rows: list[int], costs: list[float] | None, said: str
+) -> None:
+    """An image that no rank encodes would be a row of zeros, without an error."""
+    config: Any = SimpleNamespace(sequence_parallel=False)
+    groups: Any = SimpleNamespace(tp=Ranks(), cp=Ranks(2))
+    tower = SharedTower(_TwoRows(), config, groups)
+    with pytest.raises(ValueError, match=said):
+        tower([torch.ones(1), torch.ones(1)], num_rows, costs)
+
+
+class _TwoRows(torch.nn.Module):
+    """Makes two rows of each image."""
+
+    def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+        """Returns [2 * images, 1]."""
+        return torch.cat([image.expand(2, 1) for image in images])
