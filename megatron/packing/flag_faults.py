@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 
 from megatron.packing.flag_help import Command
@@ -75,9 +76,15 @@ def stray_value(
 
     `["--bf16", "True"] -> "--bf16 takes no value; drop True"`
     """
-    place = arguments.index(value) if value in arguments else 0
-    flag = arguments[place - 1] if place else ""
-    if isinstance(known.get(flag), argparse.BooleanOptionalAction):
+    flag = next(
+        (
+            flag
+            for flag, word in itertools.pairwise(arguments)
+            if word == value and isinstance(known.get(flag), argparse.BooleanOptionalAction)
+        ),
+        None,
+    )
+    if flag is not None:
         if value.lower() in _TRUE:
             return FlagError(f"{flag} takes no value; drop {value}")
         if value.lower() in _FALSE:

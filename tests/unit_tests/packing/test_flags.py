@@ -81,6 +81,7 @@ def write_yaml(tmp_path):
     ("arguments", "message"),
     [
         (["--turbo", "True"], "--turbo takes no value; drop True"),
+        (["--name", "True", "--turbo", "True"], "--turbo takes no value; drop True"),
         (["--turbo", "false"], "--turbo takes no value; drop both, or pass --no-turbo"),
         (["--turbo", "red"], "'red' belongs to no option; options begin with --, see --help"),
         (["car.yaml"], "'car.yaml' belongs to no option; for a file of options pass --config"),
