@@ -12,17 +12,21 @@ one with process groups or CUDA cannot be a fake world; and the trainer need not
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron.sft.options.config import SFTConfig
 
 OF_RUN = "--of-run"
 GIB = 2**30
 _NO_ANSWER = "the process that estimates it gave no answer"
+_NO_PROCESS = "the process that estimates it did not start"
 
 
 class StageMemory(NamedTuple):
@@ -68,23 +72,48 @@ def estimate_memory(
     ways_out: whether to look for changes that take less, at the price of an estimate for each.
     """
     assumed = {"vocab_size": vocab_size, "world_size": world_size, "loss_share": loss_share}
-    command = [sys.executable, "-m", "megatron.sft", "fit", OF_RUN]
     request = pickle.dumps(({"config": config, **assumed}, ways_out))
     try:
-        done = subprocess.run(command, input=request, capture_output=True, timeout=seconds)
-        printed = done.stdout
+        printed, errors = _answer_of(request, seconds)
+    except OSError as failure:  # such as no memory for another process
+        return MemoryEstimate(failure=f"{_NO_PROCESS}: {failure}")
+    answer: dict[str, Any] | None = None
+    ways: list[WayOut] = []
+    for value in _values_of(printed):
+        match value:
+            case {"stages": _} | {"failed": _}:
+                answer = answer or value
+            case [str(flags), int(saved)]:
+                ways.append(WayOut(flags, saved))
+    if answer is None:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        return MemoryEstimate(failure=f"{_NO_ANSWER}: {last}" if last else _NO_ANSWER)
+    if "failed" in answer:
+        return MemoryEstimate(failure=answer["failed"])
+    return MemoryEstimate(tuple(StageMemory(**stage) for stage in answer["stages"]), tuple(ways))
+
+
+def _answer_of(request: bytes, seconds: float | None) -> tuple[bytes, bytes]:
+    """Returns what the process wrote to its stdout and stderr, until it was ended at the latest."""
+    # A checkout that is not installed may be on this process's path by its script's folder alone.
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "megatron.sft", "fit", OF_RUN]
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, timeout=seconds, env=environment
+        )
     except subprocess.TimeoutExpired as late:
-        printed = late.stdout or b""
-    # A line that is not whole, or that is a library's, is not ours.
-    lines = [
-        json.loads(line) for line in printed.split(b"\n")[:-1] if line.startswith((b"{", b"["))
-    ]
-    if not lines or "stages" not in lines[0]:
-        return MemoryEstimate(failure=lines[0]["failed"] if lines else _NO_ANSWER)
-    return MemoryEstimate(
-        tuple(StageMemory(**stage) for stage in lines[0]["stages"]),
-        tuple(WayOut(*line) for line in lines[1:]),
-    )
+        return late.stdout or b"", late.stderr or b""
+    return done.stdout, done.stderr
+
+
+def _values_of(printed: bytes) -> Iterator[Any]:
+    """Yields the JSON objects and lists among whole lines; other lines are a library's."""
+    for line in printed.split(b"\n")[:-1]:
+        with suppress(ValueError):
+            if line.startswith((b"{", b"[")):
+                yield json.loads(line)
 
 
 def gib(size: int) -> str:

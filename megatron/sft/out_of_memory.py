@@ -32,6 +32,7 @@ _PHASES = {
     "_save": "a checkpoint",
     "_update": "the optimizer step",
     "_evaluate": "the evaluation",
+    "_evaluate_if_due": "the evaluation",  # answers to prompts
     "forward_backward": "the passes",
     "build_training": "building the model",
 }
