@@ -53,6 +53,7 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     }
     options |= config.lora.identity(
         has_delta_nets=any(config.model.linear_attention_freq),
+        has_experts=config.model.num_experts is not None,
         has_shared_experts=bool(config.model.moe_shared_expert_intermediate_size),
     )
     if config.lora.lora:

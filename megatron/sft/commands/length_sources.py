@@ -31,7 +31,12 @@ from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
 from megatron.sft.data.tokenizer import build_tokenizer
-from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
+from megatron.sft.options.chat_template import (
+    TemplateChoice,
+    check_has_template,
+    read_date,
+    read_variables,
+)
 from megatron.sft.options.data import tokenizer_type_of
 from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
@@ -177,8 +182,13 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
 
 
 def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Lengths:
-    source = open_source(path)
     tokenizer_type = tokenizer_type_of(options.tokenizer_type, options.tokenizer_model)
+    check_has_template(
+        tokenizer_type,
+        chat_template=options.chat_template,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
+    source = open_source(path)
     tokenizer = build_tokenizer(
         tokenizer_type,
         options.tokenizer_model,

@@ -205,8 +205,10 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
     saved = _UNSAID | saved
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
     names["base"] = f"the base model (then {saved.get('base_folder')})"
+    # Recorded apart from the other targets, but of the same option.
+    names["lora_delta_net_modules"] = "--lora-target-modules of gated delta nets"
     differing = [
-        f"{names.get(name, flag_of(name))} was {saved[name]}, is {value}"
+        f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
         for name, value in model_options.items()
         if saved.get(name, value) != value
         and name != "base_folder"  # the vocabulary is younger than some checkpoints
@@ -216,6 +218,11 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
             f"{path} is of another model ({'; '.join(differing)}); give the same options, or "
             "another --load"
         )
+
+
+def _named(value: Any) -> str:
+    """Returns a value as the command line has it: `["q_proj", "v_proj"] -> "q_proj v_proj"`."""
+    return (" ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
 def _check_same_blend(

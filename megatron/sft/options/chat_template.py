@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any, NamedTuple
 
+from megatron.packing.flags import flag_of
 from megatron.packing.user_files import parse_json, shown
 
 _WRITTEN_BY_THE_RUN = {"messages", "tools", "add_generation_prompt"}
@@ -25,6 +26,19 @@ class TemplateChoice(NamedTuple):
 
 
 AS_RELEASED = TemplateChoice()
+
+
+def check_has_template(tokenizer_type: str, **given: str | None) -> None:
+    """Raises ValueError where an option of chat templates is given to a tokenizer without one.
+
+    given: option's name -> its value, None where it is not given.
+    """
+    for name, value in given.items():
+        if value is not None and tokenizer_type != "HuggingFaceTokenizer":
+            raise ValueError(
+                f"{flag_of(name)} needs --tokenizer-model, but {tokenizer_type} has a format of "
+                "its own"
+            )
 
 
 def read_date(text: str | None) -> date | None:

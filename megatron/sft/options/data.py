@@ -15,7 +15,12 @@ from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.planner.lengths import TokenizerType
-from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
+from megatron.sft.options.chat_template import (
+    TemplateChoice,
+    check_has_template,
+    read_date,
+    read_variables,
+)
 from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.options.data_paths import expanded, one_of
 
@@ -137,15 +142,11 @@ class DataConfig:
         if self.mock_data and self.valid_data_path:
             raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
         self._check_blend()
-        for name in ("chat_template", "chat_template_kwargs"):
-            if (
-                getattr(self, name) is not None
-                and self.resolved_tokenizer_type != "HuggingFaceTokenizer"
-            ):
-                raise ValueError(
-                    f"{flag_of(name)} needs --tokenizer-model, but {self.resolved_tokenizer_type} "
-                    "has a format of its own"
-                )
+        check_has_template(
+            self.resolved_tokenizer_type,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
         _ = self.template_choice
         check_range(self, 1, None, "vocab_size")
         check_range(

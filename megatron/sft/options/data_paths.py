@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron.blending.formats.sources import SOURCES
@@ -21,7 +21,7 @@ def expanded(path: str, flag: str) -> tuple[str, ...]:
     pattern without a file of records.
     """
     if os.path.isdir(path) and not _is_prepared(Path(path)):
-        found = _data_files(Path(path).rglob("*"))
+        found = _data_files(_files_below(path))
         if not found:
             raise ValueError(
                 f"{flag} {path}: has no file that ends in {', '.join(SOURCES)}, and is not "
@@ -34,6 +34,21 @@ def expanded(path: str, flag: str) -> tuple[str, ...]:
     if not found:
         raise ValueError(f"{flag} {path}: matches no file that ends in {', '.join(SOURCES)}")
     return found
+
+
+def _files_below(path: str) -> Iterator[Path]:
+    """Yields the files of a folder, without those of checkpoints and models below it: their JSON
+    files are no records.
+    """
+    for folder, folders, names in os.walk(path):
+        if folder != path and any(map(_is_of_weights, names)):
+            folders.clear()
+            continue
+        yield from (Path(folder, name) for name in names)
+
+
+def _is_of_weights(name: str) -> bool:
+    return name == "checksums.json" or name.endswith((".safetensors", ".distcp"))
 
 
 def one_of(path: str, flag: str) -> str:

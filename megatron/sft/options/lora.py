@@ -154,17 +154,24 @@ class LoraConfig:
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
 
     def identity(
-        self, *, has_delta_nets: bool = False, has_shared_experts: bool = False
+        self,
+        *,
+        has_delta_nets: bool = False,
+        has_experts: bool = False,
+        has_shared_experts: bool = False,
     ) -> dict[str, Any]:
         """Returns what a checkpoint of such a model must share with the run that loads it."""
         if not self.lora:
             return {"lora": False}
+        # All experts of a model without shared ones are routed.
+        is_all = self.lora_experts == "routed" and not has_shared_experts
+        experts = "all" if is_all else self.lora_experts
         # Apart, since older checkpoints of all linear layers do not name these.
         of_delta_nets = [module for module in self.targets if module in _OF_DELTA_NETS]
         return {
             "lora": True,
             **({"lora_delta_net_modules": of_delta_nets} if has_delta_nets else {}),
-            **({"lora_experts": self.lora_experts} if has_shared_experts else {}),
+            **({"lora_experts": experts} if has_experts else {}),
             "lora_rank": self.lora_rank,
             "lora_alpha": self.lora_alpha,
             "lora_rslora": self.lora_rslora,

@@ -1,10 +1,15 @@
 """What the training loop computes without processes."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.unit_tests.sft.command_line import parse
+
+RELEASED = Path(__file__).parents[2] / "fixtures" / "released"
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -53,3 +58,20 @@ def test_rope_models_may_change_their_seq_length():
     """Fine-tuning on longer sequences is what rotary embeddings are for."""
     rope = "--position-embedding-type rope"
     assert model_options(f"{rope} --seq-length 256") == model_options(rope)
+
+
+def test_adapters_beside_attention_alone_are_told_apart_beside_any_experts():
+    """Those of Mixtral, which has no shared experts, would end in megatron-core's words."""
+    from megatron.sft import saved_run
+
+    datasets: Any = SimpleNamespace(vocabulary=dict)
+    experts: list[dict[str, Any]] = []
+    for kind in ("all", "shared"):
+        arguments = (
+            f"--lora --lora-experts {kind} --pretrained-checkpoint {RELEASED / 'qwen'} "
+            "--seq-length 128 --train-iters 10 --global-batch-size 16 --lr 1e-3 --mock-data"
+        )
+        config = parse(arguments, base="")
+        model = replace(config.model, num_experts=4)
+        experts.append(saved_run.model_options(replace(config, model=model), datasets))
+    assert [options["lora_experts"] for options in experts] == ["all", "shared"]

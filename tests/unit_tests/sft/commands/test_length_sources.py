@@ -84,6 +84,16 @@ def test_chats_of_odd_columns(tmp_path):
     assert read(path, data_columns="text=body,none=text").lengths.tolist() == [3]
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("chat_template_kwargs", '{"thinking": false}'), ("chat_template", "x")]
+)
+def test_templates_without_a_tokenizer_are_refused(tmp_path, option, value):
+    """A plan would be of other lengths than the run, which refuses them."""
+    path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} needs --tokenizer-model"):
+        read(path, **{option: value})
+
+
 @pytest.mark.parametrize("as_file", [True, False])
 def test_mock_data(tmp_path, as_file):
     config = '{"mode": "distribution", "type": "constant", "seq_len": 12}'

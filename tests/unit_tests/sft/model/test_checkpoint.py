@@ -94,6 +94,11 @@ BYTES = {"num_layers": 2, "vocab_size": 264, "tokenizer": "ByteLevelTokenizer 26
         (BYTES, {**BYTES, "num_layers": 3}, "(--num-layers was 2, is 3)"),
         (
             BYTES,
+            {**BYTES, "lora_delta_net_modules": ["in_proj_a", "out_proj"]},
+            "(--lora-target-modules of gated delta nets was none, is in_proj_a out_proj)",
+        ),
+        (
+            BYTES,
             {"num_layers": 2, "vocab_size": 264},
             None,
         ),  # of mock data, which have no tokenizer

@@ -128,5 +128,16 @@ def test_experts_that_are_left_out():
     assert [shared.covers(part) for part in parts] == [False, True, True, True]
     assert [routed.covers(part) for part in parts] == [True, False, True, True]
     assert all(map(LoraConfig(lora=True).covers, parts))
+
+
+def test_a_checkpoint_names_the_experts_that_have_adapters():
+    """Adapters beside attention alone would continue as ones beside all experts. Without shared
+    experts, the routed ones are all.
+    """
+    every, shared = LoraConfig(lora=True), LoraConfig(lora=True, lora_experts="shared")
+    routed = LoraConfig(lora=True, lora_experts="routed")
     assert "lora_experts" not in shared.identity()
-    assert shared.identity(has_shared_experts=True)["lora_experts"] == "shared"
+    assert shared.identity(has_experts=True)["lora_experts"] == "shared"
+    assert routed.identity(has_experts=True) == every.identity(has_experts=True)
+    of_both = {"has_experts": True, "has_shared_experts": True}
+    assert routed.identity(**of_both)["lora_experts"] == "routed"
