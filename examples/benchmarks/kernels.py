@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.packing.model import fused_cross_entropy as kernels
+from megatron.packing.model.loss import fused_cross_entropy as kernels
 
 CAPABILITIES = (80, 90, 100)
 NUM_THREADS = 32  # of a warp

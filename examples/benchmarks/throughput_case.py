@@ -22,14 +22,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.packing.model import (
-    architecture,
-    attention,
-    attention_blocks,
-    attention_kernels,
-    get_batch,
-    layer_spec,
-)
+from megatron.packing.model import architecture, get_batch, layer_spec
+from megatron.packing.model.attention import blocks as attention_blocks
+from megatron.packing.model.attention import core_attention as attention
+from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.sft import saved_run
 from megatron.sft.arguments.parse import parse_config

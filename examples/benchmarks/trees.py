@@ -26,8 +26,8 @@ from megatron.packing.batch.microbatches import layouts_of_samples, pack
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.tree import Path, merge
 from megatron.packing.model.get_batch import packed_seq_params
-from megatron.packing.model.head import skip_masked_tokens
 from megatron.packing.model.layer_spec import packed_block_spec
+from megatron.packing.model.loss.head import skip_masked_tokens
 from megatron.planner.calibrate import one_process
 
 WORDS = 1024

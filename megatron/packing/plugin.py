@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron.packing.model import auxiliary_losses
+from megatron.packing.model.loss import auxiliary_losses
 from megatron.packing.model.mcore_versions import check_version
 from megatron.packing.plugin_checks import (
     check_config,
@@ -202,15 +202,15 @@ class PackingSchedule:
 
 
 def _give_whole_packs(chunk: torch.nn.Module) -> None:
-    from megatron.packing.model.frequencies import keep_frequencies
-    from megatron.packing.model.rotary import give_whole_packs
+    from megatron.packing.model.attention.frequencies import keep_frequencies
+    from megatron.packing.model.attention.rotary import give_whole_packs
 
     give_whole_packs(chunk)
     keep_frequencies(chunk)
 
 
 def _leave_out_masked_tokens(chunk: torch.nn.Module) -> None:
-    from megatron.packing.model.head import skip_masked_tokens
+    from megatron.packing.model.loss.head import skip_masked_tokens
     from megatron.packing.step.settings import PackingOptions
 
     gpt = unwrap_model(chunk)

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron.packing.model import head
+from megatron.packing.model.loss import head
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_data_rank
 from megatron.sft.arguments.parse import parse_config

@@ -53,8 +53,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import register_parametrization
 
-from megatron.packing.model import cross_entropy as loss_of_rows
-from megatron.packing.model.experts import mend_expert_biases
+from megatron.packing.model.layers.experts import mend_expert_biases
+from megatron.packing.model.loss import cross_entropy as loss_of_rows
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_data_rank
 from megatron.sft.arguments.parse import parse_config

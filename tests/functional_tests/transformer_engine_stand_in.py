@@ -69,8 +69,8 @@ class DotProductAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **told: Any
     ) -> Tensor:
-        from megatron.packing.model.attention_blocks import Scores, Segments
-        from megatron.packing.model.attention_kernels import causal_attention
+        from megatron.packing.model.attention.blocks import Scores, Segments
+        from megatron.packing.model.attention.kernels import causal_attention
 
         CALLS.append(told)
         assert attention_mask is None

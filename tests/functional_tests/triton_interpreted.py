@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.packing.model import cross_entropy
-from megatron.packing.model.cross_entropy import CrossEntropy, Words
-from megatron.packing.model.fused_cross_entropy import row_statistics, write_gradients
+from megatron.packing.model.loss import cross_entropy
+from megatron.packing.model.loss.cross_entropy import CrossEntropy, Words
+from megatron.packing.model.loss.fused_cross_entropy import row_statistics, write_gradients
 from megatron.packing.model.multipliers import LogitRule
 from tests.functional_tests.ranks import run_ranks
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.packing.model.attention import causal_attention
-from megatron.packing.model.attention_blocks import Scores, Segments
+from megatron.packing.model.attention.blocks import Scores, Segments
+from megatron.packing.model.attention.core_attention import causal_attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK = 1024

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.packing.model import cross_entropy
-from megatron.packing.model.cross_entropy import CrossEntropy, Words
+from megatron.packing.model.loss import cross_entropy
+from megatron.packing.model.loss.cross_entropy import CrossEntropy, Words
 from megatron.packing.model.multipliers import LogitRule
 from tests.unit_tests.packing.stubs import Ranks
 

@@ -19,7 +19,7 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
-from megatron.packing.model.zigzag import sent
+from megatron.packing.model.attention.zigzag import sent
 
 
 class Placeholders(NamedTuple):

@@ -14,9 +14,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron.packing.batch.paths import PATH_TOKENS
+from megatron.packing.model.attention.tree_keys import PackTree
+from megatron.packing.model.attention.zigzag import sent, shard_index
 from megatron.packing.model.embeddings import BatchPayloads
-from megatron.packing.model.tree_keys import PackTree
-from megatron.packing.model.zigzag import sent, shard_index
 from megatron.packing.step.groups import device_of
 from megatron.packing.step.transformer_engine import transformer_engine_installed
 

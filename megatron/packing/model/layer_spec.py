@@ -21,12 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import is_te_min_version
 
-from megatron.packing.model.attention import PackedDotProductAttention
-from megatron.packing.model.delta_net import GatedDeltaNet
+from megatron.packing.model.attention.core_attention import PackedDotProductAttention
+from megatron.packing.model.attention.delta_net import GatedDeltaNet
+from megatron.packing.model.attention.rotary import PackedSelfAttention
 from megatron.packing.model.get_batch import transformer_engine_installed
-from megatron.packing.model.norms import TorchNorm
-from megatron.packing.model.parts import PLAIN, Parts
-from megatron.packing.model.rotary import PackedSelfAttention
+from megatron.packing.model.layers.norms import TorchNorm
+from megatron.packing.model.layers.parts import PLAIN, Parts
 
 
 def packed_block_spec(

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.packing.model import attention_kernels, delta_rule
+from megatron.packing.model.attention import delta_rule
+from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.sft.fit import delta_kernels
 from megatron.sft.model import build
 
@@ -38,13 +39,13 @@ class Branch(NamedTuple):
 
 BRANCHES = (
     Branch(
-        "packing.model.attention_kernels.kernel_for",
+        "packing.model.attention.kernels.kernel_for",
         "torch's varlen kernel: q, k, v, its "
         "output and log-sum-exp are kept; its workspace is described",
         "run",
     ),
     Branch(
-        "packing.model.attention_kernels._by_sequence",
+        "packing.model.attention.kernels._by_sequence",
         "float32, or heads of over 256 channels: "
         "keys and values repeated for each head; counted as on CPU",
         "none",
@@ -60,7 +61,7 @@ BRANCHES = (
         "none",
     ),
     Branch(
-        "packing.model.delta_rule.has_kernels",
+        "packing.model.attention.delta_rule.has_kernels",
         "kernels of flash-linear-attention: what they keep and make is described; "
         "in float32 plain torch",
         "described",
@@ -73,7 +74,7 @@ BRANCHES = (
     Branch("sft.model.needs.check_needs", "a check", "none"),
     Branch("sft.model.needs._check_optimizer", "a check", "none"),
     Branch("sft.commands.chat.open_speaker", "no training step", "none"),
-    Branch("packing.model.zigzag.sent", "indices are copied to the device", "run"),
+    Branch("packing.model.attention.zigzag.sent", "indices are copied to the device", "run"),
     Branch("packing.model.pipeline.check_config", "a check", "none"),
     Branch("packing.batch.microbatches._split", "pinned memory of the host", "none"),
     Branch("packing.step.settings.cost_of", "the least cost of a pack, a time", "none"),

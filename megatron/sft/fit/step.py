@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
 from megatron.packing.batch.samples import Samples
-from megatron.packing.model.zigzag import shard_index
+from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.host_reads import HostReads

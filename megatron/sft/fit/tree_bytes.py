@@ -1,9 +1,10 @@
 """pure. What a pack of trees keeps beside what one of sequences does. Described: packs are traced
 as sequences.
 
-Attention of a tree's node takes the keys and values of its whole path (`packing.model.tree_keys`),
-copied for each node: of its own tokens, and of those that it continues. Under context parallel each
-rank does so for two pieces of a node, and copies those of sequences, too.
+Attention of a tree's node takes the keys and values of its whole path
+(`packing.model.attention.tree_keys`), copied for each node: of its own tokens, and of those that it
+continues. Under context parallel each rank does so for two pieces of a node, and copies those of
+sequences, too.
 """
 
 from __future__ import annotations

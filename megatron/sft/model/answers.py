@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.packing.batch.columns import IntArray
 from megatron.packing.batch.microbatches import Microbatch, layouts_of, pack
 from megatron.packing.batch.samples import Samples
-from megatron.packing.model.zigzag import shard_index
+from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.prompts import Prompt

@@ -35,11 +35,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.architecture import architecture
-from megatron.packing.model.experts import mend_expert_biases
-from megatron.packing.model.frequencies import keep_frequencies
+from megatron.packing.model.attention.frequencies import keep_frequencies
 from megatron.packing.model.grouped_experts import group_experts
-from megatron.packing.model.head import skip_masked_tokens
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
+from megatron.packing.model.layers.experts import mend_expert_biases
+from megatron.packing.model.loss.head import skip_masked_tokens
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered

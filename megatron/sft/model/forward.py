@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megatron.packing.batch.columns import NUM_PATHS, PARENTS, expand_ranges
 from megatron.packing.batch.reading import read_samples
+from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.get_batch import (
     Batch,
     get_batch_on_this_rank_for_sequence_packing,
     sources_of_tokens,
 )
-from megatron.packing.model.zigzag import shard_index
 from megatron.packing.step.global_batch import GROUPS
 
 Loss = tuple[Tensor, Tensor, dict[str, Any]]

@@ -9,9 +9,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron.packing.model.attention.rotary import LayerRotary, QueryScale
+from megatron.packing.model.layers.parts import Parts
 from megatron.packing.model.multipliers import LogitRule, adjust_logits, multiply_embeddings
-from megatron.packing.model.parts import Parts
-from megatron.packing.model.rotary import LayerRotary, QueryScale
 from megatron.sft.model.rope import inverse_frequencies, plain_frequencies
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import parse_rope_scaling

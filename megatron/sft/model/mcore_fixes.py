@@ -15,7 +15,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron.packing.model import auxiliary_losses
+from megatron.packing.model.loss import auxiliary_losses
 from megatron.sft.model import cpu_offload, host_time
 
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.packing.model.delta_net import GatedDeltaNet
+from megatron.packing.model.attention.delta_net import GatedDeltaNet
 
 _PARTS: tuple[tuple[type, str], ...] = (
     (Attention, "attention"),

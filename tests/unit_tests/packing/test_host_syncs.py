@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.microbatches import FIELDS
-from megatron.packing.model import cross_entropy
 from megatron.packing.model import get_batch as get_batch_module
-from megatron.packing.model.attention import PackedDotProductAttention
+from megatron.packing.model.attention.core_attention import PackedDotProductAttention
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.model.loss import cross_entropy
 from megatron.packing.model.multipliers import PLAIN
 from megatron.sft.model.forward import loss_sum
 from tests.unit_tests.packing.batch.test_samples import samples_of

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe import router
 from megatron.packing import data_schedule, plugin
 from megatron.packing.data_schedule import PackedIterator
 from megatron.packing.model import get_batch, pipeline
-from megatron.packing.model.auxiliary_losses import TokenCounts
+from megatron.packing.model.loss.auxiliary_losses import TokenCounts
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
 from megatron.packing.step.settings import PackingOptions, model_of

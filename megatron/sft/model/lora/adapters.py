@@ -36,7 +36,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
-from megatron.packing.model.delta_net import by_section
+from megatron.packing.model.attention.delta_net import by_section
 from megatron.packing.model.names import linear_of, logical_name
 from megatron.sft.model.huggingface.read import global_name
 from megatron.sft.model.huggingface.tensors import Layout, Part, Tensors, Weight, copies

@@ -10,9 +10,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.payload_bytes import PackPayloads
+from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.embeddings import BatchPayloads, merged_embeddings
 from megatron.packing.model.layer_spec import packed_block_spec
-from megatron.packing.model.zigzag import shard_index
 from megatron.planner.calibrate import one_process
 
 CPU, IMAGE = torch.device("cpu"), -200

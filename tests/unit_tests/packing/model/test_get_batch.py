@@ -15,13 +15,13 @@ from megatron.packing.batch.microbatches import layout_microbatches, pack
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.samples import Samples
 from megatron.packing.model import get_batch as get_batch_module
+from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.get_batch import (
     Batch,
     get_batch_on_this_rank_for_sequence_packing,
     sources_of_tokens,
 )
 from megatron.packing.model.get_batch import transformer_engine_installed as installed
-from megatron.packing.model.zigzag import shard_index
 from tests.unit_tests.packing.batch.test_samples import Sequence, samples_of
 from tests.unit_tests.packing.stubs import Ranks
 

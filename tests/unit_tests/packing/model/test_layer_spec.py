@@ -7,7 +7,7 @@ import pytest
 
 from megatron.packing.model import layer_spec
 from megatron.packing.model.layer_spec import need_local_layers
-from megatron.packing.model.parts import PLAIN, Parts
+from megatron.packing.model.layers.parts import PLAIN, Parts
 
 WINDOW = {"window_size": (7, 0)}
 SINKS = {"softmax_type": "learnable"}

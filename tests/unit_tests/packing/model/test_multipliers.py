@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron.packing.model.head import skip_masked_tokens
+from megatron.packing.model.loss.head import skip_masked_tokens
 from megatron.packing.model.multipliers import LogitRule, adjust_logits, multiply_embeddings
 from megatron.sft.model import cpu_support
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron.packing.model.zigzag import Lengths, sent, starts_of_tokens
+from megatron.packing.model.attention.zigzag import Lengths, sent, starts_of_tokens
 
 _CHUNK = 64
 _EPSILON = 1e-6

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron.packing.model.frequencies import keep_frequencies
+from megatron.packing.model.attention.frequencies import keep_frequencies
 from megatron.sft.model import cpu_support
 
 

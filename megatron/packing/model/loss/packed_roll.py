@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.packing.model.zigzag import Lengths, padded_lengths, sent
+from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, sent
 
 
 class PackedRoll:

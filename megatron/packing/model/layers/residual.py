@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.packing.model.norms import TorchNorm
+from megatron.packing.model.layers.norms import TorchNorm
 
 Added = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.packing.model.zigzag import Lengths
+from megatron.packing.model.attention.zigzag import Lengths
 
 _BLOCK_SCORES = 1 << 21
 """Scores of a block over all heads, at most: 8 MiB in float32, which a processor's cache holds."""

@@ -2,7 +2,7 @@
 
 On CUDA in bf16 and fp16 it is one variable-length kernel: FlashAttention 4 where `flash-attn-4` is
 installed and takes the layer, else torch's own. Elsewhere it is `scaled_dot_product_attention`
-sequence by sequence, at the cost of the sum of squared lengths, or `attention_blocks` for windows,
+sequence by sequence, at the cost of the sum of squared lengths, or `blocks` for windows,
 soft caps, sinks and pieces of sequences; on CUDA both are slow, and a warning says so once. Nothing
 that is for CUDA has run on a GPU yet: the calls are checked against stand-ins.
 
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from megatron.packing.model.attention_blocks import BlockKernel, Scores, Segments, attend
-from megatron.packing.model.zigzag import Lengths, sent
+from megatron.packing.model.attention.blocks import BlockKernel, Scores, Segments, attend
+from megatron.packing.model.attention.zigzag import Lengths, sent
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, Scores, Tensor | None], Tensor]
 

@@ -12,11 +12,11 @@ import torch
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
-from megatron.packing.model.attention_blocks import Scores, Segments
-from megatron.packing.model.attention_kernels import causal_attention
+from megatron.packing.model.attention.blocks import Scores, Segments
+from megatron.packing.model.attention.kernels import causal_attention
+from megatron.packing.model.attention.tree_keys import PackTree, tree_keys, tree_of
+from megatron.packing.model.attention.zigzag import positions_of_tokens, shard_index
 from megatron.packing.model.get_batch import packed_seq_params
-from megatron.packing.model.tree_keys import PackTree, tree_keys, tree_of
-from megatron.packing.model.zigzag import positions_of_tokens, shard_index
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 3, 1, 4, 6, 2]

@@ -13,9 +13,9 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
-from megatron.packing.model import delta_rule
-from megatron.packing.model.delta_net import GatedDeltaNet, check_delta_net
-from megatron.packing.model.delta_rule import Inputs, causal_convolution, gated_delta_rule
+from megatron.packing.model.attention import delta_rule
+from megatron.packing.model.attention.delta_net import GatedDeltaNet, check_delta_net
+from megatron.packing.model.attention.delta_rule import Inputs, causal_convolution, gated_delta_rule
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.planner.calibrate import one_process
 

@@ -35,9 +35,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron.packing.model.delta_rule import Inputs, causal_convolution, gated_delta_rule
-from megatron.packing.model.tree_keys import tree_of
-from megatron.packing.model.zigzag import Lengths, padded_lengths, sequence_order
+from megatron.packing.model.attention.delta_rule import Inputs, causal_convolution, gated_delta_rule
+from megatron.packing.model.attention.tree_keys import tree_of
+from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, sequence_order
 
 Offsets = tuple[tuple[int, int, int], ...]
 

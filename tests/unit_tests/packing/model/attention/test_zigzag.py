@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.packing.model.zigzag import padded_lengths, shard_index, starts_of_tokens, zigzag
+from megatron.packing.model.attention.zigzag import (
+    padded_lengths,
+    shard_index,
+    starts_of_tokens,
+    zigzag,
+)
 
 CPU = torch.device("cpu")
 

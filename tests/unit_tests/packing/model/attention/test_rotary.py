@@ -14,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches, layouts_of_samples, pack
 from megatron.packing.batch.reading import read_samples
-from megatron.packing.model import attention
-from megatron.packing.model.get_batch import packed_seq_params
-from megatron.packing.model.layer_spec import packed_block_spec
-from megatron.packing.model.rotary import (
+from megatron.packing.model.attention import core_attention as attention
+from megatron.packing.model.attention.rotary import (
     LayerRotary,
     Places,
     QueryScale,
@@ -26,7 +24,9 @@ from megatron.packing.model.rotary import (
     give_whole_packs,
     turns_of,
 )
-from megatron.packing.model.zigzag import shard_index
+from megatron.packing.model.attention.zigzag import shard_index
+from megatron.packing.model.get_batch import packed_seq_params
+from megatron.packing.model.layer_spec import packed_block_spec
 from megatron.planner.calibrate import one_process
 from tests.unit_tests.packing.stubs import Ranks
 

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction
 
-from megatron.packing.model import auxiliary_losses
-from megatron.packing.model.packed_roll import PackedRoll, _ends_of_pieces
-from megatron.packing.model.zigzag import shard_index
-from tests.unit_tests.packing.model.test_rotary import Operations
+from megatron.packing.model.attention.zigzag import shard_index
+from megatron.packing.model.loss import auxiliary_losses
+from megatron.packing.model.loss.packed_roll import PackedRoll, _ends_of_pieces
+from tests.unit_tests.packing.model.attention.test_rotary import Operations
 from tests.unit_tests.packing.stubs import Ranks
 
 

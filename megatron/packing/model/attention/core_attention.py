@@ -2,7 +2,7 @@
 parallel, windows, soft caps and sinks.
 
 megatron-core's own DotProductAttention refuses packs and context parallel. This one takes its place
-as `core_attention` of `SelfAttentionSubmodules`. See `attention_kernels` for what computes it.
+as `core_attention` of `SelfAttentionSubmodules`. See `kernels` for what computes it.
 
 Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a
 rank's two zigzag pieces of a sequence attends to all tokens up to its own last one, as if it were a
@@ -28,10 +28,10 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megatron.packing.model.attention_blocks import Scores, Segments
-from megatron.packing.model.attention_kernels import causal_attention
-from megatron.packing.model.tree_keys import PackTree, tree_keys, tree_of
-from megatron.packing.model.zigzag import Lengths, padded_lengths, zigzag
+from megatron.packing.model.attention.blocks import Scores, Segments
+from megatron.packing.model.attention.kernels import causal_attention
+from megatron.packing.model.attention.tree_keys import PackTree, tree_keys, tree_of
+from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, zigzag
 
 
 class PackedDotProductAttention(MegatronModule):

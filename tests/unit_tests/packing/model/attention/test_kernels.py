@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron.packing.model import attention_kernels as kernels
-from megatron.packing.model.attention_blocks import Scores, Segments
-from megatron.packing.model.attention_kernels import (
+from megatron.packing.model.attention import kernels
+from megatron.packing.model.attention.blocks import Scores, Segments
+from megatron.packing.model.attention.kernels import (
     Needs,
     _by_sequence,
     causal_attention,

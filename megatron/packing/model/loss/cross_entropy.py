@@ -183,7 +183,7 @@ def _labels_or_none(labels: Tensor, is_here: Tensor) -> Tensor:
 
 def fused() -> Any:
     """Returns the module of kernels, which needs `triton`."""
-    return import_module("megatron.packing.model.fused_cross_entropy")
+    return import_module("megatron.packing.model.loss.fused_cross_entropy")
 
 
 class _Chunks:

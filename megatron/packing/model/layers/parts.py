@@ -14,10 +14,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.model.attention import PackedDotProductAttention
-from megatron.packing.model.norms import WholeWidthNorm
-from megatron.packing.model.residual import ResidualAdd
-from megatron.packing.model.rotary import LayerRotary, QueryScale
+from megatron.packing.model.attention.core_attention import PackedDotProductAttention
+from megatron.packing.model.attention.rotary import LayerRotary, QueryScale
+from megatron.packing.model.layers.norms import WholeWidthNorm
+from megatron.packing.model.layers.residual import ResidualAdd
 
 NormPosition = Literal["before", "behind", "both"]
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron.packing.batch.columns import expand_ranges
-from megatron.packing.model.zigzag import Lengths, Zigzag, gathered_places, sent
+from megatron.packing.model.attention.zigzag import Lengths, Zigzag, gathered_places, sent
 
 
 class PackTree(NamedTuple):

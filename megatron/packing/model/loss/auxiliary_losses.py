@@ -30,7 +30,7 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import router
 from torch import Tensor
 
-from megatron.packing.model.packed_roll import PackedRoll
+from megatron.packing.model.loss.packed_roll import PackedRoll
 
 
 class TokenCounts:

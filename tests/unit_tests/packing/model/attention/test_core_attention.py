@@ -14,11 +14,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.packing.model import attention as attention_module
-from megatron.packing.model import attention_blocks
-from megatron.packing.model.attention import PackedDotProductAttention, causal_attention
-from megatron.packing.model.attention_blocks import Scores, Segments
-from megatron.packing.model.zigzag import shard_index
+from megatron.packing.model.attention import blocks as attention_blocks
+from megatron.packing.model.attention import core_attention as attention_module
+from megatron.packing.model.attention.blocks import Scores, Segments
+from megatron.packing.model.attention.core_attention import (
+    PackedDotProductAttention,
+    causal_attention,
+)
+from megatron.packing.model.attention.zigzag import shard_index
 from tests.unit_tests.packing.stubs import Ranks
 
 HEADS, WIDTH = 4, 8

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron.packing.model.cross_entropy import CrossEntropy, Words, likeliest_words
+from megatron.packing.model.loss.cross_entropy import CrossEntropy, Words, likeliest_words
 from megatron.packing.model.multipliers import PLAIN, LogitRule
 
 MASKED_LABEL = -100

@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import cross_entropy as plain_cross_entropy
 
-from megatron.packing.model import cross_entropy
-from megatron.packing.model.cross_entropy import Words
-from megatron.packing.model.head import skip_masked_tokens
+from megatron.packing.model.loss import cross_entropy
+from megatron.packing.model.loss.cross_entropy import Words
+from megatron.packing.model.loss.head import skip_masked_tokens
 from megatron.packing.model.multipliers import LogitRule
 from megatron.sft.model import cpu_support
 from tests.unit_tests.packing.stubs import Ranks

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from megatron.packing.model.norms import WholeWidthNorm
-from megatron.packing.model.residual import ResidualAdd
+from megatron.packing.model.layers.norms import WholeWidthNorm
+from megatron.packing.model.layers.residual import ResidualAdd
 from tests.unit_tests.packing.stubs import Ranks
 
 assert_exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12)

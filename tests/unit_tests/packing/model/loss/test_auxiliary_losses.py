@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer.moe import moe_utils, router
 
-from megatron.packing.model import auxiliary_losses
+from megatron.packing.model.loss import auxiliary_losses
 
 NAME = "get_tokens_per_expert_and_token_count"
 

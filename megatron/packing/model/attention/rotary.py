@@ -26,8 +26,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megatron.packing.model.tree_keys import depths_of
-from megatron.packing.model.zigzag import (
+from megatron.packing.model.attention.tree_keys import depths_of
+from megatron.packing.model.attention.zigzag import (
     Lengths,
     padded_lengths,
     positions_of_tokens,

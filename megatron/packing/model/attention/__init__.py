@@ -1,0 +1,1 @@
+"""Attention of packs, rotary embeddings and linear attention: all that mixes tokens."""
