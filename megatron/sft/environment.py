@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -117,11 +118,20 @@ def quick_imports() -> Iterator[None]:
         with _lazy_compile():
             yield
         gc.freeze()
+        atexit.register(_unfreeze_triton)
     finally:
         for name in hidden:
             del sys.modules[name]
         if was_collecting:
             gc.enable()
+
+
+def _unfreeze_triton() -> None:
+    """Lets Python free Triton's modules at the end: Triton (nanobind) prints a hundred lines about
+    what is not freed. Without it they stay, as freeing all modules takes a second.
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 @contextmanager
