@@ -64,8 +64,13 @@ def _plain(answer: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: the right one, or where to look."""
-    close = difflib.get_close_matches(name[:100], list(names), n=1)
+    """Returns the end of a message about an unknown name: the right one, or where to look.
+
+    `"--pretrained" -> "; did you mean --pretrained-checkpoint?"`
+    """
+    names = list(names)
+    longer = sorted((one for one in names if one.startswith(name)), key=len)
+    close = longer or difflib.get_close_matches(name[:100], names, n=1)
     return f"; did you mean {close[0]}?" if close else "; see --help"
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from megatron.packing.flag_faults import nearest
 from megatron.packing.flags import FlagError
 from megatron.sft.environment import LAUNCHED
 
@@ -28,6 +29,8 @@ FLAGS = (
     "--max-restarts",
 )
 """torchrun's own that are passed on; each has a value."""
+_LAUNCHERS = ("--nproc", "--nnode", "--rdzv")
+"""Beginnings of torchrun's options, and of no other."""
 _SIGNAL_STATUS = 128
 
 
@@ -59,6 +62,8 @@ def taken_apart(arguments: Sequence[str]) -> Launch:
         name, has_value, value = left.pop(0).partition("=")
         flag = name.replace("_", "-")
         if flag not in FLAGS:
+            if flag.startswith(_LAUNCHERS):
+                raise FlagError(f"unknown option {name}{nearest(flag, FLAGS)}")
             training.append(name + has_value + value)
             continue
         if not has_value and (not left or left[0].startswith("--")):

@@ -147,6 +147,7 @@ def answers_to(unknown: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
     "--weight_decay": "is --weight-decay"}`
     """
     flags = set(ours)
+    of_world = "--world-size" in flags  # of a command that starts no processes
     found = {}
     for name in dict.fromkeys(unknown):
         plain = name.lstrip("-").replace("-", "_")
@@ -155,6 +156,10 @@ def answers_to(unknown: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
             found[name] = f"is {flag}"
         elif plain.lower() in ANSWERS:
             found[name] = ANSWERS[plain.lower()]
+            if of_world:
+                found[name] = found[name].replace("--nproc-per-node", "--world-size")
+        elif of_world and flag == "--nproc-per-node":
+            found[name] = "is --world-size here"
         elif (way := refusal_of(flag)) is not None:
             found[name] = f"({way})"
     return found

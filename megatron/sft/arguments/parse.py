@@ -4,7 +4,7 @@ what is chosen, and whether they agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.packing.flag_help import Command
@@ -80,6 +80,24 @@ def parse_config(
     return parse_with_notes(arguments, world_size, command or Command())[0]
 
 
+def parse_run_options(
+    groups: Sequence[type[Any]],
+    arguments: Sequence[str],
+    command: Command,
+    imply: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> list[Any]:
+    """Returns `groups` of options as `parse_flags` does, where those of a run are among them."""
+    try:
+        return parse_flags(groups, without_megatron_flags(arguments), command, imply=imply)
+    except FlagError as failure:
+        if "arguments are required" not in str(failure):
+            raise
+        hint = (
+            "or pass --pretrained-checkpoint FOLDER, a released model, which decides most of them"
+        )
+        raise FlagError(f"{failure}; {hint}") from None
+
+
 def parse_with_notes(
     arguments: Sequence[str], world_size: int, command: Command
 ) -> tuple[SFTConfig, list[str]]:
@@ -90,16 +108,7 @@ def parse_with_notes(
         notes.extend(choice_notes(given))
         return _implied(given)
 
-    try:
-        parts = parse_flags(GROUPS, without_megatron_flags(arguments), command, imply=imply)
-    except FlagError as failure:
-        if "arguments are required" not in str(failure):
-            raise
-        hint = (
-            "or pass --pretrained-checkpoint FOLDER, a released model, which decides most of them"
-        )
-        raise FlagError(f"{failure}; {hint}") from None
-    config = SFTConfig.of(parts)
+    config = SFTConfig.of(parse_run_options(GROUPS, arguments, command, imply))
     # A dry run needs no launcher: one process checks the layout of many.
     alone = config.output.dry_run and world_size == 1
     config.check(config.parallel.least_world_size if alone else world_size)

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.packing.flags import FlagError, check_range
 from megatron.sft.arguments.defaults import chosen_options
-from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.other_trainers import answers_to
-from megatron.sft.arguments.parse import COMMON
+from megatron.sft.arguments.parse import COMMON, parse_run_options
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.environment import (
     exit_with_message,
@@ -123,9 +122,7 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
             del ours["train_iters"]
         return ours | chosen | implied_options(given)
 
-    *groups, options = parse_flags(
-        (*GROUPS, FitOptions), without_megatron_flags(arguments), command, imply=imply
-    )
+    *groups, options = parse_run_options((*GROUPS, FitOptions), arguments, command, imply)
     config = SFTConfig.of(groups)
     config.check(options.world_size)
     return config, options

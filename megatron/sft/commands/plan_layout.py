@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import check_range, parse_flags
+from megatron.packing.flags import check_range
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.devices import DEVICES
 from megatron.planner.layout_page import Bar, layout_page
@@ -26,9 +26,8 @@ from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import drawn
 from megatron.planner.sequences import Sequences
 from megatron.sft.arguments.defaults import chosen_options
-from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.other_trainers import answers_to
-from megatron.sft.arguments.parse import COMMON
+from megatron.sft.arguments.parse import COMMON, parse_run_options
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.commands.progress_line import ProgressLine
@@ -181,9 +180,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
         chosen = {n: v for n, v in chosen_options(given).items() if n == "seq_length"}
         return ours | chosen | implied_options(given)
 
-    *groups, options = parse_flags(
-        (*GROUPS, LayoutSearchOptions), without_megatron_flags(arguments), command, imply=imply
-    )
+    *groups, options = parse_run_options((*GROUPS, LayoutSearchOptions), arguments, command, imply)
     return SFTConfig.of(groups), options
 
 

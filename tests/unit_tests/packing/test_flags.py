@@ -235,6 +235,7 @@ def test_wrong_value_names_the_flag_and_the_value(arguments, words):
         ("--no-turbos", "--no-turbo"),
         ("--colours", "--colors"),
         ("--Turbo", "--turbo"),
+        ("--num-c", "--num-cylinders"),
     ],
 )
 def test_unknown_option_names_the_nearest(flag, nearest):

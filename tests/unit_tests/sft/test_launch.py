@@ -51,7 +51,12 @@ def test_number_of_processes(given, size):
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("--nproc-per-node", "needs a value"), ("--nnodes 2", "--nnodes needs --nproc-per-node")],
+    [
+        ("--nproc-per-node", "needs a value"),
+        ("--nnodes 2", "--nnodes needs --nproc-per-node"),
+        ("--nproc 2", "unknown option --nproc; did you mean --nproc-per-node?"),
+        ("--nproc_per_nod 2", "unknown option --nproc_per_nod; did you mean --nproc-per-node?"),
+    ],
 )
 def test_halves_are_refused(given, said):
     """Two machines would each train alone."""

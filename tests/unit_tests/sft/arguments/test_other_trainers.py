@@ -50,6 +50,14 @@ def test_flags_of_trl_and_others(arguments, said):
     assert said in message_of(*arguments.split(), "--lrr", "3")
 
 
+def test_commands_without_processes_take_their_number_as_world_size():
+    """`fit` answered a torchrun option with --no-rope-freq."""
+    assert answers_to(["--nproc_per_node", "num_gpus"], ["--world-size", "--lr"]) == {
+        "--nproc_per_node": "is --world-size here",
+        "num_gpus": "is --world-size here",
+    }
+
+
 def test_all_names_are_answered_at_once(tmp_path):
     """A file of 20 keys would take 20 starts."""
     path = tmp_path / "axolotl.yaml"
