@@ -20,8 +20,8 @@ from megatron.sft.data.sample_set import concatenated
 from megatron.sft.distributed import process_groups
 from megatron.sft.environment import world_from_environment
 from megatron.sft.model.huggingface.pretrained import open_pretrained
-from megatron.sft.stop import StopSignals
-from megatron.sft.train import Trainer
+from megatron.sft.training.stop import StopSignals
+from megatron.sft.training.train import Trainer
 
 
 class Records(RecordSource):

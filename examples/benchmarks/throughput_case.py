@@ -27,7 +27,6 @@ from megatron.packing.model.attention import blocks as attention_blocks
 from megatron.packing.model.attention import core_attention as attention
 from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.packing.model.get_batch import transformer_engine_installed
-from megatron.sft import saved_run
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.stream import Share
@@ -35,9 +34,10 @@ from megatron.sft.distributed import process_groups
 from megatron.sft.model.build import build_transformer_config, padded_vocab_size
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.step_batches import StepBatches
-from megatron.sft.stop import StopSignals
-from megatron.sft.train import Trainer
+from megatron.sft.training import saved_run
+from megatron.sft.training.step_batches import StepBatches
+from megatron.sft.training.stop import StopSignals
+from megatron.sft.training.train import Trainer
 
 WARM_UPS, PROFILED = 2, 2
 

@@ -25,7 +25,7 @@ from megatron.sft.memory_estimate import (
 from megatron.sft.model.module_parts import part_of_module
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.peers import Peers
-from megatron.sft.train import Trainer
+from megatron.sft.training.train import Trainer
 
 LIMIT_SECONDS = 120.0
 _PHASES = {

@@ -30,7 +30,7 @@ from megatron.sft.launch import Launch, is_launched, launch, taken_apart
 from megatron.sft.options.config import SFTConfig
 
 if TYPE_CHECKING:
-    from megatron.sft.train import Trainer
+    from megatron.sft.training.train import Trainer
 
 
 def main(arguments: Sequence[str], program: str) -> None:
@@ -75,14 +75,17 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.data.datasets import build_datasets
         from megatron.sft.data.trained_tokens import check_trained
         from megatron.sft.distributed import process_groups
-        from megatron.sft.dry_run import dry_run
         from megatron.sft.model.huggingface.pretrained import open_pretrained
         from megatron.sft.peers import Peers, abort
-        from megatron.sft.read_files import fingerprints
+        from megatron.sft.preflight.dry_run import dry_run
+        from megatron.sft.preflight.read_files import fingerprints
+        from megatron.sft.preflight.samples_of_run import (
+            notes_on_samples,
+            with_samples_of_checkpoint,
+        )
         from megatron.sft.report.run_folder import RUNS, prepare_output
-        from megatron.sft.samples_of_run import notes_on_samples, with_samples_of_checkpoint
-        from megatron.sft.stop import StopSignals
-        from megatron.sft.train import Trainer
+        from megatron.sft.training.stop import StopSignals
+        from megatron.sft.training.train import Trainer
 
     chosen = config.output.run_dir or config.output.save
     run_dir = Path(chosen or f"{RUNS}/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.sft.__main__ import main
-from megatron.sft.train import Trainer
+from megatron.sft.training.train import Trainer
 from tests.functional_tests import cuda_stand_in
 from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.hf_models import write_model

@@ -24,8 +24,8 @@ from megatron.sft.environment import world_from_environment
 from megatron.sft.model.checkpoint_folder import TRACKER
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.report.run_folder import prepare_output
-from megatron.sft.stop import StopSignals
-from megatron.sft.train import Trainer
+from megatron.sft.training.stop import StopSignals
+from megatron.sft.training.train import Trainer
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_hf_run import COMMON

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.sft.reduction import SlotReduction
+from megatron.sft.training.reduction import SlotReduction
 from tests.functional_tests.ranks import run_ranks
 
 

@@ -22,9 +22,9 @@ from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.distributed import process_groups
-from megatron.sft.passes import Passes
-from megatron.sft.stop import StopSignals
-from megatron.sft.train import Trainer
+from megatron.sft.training.passes import Passes
+from megatron.sft.training.stop import StopSignals
+from megatron.sft.training.train import Trainer
 from tests.functional_tests.layouts import MODELS
 
 COMMON = (

@@ -188,10 +188,10 @@ FOLDERS = {
         "distributed",
         "fit",
         "report",
-        "output_check",
-        "read_files",
-        "dry_run",
+        "preflight",
         "commands",
+        "peers",
+        "training",
     ),
 }
 

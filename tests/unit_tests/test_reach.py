@@ -52,7 +52,7 @@ def test_the_trainer_reaches_no_more_than_is_said():
     """
     reached = reached_from("megatron.sft.__main__")
     assert {
-        "megatron.sft.train",
+        "megatron.sft.training.train",
         "megatron.packing.step.global_batch",
         "megatron.blending.order.proportions",
     } <= reached

@@ -101,9 +101,9 @@ BRANCHES = (
         "weights are copied to the host",
         "none",
     ),
-    Branch("sft.reduction.SlotReduction.__init__", "pinned memory of the host", "none"),
-    Branch("sft.reduction._Vector.__init__", "pinned memory of the host", "none"),
-    Branch("sft.step_account.Stopwatch._mark", "events", "none"),
+    Branch("sft.training.reduction.SlotReduction.__init__", "pinned memory of the host", "none"),
+    Branch("sft.training.reduction._Vector.__init__", "pinned memory of the host", "none"),
+    Branch("sft.training.step_account.Stopwatch._mark", "events", "none"),
     Branch(
         "sft.distributed.process_groups",
         "NCCL instead of gloo: its buffers are in the margin",

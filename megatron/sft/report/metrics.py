@@ -83,7 +83,7 @@ class StepMetrics(PackingStats):
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
     """Metrics of each source that was read; empty where there is one."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers by name, summed up or the largest over all ranks; see `sft.figures`."""
+    """Further numbers by name, summed up or the largest over all ranks (`sft.training.figures`)."""
 
     @property
     def perplexity(self) -> float:

@@ -46,9 +46,9 @@ def test_the_phase_is_that_of_the_stack(names: list[str], phase: str) -> None:
 
 def test_every_name_is_a_function_of_the_trainer() -> None:
     """A function that is renamed would leave its phase without a word."""
-    from megatron.sft import train
     from megatron.sft.out_of_memory import _PHASES
-    from megatron.sft.passes import Passes
+    from megatron.sft.training import train
+    from megatron.sft.training.passes import Passes
 
     for name in _PHASES:
         assert any(hasattr(owner, name) for owner in (train, train.Trainer, Passes)), name

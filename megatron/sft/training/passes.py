@@ -14,7 +14,7 @@ from megatron.sft.model.answers import PromptBatch
 from megatron.sft.model.build import Training
 from megatron.sft.model.forward import forward_step
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.step_batches import StepBatch
+from megatron.sft.training.step_batches import StepBatch
 
 
 class Passes:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron.sft import samples_of_run
 from megatron.sft.data.datasets import _train_turns
 from megatron.sft.options.chat_template import TemplateChoice, read_variables
+from megatron.sft.preflight import samples_of_run
 
 
 @dataclass(frozen=True)

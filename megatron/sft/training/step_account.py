@@ -24,8 +24,8 @@ from megatron.sft.data.counts import Counts
 from megatron.sft.data.stream import Share
 from megatron.sft.model.checkpoint import Progress
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.reduction import SlotReduction, Value
 from megatron.sft.report.metrics import SourceMetrics, StepMetrics
+from megatron.sft.training.reduction import SlotReduction, Value
 
 
 class Reduced(NamedTuple):
@@ -46,7 +46,7 @@ class Reduced(NamedTuple):
     num_right_tokens: float = math.nan
     """Loss tokens whose label is the likeliest word; NaN where nobody looked."""
     figures: Mapping[str, float] = MappingProxyType({})
-    """See `sft.figures`."""
+    """See `sft.training.figures`."""
 
     @property
     def loss(self) -> float:
@@ -93,7 +93,7 @@ def counts_samples() -> bool:
 
 
 class StepFigures(NamedTuple):
-    """Part of this rank in the figures of a step, by name (see `sft.figures`)."""
+    """Part of this rank in the figures of a step, by name (see `sft.training.figures`)."""
 
     sums: Mapping[str, float]
     maxima: Mapping[str, float]

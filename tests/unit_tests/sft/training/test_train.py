@@ -9,14 +9,14 @@ import pytest
 
 from tests.unit_tests.sft.command_line import parse
 
-RELEASED = Path(__file__).parents[2] / "fixtures" / "released"
+RELEASED = Path(__file__).parents[3] / "fixtures" / "released"
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def model_options(arguments=""):
     """What a checkpoint of a run with these options must share with the run that loads it."""
-    from megatron.sft import saved_run
+    from megatron.sft.training import saved_run
 
     datasets = SimpleNamespace(vocabulary=dict)
     return saved_run.model_options(parse(arguments, world_size=8), datasets)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_rope_models_may_change_their_seq_length():
 
 def test_adapters_beside_attention_alone_are_told_apart_beside_any_experts():
     """Those of Mixtral, which has no shared experts, would end in megatron-core's words."""
-    from megatron.sft import saved_run
+    from megatron.sft.training import saved_run
 
     datasets: Any = SimpleNamespace(vocabulary=dict)
     experts: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.sft.stop import StopSignals
+from megatron.sft.training.stop import StopSignals
 
 
 @pytest.fixture

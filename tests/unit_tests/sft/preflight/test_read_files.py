@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from megatron.sft import read_files
 from megatron.sft.agreement import differences
 from megatron.sft.data.datasets import build_datasets
-from megatron.sft.read_files import fingerprint_of, fingerprints
+from megatron.sft.preflight import read_files
+from megatron.sft.preflight.read_files import fingerprint_of, fingerprints
 from tests.unit_tests.sft.command_line import BASE, parse
 from tests.unit_tests.sft.texts import text_line
 

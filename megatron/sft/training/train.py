@@ -17,22 +17,28 @@ from megatron.packing.step.decide import GlobalBatchError
 from megatron.sft.data.counts import Counts
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.stream import Share
-from megatron.sft.evaluation import Evaluator, Split
-from megatron.sft.figures import figures_of
-from megatron.sft.finite import NonFiniteError, check_loss, guard_step
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import Progress, restored_queue
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.model.lora.names import summary_of_adapters
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.output_check import check_output
-from megatron.sft.passes import Passes
+from megatron.sft.preflight.output_check import check_output
 from megatron.sft.report.run_folder import RunLog
-from megatron.sft.saved_run import SavedRun
-from megatron.sft.step_account import Reduction, StepAccount, Stopwatch, Update, counts_samples
-from megatron.sft.step_batches import StepBatches
-from megatron.sft.stop import Stopped, StopRules, StopSignals
+from megatron.sft.training.evaluation import Evaluator, Split
+from megatron.sft.training.figures import figures_of
+from megatron.sft.training.finite import NonFiniteError, check_loss, guard_step
+from megatron.sft.training.passes import Passes
+from megatron.sft.training.saved_run import SavedRun
+from megatron.sft.training.step_account import (
+    Reduction,
+    StepAccount,
+    Stopwatch,
+    Update,
+    counts_samples,
+)
+from megatron.sft.training.step_batches import StepBatches
+from megatron.sft.training.stop import Stopped, StopRules, StopSignals
 
 
 class Trainer:

@@ -16,7 +16,7 @@ SHARE = Share(rank=0, num_ranks=2, global_batch_size=16, micro_batch_size=1)
 
 
 def account_of(arguments=""):
-    from megatron.sft.step_account import StepAccount
+    from megatron.sft.training.step_account import StepAccount
 
     cost = PackCost(linear=1e9, quadratic=1e6)
     return StepAccount(parse(arguments, world_size=8), SHARE, cost, ["a", "b"])
@@ -40,9 +40,9 @@ def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
     """A speed that counts padding, or one rank of several, compares packing with a baseline that
     does not exist.
     """
-    from megatron.sft import step_account
     from megatron.sft.model.checkpoint import Progress
-    from megatron.sft.step_account import Reduced
+    from megatron.sft.training import step_account
+    from megatron.sft.training.step_account import Reduced
 
     monkeypatch.setattr(step_account.dist, "get_world_size", lambda: 4)
     columns = {
@@ -84,7 +84,7 @@ def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
 
 
 def reduced(loss_sum, num_tokens, counts, source_losses=()):
-    from megatron.sft.step_account import Reduced
+    from megatron.sft.training.step_account import Reduced
 
     return Reduced(
         loss_sum, num_tokens, False, counts, np.array(source_losses, np.float64).reshape(2, -1)

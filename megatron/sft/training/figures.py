@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.sft.step_account import StepFigures, counts_samples
-from megatron.sft.step_batches import StepBatch
+from megatron.sft.training.step_account import StepFigures, counts_samples
+from megatron.sft.training.step_batches import StepBatch
 
 
 class Figure(NamedTuple):

@@ -38,7 +38,7 @@ from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.output_check import Locks
+from megatron.sft.preflight.output_check import Locks
 from megatron.sft.report.model_card import write_card
 from megatron.sft.report.run_folder import RunLog
 

@@ -17,8 +17,8 @@ from megatron.sft.environment import world_from_environment
 from megatron.sft.memory_estimate import MemoryEstimate, estimate_memory, gib
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.output_check import check_output, num_weights
-from megatron.sft.read_files import fingerprints
+from megatron.sft.preflight.output_check import check_output, num_weights
+from megatron.sft.preflight.read_files import fingerprints
 
 _SAMPLES = 200
 """Read to tell how long they are."""

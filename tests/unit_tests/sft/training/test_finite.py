@@ -13,8 +13,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def checked(loss, by_source=()):
-    from megatron.sft.finite import check_loss
-    from megatron.sft.step_account import Reduced
+    from megatron.sft.training.finite import check_loss
+    from megatron.sft.training.step_account import Reduced
 
     sources = np.array([by_source, [1] * len(by_source)], np.float64)
     losses = [{"lm loss": (torch.tensor(each), torch.tensor(1))} for each in (1.0, loss)]
@@ -32,7 +32,7 @@ def test_a_finite_loss_asks_nobody():
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_loss_that_is_not_finite(one_rank, loss):
     """It would be trained on, and saved over the last good checkpoint."""
-    from megatron.sft.finite import NonFiniteError
+    from megatron.sft.training.finite import NonFiniteError
 
     with pytest.raises(
         NonFiniteError, match=rf"^step 3: the loss is {loss} on rank 0; nothing was saved of it; "
@@ -50,7 +50,7 @@ def test_norm_that_is_not_finite(one_rank, norm):
     anything."""
     from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 
-    from megatron.sft.finite import NonFiniteError, guard_step
+    from megatron.sft.training.finite import NonFiniteError, guard_step
 
     stepped: list[bool] = []
 

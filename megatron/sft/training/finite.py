@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.sft.agreement import AgreedError, gathered
-from megatron.sft.step_account import Reduced
+from megatron.sft.training.step_account import Reduced
 
 _WAY_OUT = (
     "nothing was saved of it; continue from the last checkpoint with a lower --lr or other data, "

@@ -11,15 +11,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.stream import Share
-from megatron.sft.finite import check_loss
 from megatron.sft.model.answers import Answers
 from megatron.sft.model.build import Training
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.passes import Passes
 from megatron.sft.report.metrics import Evaluation
-from megatron.sft.step_account import Reduction
-from megatron.sft.step_batches import StepBatches
-from megatron.sft.stop import Stopped
+from megatron.sft.training.finite import check_loss
+from megatron.sft.training.passes import Passes
+from megatron.sft.training.step_account import Reduction
+from megatron.sft.training.step_batches import StepBatches
+from megatron.sft.training.stop import Stopped
 
 Split = Literal["valid", "test"]
 

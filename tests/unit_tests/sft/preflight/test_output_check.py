@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.sft import output_check
 from megatron.sft.model import checkpoint_files
 from megatron.sft.model.checkpoint_files import CheckpointError
 from megatron.sft.model.huggingface.write import check_target
-from megatron.sft.output_check import Planned, _num_saves, check_output, check_room
+from megatron.sft.preflight import output_check
+from megatron.sft.preflight.output_check import Planned, _num_saves, check_output, check_room
 from tests.unit_tests.sft.command_line import parse
 
 MEGABYTE = 10**6

@@ -1,0 +1,1 @@
+"""The training loop: steps, their account, evaluations, checkpoints and clean ends."""
