@@ -11,9 +11,9 @@ import numpy.typing as npt
 from megatron.packing.scheduling.cost import gpt_pack_cost
 
 try:
-    from megatron.sft.data.mock_lengths import parse_distribution
-except ImportError:  # before 2026-11-22
-    from megatron.sft.mock_lengths import parse_distribution  # type: ignore[import-not-found,no-redef]
+    from megatron.sft.data.mock.lengths import parse_distribution
+except ImportError:  # before 2026-11-25
+    from megatron.sft.data.mock_lengths import parse_distribution  # type: ignore[import-not-found,no-redef]
 
 SEED = 14_142_135
 """Not one of those that `default` was tuned with."""

@@ -44,7 +44,7 @@ from tests.functional_tests.hf_models import (
 )
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_hf_weights import CASES, assert_equal
-from tests.unit_tests.sft.data.test_turns import STRUCTURES
+from tests.unit_tests.sft.data.records.test_turns import STRUCTURES
 
 BATCHES = [sequences_in_order(5, (9, 40, 23))]
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"

@@ -487,7 +487,7 @@ def _command_line(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _mock(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.data.mock_dataset import MockSFTDataset
+    from megatron.sft.data.mock.dataset import MockSFTDataset
 
     lognormal = {
         "type": "lognormal",

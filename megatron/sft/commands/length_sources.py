@@ -28,8 +28,8 @@ from megatron.planner.lengths import LengthOptions, Lengths, RunSource
 from megatron.planner.sequences import Sequences, sequences_of
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
-from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
-from megatron.sft.data.mock_lengths import FLAG
+from megatron.sft.data.mock.dataset import MockSFTDataset, read_lengths
+from megatron.sft.data.mock.lengths import FLAG
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.chat_template import (
     TemplateChoice,

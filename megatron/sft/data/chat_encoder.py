@@ -20,10 +20,10 @@ import numpy.typing as npt
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths
 from megatron.packing.user_files import shortened
-from megatron.sft.data.content import Answers, Conversation, Passage, TokenIds
-from megatron.sft.data.messages import SampleError
-from megatron.sft.data.record_formats import Reading, read_record
-from megatron.sft.data.turns import Contexts, merged_turns, only_last, within
+from megatron.sft.data.records.content import Answers, Conversation, Passage, TokenIds
+from megatron.sft.data.records.formats import Reading, read_record
+from megatron.sft.data.records.messages import SampleError
+from megatron.sft.data.records.turns import Contexts, merged_turns, only_last, within
 from megatron.sft.options.data import TrainTurns
 
 DropReason = Literal[
@@ -135,7 +135,7 @@ class ChatEncoder:
     `Dropped`.
     """
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Names by --data-columns: column -> the name that `record_formats` knows."""
+    """Names by --data-columns: column -> the name that `records.formats` knows."""
     train_turns: TrainTurns = "all"
     """Turns of a conversation that are trained, and their contexts (see `turns`)."""
     takes_trees: bool = True
@@ -153,8 +153,8 @@ class ChatEncoder:
             )
 
     def encode(self, record: Mapping[str, Any], weight: float = 1.0) -> EncodedSample | Dropped:
-        """Return the sample that `record` holds, its loss scaled by `weight`; `record_formats` says
-        what it may look like.
+        """Return the sample that `record` holds, its loss scaled by `weight`; `records.formats`
+        says what it may look like.
 
         Keys that are not read are logged, each once.
         """

@@ -30,9 +30,9 @@ from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.metadatasets.records import OpenRecords, name_of, named_by, open_records
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
-from megatron.sft.data import record_formats
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
-from megatron.sft.data.messages import MAX_WEIGHT
+from megatron.sft.data.records import formats as record_formats
+from megatron.sft.data.records.messages import MAX_WEIGHT
 
 SAMPLE_WEIGHT = "sample_weight"
 _TEXT_SAMPLE = "TextSample"

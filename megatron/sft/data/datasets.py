@@ -39,7 +39,7 @@ from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
 from megatron.sft.data.chats import ChatLoad, num_tokens, open_chats
-from megatron.sft.data.mock_dataset import MockSFTDataset
+from megatron.sft.data.mock.dataset import MockSFTDataset
 from megatron.sft.data.prompts import Prompt, read_prompts
 from megatron.sft.data.sample_set import SampleSet, blended, concatenated
 from megatron.sft.data.source_names import short_names

@@ -19,10 +19,10 @@ import numpy as np
 
 from megatron.packing.user_files import read_text
 from megatron.sft.data.chat_encoder import ChatTokens
-from megatron.sft.data.content import Conversation, Passage
-from megatron.sft.data.messages import SampleError
+from megatron.sft.data.records.content import Conversation, Passage
+from megatron.sft.data.records.messages import SampleError
+from megatron.sft.data.records.turns import Contexts
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
-from megatron.sft.data.turns import Contexts
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 

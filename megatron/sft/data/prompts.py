@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.sft.data.chat_encoder import ChatEncoder, Tokenizer
 from megatron.sft.data.chats import ChatLoad, open_chats
-from megatron.sft.data.content import Answers, Conversation, Passage
-from megatron.sft.data.messages import Message, SampleError
-from megatron.sft.data.record_formats import read_record
-from megatron.sft.data.turns import only_last
+from megatron.sft.data.records.content import Answers, Conversation, Passage
+from megatron.sft.data.records.formats import read_record
+from megatron.sft.data.records.messages import Message, SampleError
+from megatron.sft.data.records.turns import only_last
 
 MAX_PROMPTS = 64
 _ANSWER = "?"

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
-from megatron.sft.data.content import Conversation, Passage
-from megatron.sft.data.messages import SampleError
+from megatron.sft.data.records.content import Conversation, Passage
+from megatron.sft.data.records.messages import SampleError
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 BYTE_LEVEL_SPECIAL_TOKENS = (

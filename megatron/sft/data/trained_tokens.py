@@ -14,8 +14,8 @@ from typing import Any
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chats import ChatLoad
-from megatron.sft.data.content import messages_of
 from megatron.sft.data.datasets import Datasets
+from megatron.sft.data.records.content import messages_of
 from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.templates.chat_template import SlowTemplateError
 

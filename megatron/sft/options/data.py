@@ -218,7 +218,7 @@ class DataConfig:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Column -> the name that `record_formats` knows, by --data-columns."""
+        """Column -> the name that `records.formats` knows, by --data-columns."""
         return parse_columns(self.data_columns)
 
     @property

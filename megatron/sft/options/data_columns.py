@@ -30,8 +30,8 @@ COLUMNS = (
     "content",
     "none",
 )
-"""Names on the left of --data-columns: keys of records that `data.record_formats` reads, `role` and
-`content` of turns, and `none` for a column that is left out.
+"""Names on the left of --data-columns: keys of records that `data.records.formats` reads, `role`
+and `content` of turns, and `none` for a column that is left out.
 """
 
 

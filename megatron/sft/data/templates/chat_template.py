@@ -23,8 +23,9 @@ from datetime import date
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megatron.sft.data.content import Conversation
-from megatron.sft.data.messages import Message, SampleError, is_thinking
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import Message, SampleError, is_thinking
+from megatron.sft.data.records.turns import Contexts
 from megatron.sft.data.templates.checks import (
     check_nothing_lost,
     kind_of,
@@ -35,7 +36,6 @@ from megatron.sft.data.templates.marked import Written
 from megatron.sft.data.templates.probes import PROBES
 from megatron.sft.data.templates.turn_ends import AroundAnswers, Place, around_answers
 from megatron.sft.data.templates.writer import WAY_OUT, SlowTemplateError, TemplateWriter
-from megatron.sft.data.turns import Contexts
 
 __all__ = ["ChatTemplate", "ContextError", "Rendering", "SlowTemplateError", "Span", "Turn"]
 _CHECKED_AT_EACH_END = 4

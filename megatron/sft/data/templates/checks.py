@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.sft.data.content import Conversation
-from megatron.sft.data.messages import REASONING_NAMES, SampleError, is_thinking, texts_of
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import REASONING_NAMES, SampleError, is_thinking, texts_of
 from megatron.sft.data.templates.marked import Written
 from megatron.sft.data.templates.writer import WAY_OUT
 

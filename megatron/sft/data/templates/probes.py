@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.sft.data.messages import Message
+from megatron.sft.data.records.messages import Message
 
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "abcdefghi"}
 _QUESTION, _ANSWER = Message("user", "q"), Message("assistant", "a")

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.sft.data.content import Conversation
-from megatron.sft.data.messages import Message, SampleError
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import Message, SampleError
 from megatron.sft.data.templates.marked import Written
 from megatron.sft.data.templates.writer import WAY_OUT, SlowTemplateError, TemplateWriter
 

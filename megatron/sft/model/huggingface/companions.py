@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from megatron.packing.user_files import read_json, shown
 from megatron.sft.data.chat_encoder import Tokenizer
-from megatron.sft.data.content import Conversation
-from megatron.sft.data.messages import Message
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.checkpoint_folder import huggingface_source
 from megatron.sft.model.huggingface.config import config_of

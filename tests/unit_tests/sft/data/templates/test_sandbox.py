@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 from jinja2 import Environment, TemplateError
 
-from megatron.sft.data.content import Conversation
-from megatron.sft.data.messages import Message
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import Message
 from megatron.sft.data.templates.chat_template import ChatTemplate
 from megatron.sft.data.templates.marked import MarkedTemplate
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.sft.data.content import Conversation
+from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.model.huggingface.companions import Companions, ends_of_turns
 from megatron.sft.options.chat_template import TemplateChoice

@@ -27,7 +27,7 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from megatron.sft.data.answers import (
+from megatron.sft.data.records.answers import (
     Keys,
     Paths,
     read_branches,
@@ -35,7 +35,7 @@ from megatron.sft.data.answers import (
     read_texts,
     weights_of,
 )
-from megatron.sft.data.content import (
+from megatron.sft.data.records.content import (
     Answers,
     Content,
     Conversation,
@@ -43,7 +43,7 @@ from megatron.sft.data.content import (
     TokenIds,
     said_in,
 )
-from megatron.sft.data.messages import (
+from megatron.sft.data.records.messages import (
     Message,
     SampleError,
     is_empty,

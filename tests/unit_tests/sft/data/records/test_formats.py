@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
-from megatron.sft.data.content import Conversation
-from megatron.sft.data.record_formats import READ, read_record
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.formats import READ, read_record
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data_columns import COLUMNS, parse_columns
 

@@ -17,7 +17,7 @@ from megatron.blending.formats.indexed import IndexedSource
 from megatron.blending.formats.record import RecordSource, check_index
 from megatron.blending.order.permutation import mix_array
 from megatron.packing.user_files import parse_json, read_text, shown
-from megatron.sft.data.mock_lengths import (
+from megatron.sft.data.mock.lengths import (
     DISTRIBUTIONS,
     FLAG,
     LengthDistribution,
@@ -54,7 +54,7 @@ class MockSFTDataset(RecordSource):
 
     `config_json` is a JSON object or the path of a file that holds one. By "mode":
 
-    - `distribution`: "type" of mock_lengths.DISTRIBUTIONS and its keys; random tokens. Without
+    - `distribution`: "type" of lengths.DISTRIBUTIONS and its keys; random tokens. Without
       keys, lognormal from seq_length / 2 to seq_length, mean 3/4 seq_length, sigma 1.1.
     - `file`: "path" of a file of lengths, one per line; sample i has the length in line i modulo
       their number; random tokens. A relative path is relative to the folder of the JSON file.

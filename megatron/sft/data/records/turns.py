@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths, Path, merge
-from megatron.sft.data.content import Conversation
-from megatron.sft.data.messages import SampleError
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import SampleError
 
 Ids = npt.NDArray[Any]
 Mask = npt.NDArray[np.float32]

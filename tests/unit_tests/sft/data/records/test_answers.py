@@ -22,7 +22,7 @@ from megatron.packing.batch import tree
 from megatron.packing.batch.reading import read_samples
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.chats import ChatLoad, open_chats
-from megatron.sft.data.record_formats import read_record
+from megatron.sft.data.records.formats import read_record
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data_columns import parse_columns
 

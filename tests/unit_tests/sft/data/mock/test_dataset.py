@@ -8,8 +8,8 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron.sft.data.mock_dataset import MockSFTDataset
-from megatron.sft.data.mock_lengths import PRESETS
+from megatron.sft.data.mock.dataset import MockSFTDataset
+from megatron.sft.data.mock.lengths import PRESETS
 
 MANY = np.arange(100_000)
 LOGNORMAL = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.sft.data.messages import Message, texts_of
+from megatron.sft.data.records.messages import Message, texts_of
 
 
 class Conversation(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.sft.data.messages import Message, SampleError, read_turns, text_of, weight_of
+from megatron.sft.data.records.messages import Message, SampleError, read_turns, text_of, weight_of
 
 MAX_LEVELS = 100
 """Branches within branches, at most."""

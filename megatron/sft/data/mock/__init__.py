@@ -1,0 +1,1 @@
+"""Samples without data, to train and to measure: their lengths as asked for."""
