@@ -67,12 +67,12 @@ STAGES = {
     "optimizer": Stage("megatron.sft.training.train:Trainer", "_update", 2),
     "reduce": Stage("megatron.sft.training.train", "Reduction", 2),
     "evaluate": Stage("megatron.sft.training.train:Trainer", "_evaluate"),
-    "save": Stage("megatron.sft.model.checkpoint_save", "write_parts"),
-    "load": Stage("megatron.sft.model.checkpoint", "_load_state"),
+    "save": Stage("megatron.sft.model.checkpoints.save", "write_parts"),
+    "load": Stage("megatron.sft.model.checkpoints.content", "_load_state"),
     "stream": Stage("megatron.blending.loading.chunk_loader:ChunkLoader", "__next__", 3, "data"),
     # Where a full disk is found out, beside a file of a checkpoint that is being written.
     "shard": Stage("megatron.core.dist_checkpointing", "save"),
-    "tracker": Stage("megatron.sft.model.checkpoint_save", "track", 1, "scheduling"),
+    "tracker": Stage("megatron.sft.model.checkpoints.save", "track", 1, "scheduling"),
     "metrics": Stage("megatron.sft.report.run_folder:RunLog", "step", 2, "scheduling"),
 }
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from megatron.sft.__main__ import main
 from megatron.sft.agreement import AgreedError, check_agreement, gathered
-from megatron.sft.model.checkpoint_files import (
+from megatron.sft.model.checkpoints.files import (
     check_folder,
     check_sound,
     found_faults,
     written_or_refused,
 )
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.folder import (
     TRACKER,
     checkpoint_path,
     file_names,

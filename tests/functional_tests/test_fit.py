@@ -26,7 +26,7 @@ from megatron.sft.fit.estimate import Request, Shared, StageEstimate, estimates
 from megatron.sft.fit.save_bytes import save_bytes
 from megatron.sft.fit.step import run_step
 from megatron.sft.model import cpu_support, mcore_fixes
-from megatron.sft.model.checkpoint import Progress, state_to_save
+from megatron.sft.model.checkpoints.content import Progress, state_to_save
 from tests.functional_tests.fit_check import (
     COMMON,
     EXPERTS,

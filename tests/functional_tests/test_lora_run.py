@@ -21,7 +21,7 @@ from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.distributed import process_groups
 from megatron.sft.environment import world_from_environment
-from megatron.sft.model.checkpoint_folder import TRACKER
+from megatron.sft.model.checkpoints.folder import TRACKER
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.report.run_folder import prepare_output
 from megatron.sft.training.stop import StopSignals

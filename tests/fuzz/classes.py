@@ -679,7 +679,7 @@ def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
         TensorStorageMetadata,
     )
 
-    from megatron.sft.model.checkpoint_folder import (
+    from megatron.sft.model.checkpoints.folder import (
         CHECKSUMS,
         TRACKER,
         faults_in,
@@ -690,7 +690,7 @@ def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
         sum_of,
         write_checksums,
     )
-    from megatron.sft.model.unpickling import check_metadata
+    from megatron.sft.model.checkpoints.unpickling import check_metadata
 
     checkpoint = folder / "iter_0000001"
     checkpoint.mkdir()

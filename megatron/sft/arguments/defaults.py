@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.packing.flags import flag_of
-from megatron.sft.model.checkpoint_folder import distributed_checkpoint
+from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config_file import read_config
 
 MAX_SEQ_LENGTH = 8192

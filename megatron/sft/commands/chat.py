@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
-from megatron.sft.model.checkpoint_folder import distributed_checkpoint
+from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.options.chat_template import read_variables
 

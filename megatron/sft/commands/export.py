@@ -86,9 +86,9 @@ def export(
 
     from megatron.sft.distributed import process_groups
     from megatron.sft.model.build import build_gpt, build_transformer_config
-    from megatron.sft.model.checkpoint import read_common
-    from megatron.sft.model.checkpoint_folder import distributed_checkpoint
-    from megatron.sft.model.checkpoint_weights import CheckpointWeights
+    from megatron.sft.model.checkpoints.content import read_common
+    from megatron.sft.model.checkpoints.folder import distributed_checkpoint
+    from megatron.sft.model.checkpoints.weights import CheckpointWeights
     from megatron.sft.model.huggingface.companions import COMPANIONS, copy_companions, weights_of
     from megatron.sft.model.huggingface.config_file import read_config
     from megatron.sft.model.huggingface.families.registry import language_model

@@ -27,7 +27,7 @@ from megatron.packing.user_files import read_json
 from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.data.chats import open_unjoined
 from megatron.sft.environment import exit_with_message, outlive_output
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.folder import (
     CHECKSUMS,
     best_iteration,
     checkpoint_path,

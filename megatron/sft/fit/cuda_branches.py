@@ -87,8 +87,10 @@ BRANCHES = (
     ),
     Branch("packing.plugin_checks.check_config", "a check", "none"),
     Branch("sft.model.cpu_support.install", "megatron-core as it is", "none"),
-    Branch("sft.model.checkpoint._random_states", "random states, on the host", "none"),
-    Branch("sft.model.checkpoint._restore_random_states", "random states, on the host", "none"),
+    Branch("sft.model.checkpoints.content._random_states", "random states, on the host", "none"),
+    Branch(
+        "sft.model.checkpoints.content._restore_random_states", "random states, on the host", "none"
+    ),
     Branch(
         "sft.model.build.build_transformer_config",
         "weights are initialised where they are, "
@@ -97,7 +99,7 @@ BRANCHES = (
     ),
     Branch("sft.model.forward.padded_batches", "pinned memory of the host", "none"),
     Branch(
-        "sft.model.checkpoint_save.CheckpointSave.__init__",
+        "sft.model.checkpoints.save.CheckpointSave.__init__",
         "weights are copied to the host",
         "none",
     ),

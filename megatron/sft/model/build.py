@@ -43,7 +43,7 @@ from megatron.packing.model.loss.head import skip_masked_tokens
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered
-from megatron.sft.model.checkpoint_weights import CheckpointWeights
+from megatron.sft.model.checkpoints.weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import add_to_gpt, logit_rule, parts_of, prepare_config
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
 from megatron.sft.model.lora.adapters import add_adapters

@@ -194,7 +194,7 @@ def _tell_parameter_groups_apart_by_what_they_are() -> None:
 
 def _save_without_other_processes() -> None:
     """Results of a save wait in a queue of this process, as from 0.17 on; it writes itself, too
-    (checkpoint_write.py).
+    (checkpoints/write.py).
 
     megatron-core 0.16 starts a process for that queue in the first save. A launcher's SIGTERM to
     all of a job's processes ends it, and every later save with it. After a SIGKILL of the rank it

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from megatron.packing.user_files import disk_fault, read_json
 from megatron.sft.agreement import gathered
-from megatron.sft.model.checkpoint_files import (
+from megatron.sft.model.checkpoints.files import (
     CheckpointError,
     check_folder,
     check_shared,
     lock_of_first,
 )
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.folder import (
     FolderLock,
     checkpoint_path,
     latest_iteration,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron.sft.data.datasets import Datasets
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.folder import (
     CHECKSUMS,
     TRACKER,
     checkpoint_path,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron.sft.model.checkpoint import read_common
-from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
+from megatron.sft.model.checkpoints.content import read_common
+from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
 from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import TrainTurns

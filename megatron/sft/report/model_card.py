@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from megatron.sft.model.checkpoint_folder import huggingface_source
+from megatron.sft.model.checkpoints.folder import huggingface_source
 from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics_file import read_metrics

@@ -16,8 +16,8 @@ from megatron.planner.lengths import OPTIONS_FILE
 from megatron.planner.step_page import page
 from megatron.planner.step_picture import picture_of
 from megatron.planner.step_record import StepLayout, StepRecord
-from megatron.sft.model.checkpoint import Progress
-from megatron.sft.model.checkpoint_folder import check_load, latest_iteration
+from megatron.sft.model.checkpoints.content import Progress
+from megatron.sft.model.checkpoints.folder import check_load, latest_iteration
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.report.boards import open_boards

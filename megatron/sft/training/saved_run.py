@@ -14,15 +14,15 @@ from megatron.core.utils import unwrap_model
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoint import (
+from megatron.sft.model.checkpoints.content import (
     Progress,
     Wanted,
     gather_delayed,
     load_checkpoint,
     whole_parameters,
 )
-from megatron.sft.model.checkpoint_files import written_or_refused
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.files import written_or_refused
+from megatron.sft.model.checkpoints.folder import (
     BEST,
     best_iteration,
     checkpoint_path,
@@ -31,7 +31,7 @@ from megatron.sft.model.checkpoint_folder import (
     track,
     unfinished_path,
 )
-from megatron.sft.model.checkpoint_save import CheckpointSave
+from megatron.sft.model.checkpoints.save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.folder import fingerprint, open_folder
 from megatron.sft.model.huggingface.write import write_folder

@@ -22,7 +22,7 @@ from megatron.packing.step.global_batch import GlobalBatch
 from megatron.packing.step.stats import PackingStats
 from megatron.sft.data.counts import Counts
 from megatron.sft.data.stream import Share
-from megatron.sft.model.checkpoint import Progress
+from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics import SourceMetrics, StepMetrics
 from megatron.sft.training.reduction import SlotReduction, Value

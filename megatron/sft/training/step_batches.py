@@ -27,7 +27,7 @@ from megatron.sft.data.counts import Counts
 from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.environment import default_num_workers
-from megatron.sft.model.checkpoint import Progress
+from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.model.forward import PaddedBatch, padded_batches
 from megatron.sft.options.config import SFTConfig
 

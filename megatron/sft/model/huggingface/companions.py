@@ -16,7 +16,7 @@ from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
-from megatron.sft.model.checkpoint_folder import huggingface_source
+from megatron.sft.model.checkpoints.folder import huggingface_source
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model

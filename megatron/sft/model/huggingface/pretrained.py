@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.folder import (
     distributed_checkpoint,
     huggingface_source,
     latest_iteration,
 )
+from megatron.sft.model.checkpoints.unpickling import check_metadata
 from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
@@ -18,7 +19,6 @@ from megatron.sft.model.huggingface.write import check_target
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import open_adapter
-from megatron.sft.model.unpickling import check_metadata
 from megatron.sft.options.config import SFTConfig
 
 

@@ -44,7 +44,7 @@ class Pretrained(NamedTuple):
 
 class MegatronCheckpoint(NamedTuple):
     """A checkpoint in megatron-core's format whose weights training starts from (see
-    `checkpoint_weights`).
+    `checkpoints.weights`).
     """
 
     path: Path

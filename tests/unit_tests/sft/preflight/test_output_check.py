@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.sft.model import checkpoint_files
-from megatron.sft.model.checkpoint_files import CheckpointError
+from megatron.sft.model.checkpoints import files as checkpoint_files
+from megatron.sft.model.checkpoints.files import CheckpointError
 from megatron.sft.model.huggingface.write import check_target
 from megatron.sft.preflight import output_check
 from megatron.sft.preflight.output_check import Planned, _num_saves, check_output, check_room
@@ -73,7 +73,7 @@ def test_a_mounted_disk_is_not_replaced(tmp_path, monkeypatch):
         check_target(tmp_path)
 
 
-HOLD = """import sys; from megatron.sft.model.checkpoint_folder import FolderLock
+HOLD = """import sys; from megatron.sft.model.checkpoints.folder import FolderLock
 lock = FolderLock(sys.argv[1], "--run-dir"); print("held", flush=True); sys.stdin.read()"""
 
 

@@ -14,7 +14,7 @@ from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import plan
 from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.commands.length_sources import lengths_from
-from megatron.sft.model.checkpoint import Progress
+from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.report.run_folder import dump_schedule, prepare_output
 from tests.unit_tests.sft.command_line import parse

@@ -40,7 +40,7 @@ def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
     """A speed that counts padding, or one rank of several, compares packing with a baseline that
     does not exist.
     """
-    from megatron.sft.model.checkpoint import Progress
+    from megatron.sft.model.checkpoints.content import Progress
     from megatron.sft.training import step_account
     from megatron.sft.training.step_account import Reduced
 

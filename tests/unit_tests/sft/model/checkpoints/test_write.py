@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from megatron.sft.model.checkpoint_folder import sum_of
-from megatron.sft.model.checkpoint_write import write_parts
+from megatron.sft.model.checkpoints.folder import sum_of
+from megatron.sft.model.checkpoints.write import write_parts
 
 
 @pytest.fixture

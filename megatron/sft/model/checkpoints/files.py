@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.sft.agreement import AgreedError, gathered
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.folder import (
     TRACKER,
     FolderLock,
     checkpoint_path,

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.folder import (
     BEST,
     CHECKSUMS,
     LOCK,
@@ -208,7 +208,7 @@ def test_old_ones_are_removed(tmp_path, keep, best, left):
 
 HOLD = """
 import sys
-from megatron.sft.model.checkpoint_folder import FolderLock
+from megatron.sft.model.checkpoints.folder import FolderLock
 try:
     lock = FolderLock(sys.argv[1])
 except ValueError as error:
@@ -307,7 +307,7 @@ def test_a_folder_that_was_removed_is_held_again(tmp_path):
     assert (folder / LOCK).stat().st_ino == before
     shutil.rmtree(folder)
     lock.renew()
-    code = "import sys; from megatron.sft.model.checkpoint_folder import FolderLock as L;"
+    code = "import sys; from megatron.sft.model.checkpoints.folder import FolderLock as L;"
     code += "L(sys.argv[1])"
     other = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(other, capture_output=True, text=True)

@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from megatron.sft.model.checkpoint_files import CheckpointError, written_or_refused
+from megatron.sft.model.checkpoints.files import CheckpointError, written_or_refused
 
 
 @pytest.fixture

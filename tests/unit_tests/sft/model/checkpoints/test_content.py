@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.strategies import common as common_strateg
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.packing.step.delay import DelayQueue
-from megatron.sft.model.checkpoint import (
+from megatron.sft.model.checkpoints.content import (
     METADATA,
     Wanted,
     _check_same_model,
@@ -18,7 +18,7 @@ from megatron.sft.model.checkpoint import (
     load_checkpoint,
     restored_queue,
 )
-from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
+from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path
 from megatron.sft.options.packing import PackingConfig
 from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
 

@@ -23,10 +23,10 @@ from megatron.packing.flags import flag_of
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoint_files import CheckpointError, check_sound
-from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
+from megatron.sft.model.checkpoints.files import CheckpointError, check_sound
+from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
+from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
 from megatron.sft.model.cpu_offload import make_adam_state
-from megatron.sft.model.unpickling import check_metadata, only_weights
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.packing import PackingConfig
 

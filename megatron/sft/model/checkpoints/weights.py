@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.packing.model.names import layer_prefix
-from megatron.sft.model.checkpoint_files import CheckpointError, found_faults
-from megatron.sft.model.unpickling import only_weights
+from megatron.sft.model.checkpoints.files import CheckpointError, found_faults
+from megatron.sft.model.checkpoints.unpickling import only_weights
 
 
 class CheckpointWeights:

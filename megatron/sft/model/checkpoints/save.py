@@ -1,6 +1,6 @@
 """mcore. A checkpoint on its way: made from the state as it is, written, then put in its place.
 
-The tracker of the folder (see `checkpoint_folder`) is replaced only once a checkpoint is complete:
+The tracker of the folder (see `folder`) is replaced only once a checkpoint is complete:
 a run killed while it saves leaves the one before as the latest.
 """
 
@@ -19,9 +19,9 @@ from megatron.core import dist_checkpointing
 
 from megatron.sft.agreement import gathered
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoint import METADATA, Progress, state_to_save
-from megatron.sft.model.checkpoint_files import written_or_refused
-from megatron.sft.model.checkpoint_folder import (
+from megatron.sft.model.checkpoints.content import METADATA, Progress, state_to_save
+from megatron.sft.model.checkpoints.files import written_or_refused
+from megatron.sft.model.checkpoints.folder import (
     TRACKER,
     Sum,
     checkpoint_path,
@@ -31,7 +31,7 @@ from megatron.sft.model.checkpoint_folder import (
     unfinished_path,
     write_checksums,
 )
-from megatron.sft.model.checkpoint_write import Part, write_parts
+from megatron.sft.model.checkpoints.write import Part, write_parts
 from megatron.sft.model.huggingface.companions import COMPANIONS
 
 # From 0.17 on there is another one, of a package of its own.

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from megatron.sft.model.unpickling import check_metadata, only_weights
+from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -136,8 +136,8 @@ def test_other_errors_are_their_own(tmp_path):
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_a_checkpoint_is_checked_before_it_is_read(tmp_path, name, one_rank):
     """As a run does it that continues."""
-    from megatron.sft.model.checkpoint import Wanted, load_checkpoint
-    from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
+    from megatron.sft.model.checkpoints.content import Wanted, load_checkpoint
+    from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path
 
     ran, path = tmp_path / "ran", checkpoint_path(tmp_path, 1)
     save(STATE, checkpoint_id=path, no_dist=True)

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what is in one, written and read by all ranks, in a folder of them."""
