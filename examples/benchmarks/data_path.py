@@ -255,7 +255,7 @@ def scale() -> None:
                 fetch=np.arange(each),
                 steps_delayed=np.zeros(each, np.int64),
                 num_loss_tokens=lengths_of(each, rank),
-                form=(),
+                schema=(),
             )
             for rank in range(num_ranks)
         ]

@@ -275,14 +275,14 @@ DERIVABLE = (
 )
 """Columns that a batch has where they do not follow from those that it always has."""
 
-Form = tuple[Column, ...]
+Schema = tuple[Column, ...]
 """The columns that a batch has beyond ALWAYS: those of DERIVABLE in that order, then extra ones by
 name.
 """
 
 
-def form_of(columns: Iterable[Column]) -> Form:
-    """Returns the columns beyond ALWAYS in the order of a form.
+def schema_of(columns: Iterable[Column]) -> Schema:
+    """Returns the columns beyond ALWAYS in the order of a schema.
 
     Raises ValueError for two columns of one name that differ in type or shape.
     """
@@ -298,15 +298,15 @@ def form_of(columns: Iterable[Column]) -> Form:
     return (*(column for column in DERIVABLE if column in present), *in_order)
 
 
-def wire_columns(form: Form) -> tuple[Column, ...]:
+def wire_columns(schema: Schema) -> tuple[Column, ...]:
     """Returns the columns that travel, in the order in which they do."""
-    names = {column.name for column in form}
-    return (*(column for column in ALWAYS if column.unless not in names), *form)
+    names = {column.name for column in schema}
+    return (*(column for column in ALWAYS if column.unless not in names), *schema)
 
 
-def num_words(sizes: Sizes, form: Form) -> int:
+def num_words(sizes: Sizes, schema: Schema) -> int:
     """Returns the int32 words that sequences of these sizes take on the wire."""
-    return sum(column.num_words(sizes.num_rows(column.scope)) for column in wire_columns(form))
+    return sum(column.num_words(sizes.num_rows(column.scope)) for column in wire_columns(schema))
 
 
 def _description(column: Column) -> str:

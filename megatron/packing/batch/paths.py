@@ -148,7 +148,7 @@ class TrainedBy(NamedTuple):
 
 def trained_by(samples: Samples) -> TrainedBy:
     """Returns the pairs of samples, tokens and paths numbered over all of them, by token."""
-    whole = samples.in_form((FIRST_PATH, NUM_PATHS))
+    whole = samples.with_schema((FIRST_PATH, NUM_PATHS))
     rows = samples.sizes.rows(PATH)
     before = np.repeat(np.cumsum(rows) - rows, samples.lengths)  # paths of earlier samples
     counts = whole.columns[NUM_PATHS].astype(np.int64)

@@ -2,8 +2,8 @@
 
 Nothing here is done sequence by sequence. Nearly always the labels are the next tokens, the mask is
 one weight or zero in each sequence, and positions count from zero: then none of the three is kept,
-and a token takes 5 bytes (its id and one flag) in memory and on the wire. `form` names the columns
-that are kept besides (see `columns`).
+and a token takes 5 bytes (its id and one flag) in memory and on the wire. `schema` names the
+columns that are kept besides (see `columns`).
 
     [7 8 9] [5 6]    tokens   7 8 9 5 6     lengths      3 2
                      flags    0 1 1 1 0     last_labels  2 4     labels:    8 9 2 6 4
@@ -33,13 +33,13 @@ from megatron.packing.batch.columns import (
     TOKENS,
     Column,
     Columns,
-    Form,
     IntArray,
+    Schema,
     Sizes,
     count_from_zero,
     expand_ranges,
-    form_of,
     num_words,
+    schema_of,
     wire_columns,
 )
 
@@ -59,7 +59,7 @@ class Samples:
 
     sizes: Sizes
     columns: Columns
-    """ALWAYS and those of `form`: [rows of the column's scope, *shape] each.
+    """ALWAYS and those of `schema`: [rows of the column's scope, *shape] each.
 
     sources: a number of the user's, by which losses are split. last_labels: the label of each
     sequence's last token. weights: of the tokens that count, in the loss's sum. flags: 1 where a
@@ -129,9 +129,9 @@ class Samples:
         return Samples(sizes=sizes, columns={**self.columns, **columns})
 
     @property
-    def form(self) -> Form:
+    def schema(self) -> Schema:
         """Columns that are kept beyond those that always are."""
-        return form_of(self.columns)
+        return schema_of(self.columns)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -162,12 +162,12 @@ class Samples:
         """Returns the user's columns."""
         return {column: values for column, values in self.columns.items() if column.extra}
 
-    def in_form(self, form: Form) -> Samples:
-        """Returns the same sequences with at least the columns of `form`.
+    def with_schema(self, schema: Schema) -> Samples:
+        """Returns the same sequences with at least the columns of `schema`.
 
         Extra columns must be there already, unless there are no sequences.
         """
-        missing = [column for column in form if column not in self.columns]
+        missing = [column for column in schema if column not in self.columns]
         if not missing:
             return self
         scopes = {column.scope for column in missing} - {TOKEN, SEQUENCE}
@@ -236,25 +236,25 @@ class Samples:
         return Samples(sizes=sizes, columns=columns)
 
     def to_words(self) -> npt.NDArray[np.int32]:
-        """Returns everything but the sizes as int32 [num_words(sizes, form)]."""
+        """Returns everything but the sizes as int32 [num_words(sizes, schema)]."""
         return np.concatenate(
-            [column.to_words(self.columns[column]) for column in wire_columns(self.form)]
+            [column.to_words(self.columns[column]) for column in wire_columns(self.schema)]
         )
 
     @classmethod
-    def from_words(cls, words: npt.NDArray[np.int32], sizes: Sizes, form: Form) -> Samples:
+    def from_words(cls, words: npt.NDArray[np.int32], sizes: Sizes, schema: Schema) -> Samples:
         """Returns what `to_words` was called on; views of `words` where they can be.
 
         Raises ValueError where `words` are not as many as these sequences take.
         """
-        if words.size != num_words(sizes, form):
+        if words.size != num_words(sizes, schema):
             raise ValueError(
-                f"{sizes.lengths.size} sequences take {num_words(sizes, form)} words, but there "
+                f"{sizes.lengths.size} sequences take {num_words(sizes, schema)} words, but there "
                 f"are {words.size}"
             )
         columns: dict[Column, npt.NDArray[Any]] = {}
         start = 0
-        for column in wire_columns(form):
+        for column in wire_columns(schema):
             num_rows = sizes.num_rows(column.scope)
             end = start + column.num_words(num_rows)
             columns[column] = column.from_words(words[start:end], num_rows)
@@ -273,23 +273,23 @@ def joined(parts: Sequence[Samples]) -> Samples:
     parts = [part for part in parts if part.lengths.size]
     if len(parts) < 2:
         return parts[0] if parts else Samples.none()
-    form = common_form([part.form for part in parts])
-    parts = [part.in_form(form) for part in parts]
+    schema = common_schema([part.schema for part in parts])
+    parts = [part.with_schema(schema) for part in parts]
     columns = {
         column: np.concatenate([part.columns[column] for part in parts])
-        for column in (*ALWAYS, *form)
+        for column in (*ALWAYS, *schema)
     }
     return Samples(sizes=Sizes.joined([part.sizes for part in parts]), columns=columns)
 
 
-def common_form(forms: Sequence[Form]) -> Form:
-    """Returns the form that batches of these forms, none of them empty, can all take.
+def common_schema(schemas: Sequence[Schema]) -> Schema:
+    """Returns the schema that batches of these schemas, none of them empty, can all take.
 
     Raises ValueError where an extra column is not in all of them.
     """
-    common = form_of({column for form in forms for column in form})
+    common = schema_of({column for schema in schemas for column in schema})
     for column in common:
-        if column.extra and not all(column in form for form in forms):
+        if column.extra and not all(column in schema for schema in schemas):
             raise ValueError(
                 f"'{column.name}' must be in all samples of a global batch or in none, but some "
                 "lack it; give it a value in each"

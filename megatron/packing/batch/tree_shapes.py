@@ -30,8 +30,8 @@ from megatron.packing.batch.columns import (
     SEQUENCE,
     TOKEN,
     WEIGHTS,
-    Form,
     IntArray,
+    Schema,
     expand_ranges,
 )
 from megatron.packing.batch.nodes import Nodes
@@ -131,7 +131,7 @@ def _rebuilt(
     parents: IntArray,
 ) -> Samples:
     """Returns trees whose tokens stand at `index`, of nodes in order; sample by sample of `ids`."""
-    whole = samples.in_form(_WHOLE)
+    whole = samples.with_schema(_WHOLE)
     trees = checked_trees(lengths, parents)
     rows_at = {TOKEN: index, SEQUENCE: ids}
     for scope in {column.scope for column in whole.columns} - {TOKEN, SEQUENCE, NODE}:
@@ -155,5 +155,5 @@ def _rebuilt(
     return Samples(sizes=replace(sizes, ragged={**sizes.ragged, NODE: trees.rows}), columns=columns)
 
 
-_WHOLE: Form = (LABELS, LOSS_MASK, NUM_PATHS)
+_WHOLE: Schema = (LABELS, LOSS_MASK, NUM_PATHS)
 """Columns that do not follow from others after tokens were copied. Positions do, along the path."""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.columns import PAYLOAD_COSTS, Form, IntArray, Sizes
+from megatron.packing.batch.columns import PAYLOAD_COSTS, IntArray, Schema, Sizes
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
-from megatron.packing.batch.samples import common_form
+from megatron.packing.batch.samples import common_schema
 from megatron.packing.batch.tree_shapes import ShapedTrees
 from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
@@ -39,7 +39,7 @@ class RankReport:
     """Number of the `next` call of this step that gave each sequence; 0 for those that waited."""
     steps_delayed: IntArray
     num_loss_tokens: IntArray
-    form: Form
+    schema: Schema
     ragged: Mapping[str, IntArray] = field(default_factory=dict)
     """Rows of each sequence in columns of further scopes (`Sizes.ragged`); empty without any."""
     trees: SampleSizes | None = None
@@ -69,7 +69,7 @@ class RankReport:
             fetch=np.concatenate((np.zeros_like(waited), loaded.fetch))[part_of],
             steps_delayed=np.concatenate((waited, np.zeros_like(loaded.fetch)))[part_of],
             num_loss_tokens=samples.num_loss_tokens,
-            form=samples.form,
+            schema=samples.schema,
             ragged=samples.sizes.ragged,
             trees=SampleSizes.of_trees(samples, alignment),
             part=local.parts(),
@@ -155,7 +155,7 @@ class Decision:
     rank: npt.NDArray[np.int32]
     """int32 [N]: data-parallel rank that trains it; -1 where it waits for a later step."""
     microbatch: npt.NDArray[np.int32]
-    form: Form
+    schema: Schema
     """The columns that all of them travel with."""
     stats: PackingStats
     trees: SampleSizes | None = None
@@ -220,7 +220,7 @@ def decide(
         GlobalBatchError: with the reason, where a rank could not load, or no valid schedule was
             found.
     """
-    form = _checked_form(reports)
+    schema = _checked_schema(reports)
     ended, batch = any(report.ended for report in reports), _Reports.of(reports, settings.alignment)
     if ended and not batch.lengths.size:
         return None
@@ -255,7 +255,7 @@ def decide(
         ),
         rank=rank,
         microbatch=microbatch,
-        form=form,
+        schema=schema,
         trees=batch.trees,
         loss_tokens=None if batch.trees is None else batch.num_loss_tokens,
         payload_costs=batch.payload_costs,
@@ -272,7 +272,7 @@ def decide(
     )
 
 
-def _checked_form(reports: Sequence[RankReport]) -> Form:
+def _checked_schema(reports: Sequence[RankReport]) -> Schema:
     """Returns the columns of all ranks' sequences together; GlobalBatchError with the first rank's
     error, or where ranks have other extra columns.
     """
@@ -280,7 +280,7 @@ def _checked_form(reports: Sequence[RankReport]) -> Form:
     if errors:
         raise GlobalBatchError(errors[0])
     try:
-        return common_form([report.form for report in reports if report.lengths.size])
+        return common_schema([report.schema for report in reports if report.lengths.size])
     except ValueError as failure:
         raise GlobalBatchError(str(failure)) from None
 

@@ -93,7 +93,7 @@ class DelayQueue:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's part of a checkpoint between steps, as tensors and plain values.
 
-        Columns are saved whole, one tensor each, and not in the wire's form, which may change.
+        Columns are saved whole, one tensor each, and not in the wire format, which may change.
         """
         samples, steps, payloads = self._after
         state: dict[str, Any] = {
@@ -147,7 +147,7 @@ def with_payloads(
         return joined([samples for samples, _ in parts]), ()
     numbered, all_payloads = [], list[Payload]()
     for samples, payloads in parts:
-        numbers = samples.in_form((PAYLOADS,)).columns[PAYLOADS]
+        numbers = samples.with_schema((PAYLOADS,)).columns[PAYLOADS]
         moved = np.where(numbers < 0, -1, numbers + len(all_payloads))
         numbered.append(samples.with_columns({PAYLOADS: moved}))
         all_payloads += payloads

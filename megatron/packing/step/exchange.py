@@ -82,7 +82,7 @@ def move(
     words = [part.to_words() for part in parts]
     sources = np.bincount(decision.source_rank[mine], minlength=size)
     sizes = decision.sizes.take(mine).split(np.cumsum(sources)[:-1])
-    receive = [num_words(part, decision.form) for part in sizes]
+    receive = [num_words(part, decision.schema) for part in sizes]
     incoming = torch.empty(sum(receive), dtype=torch.int32)
     dist.all_to_all_single(
         incoming,
@@ -92,5 +92,5 @@ def move(
         group=exchange,
     )
     received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
-    arrived = [Samples.from_words(part, its, decision.form) for part, its in zip(received, sizes)]
+    arrived = [Samples.from_words(part, its, decision.schema) for part, its in zip(received, sizes)]
     return joined(arrived), decision.microbatch[mine]

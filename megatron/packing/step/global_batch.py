@@ -135,11 +135,11 @@ def schedule_global_batch(
         raise StopIteration
     if isinstance(plan, str):
         raise GlobalBatchError(plan)
-    reason = reason_against(config, plan.form, PackingOptions.of(config).megatron_lm_calls)
+    reason = reason_against(config, plan.schema, PackingOptions.of(config).megatron_lm_calls)
     if reason is not None:
         raise GlobalBatchError(reason)
     if getattr(config, "mrope_section", None) is not None:  # also where all samples are text
-        samples = samples.in_form((AXIS_POSITIONS,))
+        samples = samples.with_schema((AXIS_POSITIONS,))
     layouts = layouts_of_samples(samples, plan.num_sequences, settings.alignment)
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     microbatches = (
@@ -193,9 +193,9 @@ def _load_and_place(
     decision = decide_together(report, num_fetches, settings, exchange, max_delay)
     if not isinstance(decision, Decision):
         return Part(decision, Samples.none())
-    samples = own.samples.in_form(decision.form)
+    samples = own.samples.with_schema(decision.schema)
     moved, restore = None, None
-    if PAYLOADS in decision.form:
+    if PAYLOADS in decision.schema:
         store = store or PayloadStore()  # delayed ones of a run that had one
         restore = store.restore or restore_of(iterator)
         try:
@@ -240,7 +240,7 @@ def _part_of(
     order = np.argsort(microbatch, kind="stable")
     samples = samples.take(order)
     num_sequences = np.bincount(microbatch, minlength=stats.microbatches)
-    plan = StepPlan(stats, num_sequences, samples.sizes, samples.form)
+    plan = StepPlan(stats, num_sequences, samples.sizes, samples.schema)
     payloads = () if moved is None else [moved.held[i] for i in order.tolist()]
     return Part(plan, samples, decision, payloads)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.packing.batch.columns import Form, IntArray, Sizes, num_words
+from megatron.packing.batch.columns import IntArray, Schema, Sizes, num_words
 from megatron.packing.batch.payload_bytes import from_bytes, to_bytes
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
@@ -29,7 +29,7 @@ class StepPlan(NamedTuple):
     """int64 [microbatches]"""
     sizes: Sizes
     """Sizes of the sequences of this replica, by microbatch."""
-    form: Form
+    schema: Schema
     num_payload_bytes: int = 0
     """Bytes that the data rank sends to other ranks of the first stage."""
 
@@ -75,14 +75,14 @@ def broadcast_part(
     if own.exchange is not None:
         words = torch.from_numpy(part.samples.to_words())
     else:
-        words = torch.empty(num_words(plan.sizes, plan.form), dtype=torch.int32)
+        words = torch.empty(num_words(plan.sizes, plan.schema), dtype=torch.int32)
     dist.broadcast(words, src=own.data_rank, group=group)
     payloads = part.payloads
     if plan.num_payload_bytes:
         payloads = _send_payloads(part, data, plan.num_payload_bytes, own)
     if own.exchange is not None:
         return plan, part.samples, payloads
-    return plan, Samples.from_words(words.numpy(), plan.sizes, plan.form), payloads
+    return plan, Samples.from_words(words.numpy(), plan.sizes, plan.schema), payloads
 
 
 def _send_payloads(

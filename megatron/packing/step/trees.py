@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.packing.batch.columns import AXIS_POSITIONS, NUM_PATHS, PARENTS, PAYLOADS, Form
+from megatron.packing.batch.columns import AXIS_POSITIONS, NUM_PATHS, PARENTS, PAYLOADS, Schema
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import ShapedTrees
 from megatron.packing.step.transformer_engine import transformer_engine_installed
@@ -47,19 +47,19 @@ def warn_of_parts(trees: ShapedTrees) -> None:
         )
 
 
-def reason_against(config: Any, form: Form, megatron_lm_calls: bool) -> str | None:
-    """Returns why samples of this form cannot be trained under `config`; None where they can."""
-    if AXIS_POSITIONS in form and getattr(config, "mtp_num_layers", None):
+def reason_against(config: Any, schema: Schema, megatron_lm_calls: bool) -> str | None:
+    """Returns why samples of this schema cannot be trained under `config`; None where they can."""
+    if AXIS_POSITIONS in schema and getattr(config, "mtp_num_layers", None):
         return (
             "positions along axes cannot be trained with multi-token prediction, which moves "
             "positions within a pack; give one position per token, or leave out --mtp-num-layers"
         )
-    if PAYLOADS in form and (PARENTS in form or megatron_lm_calls):
+    if PAYLOADS in schema and (PARENTS in schema or megatron_lm_calls):
         return (
             "samples with payloads cannot be trained beside trees, nor through Megatron-LM's own "
             "calls; give each path as a sequence, and call as docs/howto/plugin.md says"
         )
-    if not {PARENTS, NUM_PATHS} & set(form):
+    if not {PARENTS, NUM_PATHS} & set(schema):
         return None
     if getattr(config, "mtp_num_layers", None):
         return (

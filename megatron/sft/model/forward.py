@@ -165,7 +165,7 @@ def padded_batches(
     # Rows of a microbatch are padded to its longest, then to what the layout needs.
     for draw in draws:
         samples = read_samples(draw)
-        if {PARENTS, NUM_PATHS} & set(samples.form):
+        if {PARENTS, NUM_PATHS} & set(samples.schema):
             raise ValueError(
                 "trees of sequences need --sequence-packing: rows know no nodes; give each path as "
                 "a sequence, or pass --sequence-packing"

@@ -72,7 +72,7 @@ def test_positions_travel_and_are_padded_with_their_sequences() -> None:
     samples = read_samples([{"tokens": each[0], "position_ids": each} for each in given])
     order = np.array([2, 0, 3, 1])
     taken = samples.take(order)
-    received = Samples.from_words(taken.to_words(), taken.sizes, taken.form)
+    received = Samples.from_words(taken.to_words(), taken.sizes, taken.schema)
     expected = [given[i].T.tolist() for i in order]
     assert positions_of(received) == expected
     text = read_samples({"tokens": [1, 2, 3]})

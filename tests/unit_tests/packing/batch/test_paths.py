@@ -101,7 +101,7 @@ def test_sums_of_paths_are_those_of_each_alone(
             if path.loss_mask.any():
                 expected[number] = float(values[path.loss_mask != 0].sum())
     read = read_samples(samples)
-    sent = Samples.from_words(read.to_words(), read.sizes, read.form)
+    sent = Samples.from_words(read.to_words(), read.sizes, read.schema)
     layout = Alignment(sequence=alignment, pack=alignment)
     rules = TreeRules(
         alignment=layout, capacity=capacity, linear=1, quadratic=0.1, keys_per_token=32

@@ -100,7 +100,7 @@ def test_samples_have_the_number_and_the_cost_of_their_payload() -> None:
     assert payloads[2].key == (0, 3)
     text, none = read([{"tokens": [1, 2, 3]}])
     assert none == []
-    assert text.form == ()
+    assert text.schema == ()
     both = joined([text, samples.take(np.array([2, 0]))])
     assert both.columns[PAYLOADS].tolist() == [-1, 1, 0]
 

@@ -393,7 +393,7 @@ def test_merged_paths_are_given_as_they_are() -> None:
     merged = merge(paths)
     expected = read_samples([merged._asdict(), {"tokens": [7, 8]}])
     given = read_samples([merged, {"tokens": [7, 8]}])
-    assert given.form == expected.form
+    assert given.schema == expected.schema
     assert given.to_words().tolist() == expected.to_words().tolist()
     assert read_samples(merged).lengths.tolist() == [3]
 
@@ -403,7 +403,7 @@ def test_nodes_without_branches_are_a_sequence() -> None:
     chain = {**TREE, "parents": [-1, 0, 1], "num_paths": [1] * 6 + [0], "loss_mask": [1] * 6 + [0]}
     samples = read_samples([chain])
     assert samples.lengths.tolist() == [6]
-    assert {column.name for column in samples.form} == {"labels"}
+    assert {column.name for column in samples.schema} == {"labels"}
     assert samples.sizes.ragged == {}
 
 

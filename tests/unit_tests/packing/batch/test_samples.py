@@ -19,13 +19,13 @@ from megatron.packing.batch.columns import (
     SEQUENCE,
     TOKEN,
     Column,
-    Form,
+    Schema,
     Sizes,
     expand_ranges,
-    form_of,
     num_words,
+    schema_of,
 )
-from megatron.packing.batch.samples import Samples, common_form, joined
+from megatron.packing.batch.samples import Samples, common_schema, joined
 
 MOST = 2**31 - 1
 DTYPES = (np.int32, np.int32, np.float32, np.int32)
@@ -89,12 +89,16 @@ def test_fields_and_wire_round_trip(parts: list[Sequence]) -> None:
     sources = list(range(len(parts)))
     samples = samples_of(parts, sources)
     assert parts_of(samples) == parts
-    for form in (samples.form, form_of({*samples.form, LABELS}), (LABELS, LOSS_MASK, POSITION_IDS)):
-        sent = samples.in_form(form)
+    for schema in (
+        samples.schema,
+        schema_of({*samples.schema, LABELS}),
+        (LABELS, LOSS_MASK, POSITION_IDS),
+    ):
+        sent = samples.with_schema(schema)
         words = sent.to_words()
         assert words.dtype == np.int32
-        assert words.size == num_words(sent.sizes, form)
-        received = Samples.from_words(words, sent.sizes, form)
+        assert words.size == num_words(sent.sizes, schema)
+        received = Samples.from_words(words, sent.sizes, schema)
         assert parts_of(received) == parts
         assert received.sources.tolist() == sources
         assert received.num_loss_tokens.tolist() == [
@@ -108,13 +112,13 @@ def test_usual_samples_take_the_short_form(parts: list[Sequence]) -> None:
     differ.
     """
     samples = samples_of(parts)
-    assert samples.form == ()
+    assert samples.schema == ()
     padding = -samples.tokens.size % 4
     assert 4 * samples.to_words().size == 5 * samples.tokens.size + padding + 12 * len(parts)
 
 
 @pytest.mark.parametrize(
-    ("changed", "form"),
+    ("changed", "schema"),
     [
         ({}, ()),
         ({"labels": [6, 9, 8]}, (LABELS,)),
@@ -123,7 +127,7 @@ def test_usual_samples_take_the_short_form(parts: list[Sequence]) -> None:
         ({"position_ids": [1, 2, 3]}, (POSITION_IDS,)),
     ],
 )
-def test_what_is_kept_in_full(changed: dict[str, Any], form: Form) -> None:
+def test_what_is_kept_in_full(changed: dict[str, Any], schema: Schema) -> None:
     """Each exception is found on its own: a mask or labels taken for the usual case would be
     replaced by it.
     """
@@ -135,7 +139,7 @@ def test_what_is_kept_in_full(changed: dict[str, Any], form: Form) -> None:
     }
     parts: list[Any] = [([1, 2], [2, 3], [1.0, 1.0], [0, 1]), tuple((usual | changed).values())]
     samples = samples_of(parts)
-    assert samples.form == form
+    assert samples.schema == schema
     assert parts_of(samples) == parts
 
 
@@ -218,8 +222,8 @@ def test_extra_columns_go_wherever_their_sequences_go(data: Any) -> None:
     assert extra_of(taken) == expected
     size = (samples.lengths.size, samples.tokens.size)
     words = taken.to_words()
-    assert words.size == num_words(taken.sizes, taken.form)
-    received = Samples.from_words(words, taken.sizes, taken.form)
+    assert words.size == num_words(taken.sizes, taken.schema)
+    received = Samples.from_words(words, taken.sizes, taken.schema)
     assert extra_of(received) == expected
     assert [values.dtype.name for values in received.extra().values()] == [
         column.dtype for column in EXTRA
@@ -236,22 +240,22 @@ def test_words_of_another_size_are_refused() -> None:
     """Cut where columns do not begin, they would be other tokens, and training would go on."""
     samples = samples_of([([1, 2], [2, 3], [1.0, 1.0], [0, 1])])
     with pytest.raises(ValueError, match="1 sequences take 6 words, but there are 5"):
-        Samples.from_words(samples.to_words()[:-1], samples.sizes, samples.form)
+        Samples.from_words(samples.to_words()[:-1], samples.sizes, samples.schema)
     with pytest.raises(ValueError, match="take 8 words"):
         Samples.from_words(samples.to_words(), samples.sizes, (LABELS,))
 
 
 def test_extra_columns_are_in_all_samples_alike() -> None:
     """Zeros that fill a gap would be trained on as numbers of the user's."""
-    assert common_form([(EXTRA[0],), (LABELS, EXTRA[0])]) == (LABELS, EXTRA[0])
+    assert common_schema([(EXTRA[0],), (LABELS, EXTRA[0])]) == (LABELS, EXTRA[0])
     with pytest.raises(
         ValueError, match="'advantages' must be in all samples of a global batch or in none"
     ):
-        common_form([(EXTRA[0],), ()])
+        common_schema([(EXTRA[0],), ()])
     with pytest.raises(
         ValueError, match="one type and shape in a global batch, but is float32 per token in some"
     ):
-        common_form([(EXTRA[0],), (EXTRA[0]._replace(dtype="float32"),)])
+        common_schema([(EXTRA[0],), (EXTRA[0]._replace(dtype="float32"),)])
 
 
 IMAGES = Column("image_ids", "int64", "image", extra=True)
@@ -293,8 +297,8 @@ def test_columns_of_other_scopes_go_wherever_their_sequences_go(data: Any) -> No
     taken = samples.take(np.array(order))
     assert ragged_of(taken) == expected
     words = taken.to_words()
-    assert words.size == num_words(taken.sizes, taken.form)
-    received = Samples.from_words(words, taken.sizes, taken.form)
+    assert words.size == num_words(taken.sizes, taken.schema)
+    received = Samples.from_words(words, taken.sizes, taken.schema)
     assert ragged_of(received) == expected
     assert parts_of(received)[0][0] == parts[order[0]][0]
     cut = data.draw(st.integers(0, len(parts)))
@@ -319,5 +323,5 @@ def test_a_plain_sequence_is_a_tree_of_one_node() -> None:
     assert both.fields().position_ids.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     with pytest.raises(ValueError, match="a tree of more than 5 tokens cannot be truncated"):
         both.first(5)
-    assert plain.in_form(plain.form).sizes.ragged == {}
+    assert plain.with_schema(plain.schema).sizes.ragged == {}
     assert num_words(Sizes(lengths=np.array([2])), ()) == plain.to_words().size

@@ -47,7 +47,7 @@ def sample_of(paths: list[list[int]], **extra: Any) -> dict[str, Any]:
 def trained(samples: Samples) -> tuple[Counter[Any], dict[Any, float], dict[Any, int]]:
     """Paths from root to leaf; by path up to a token and label, the sum of weights and counts."""
     nodes, fields = Nodes.of(samples), samples.fields()
-    (counts,) = (samples.in_form((NUM_PATHS,)).columns[NUM_PATHS],)
+    (counts,) = (samples.with_schema((NUM_PATHS,)).columns[NUM_PATHS],)
     starts = np.cumsum(nodes.lengths) - nodes.lengths
     paths: list[tuple[Any, ...]] = []
     weights: dict[Any, float] = {}

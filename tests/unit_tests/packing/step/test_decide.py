@@ -36,7 +36,7 @@ def report(*lengths: int, **others: Any) -> RankReport:
     columns: dict[str, Any] = {
         field.name: zeros for field in fields(RankReport) if field.type == "IntArray"
     }
-    return RankReport(**(columns | {"lengths": np.array(lengths, np.int64), "form": ()} | others))
+    return RankReport(**(columns | {"lengths": np.array(lengths, np.int64), "schema": ()} | others))
 
 
 def test_every_sequence_has_a_place() -> None:
@@ -44,13 +44,13 @@ def test_every_sequence_has_a_place() -> None:
     reports = [
         report(30, 1, 64),
         report(num_dropped=3),
-        report(9, 40, form=(LABELS,), num_truncated=2, num_dropped=4),
+        report(9, 40, schema=(LABELS,), num_truncated=2, num_dropped=4),
     ]
     decision = decide(reports, 3, SETTINGS, None)
     assert decision is not None
     assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
     assert decision.sizes.lengths.tolist() == [30, 1, 64, 9, 40]
-    assert decision.form == (LABELS,)
+    assert decision.schema == (LABELS,)
     assert (decision.stats.sequences, decision.stats.tokens) == (5, 144)
     assert (decision.stats.truncated_samples, decision.stats.dropped_samples) == (2, 7)
     packs = decision.pack_lengths()
@@ -117,13 +117,13 @@ def test_the_first_error_of_a_rank_is_everyones() -> None:
 def test_extra_columns_that_only_some_ranks_have() -> None:
     """The ranks that lack them would cut the words that they receive at the wrong places."""
     extra = Column("advantages", "float32", TOKEN, extra=True)
-    decision = decide([report(5, form=(extra,)), report()], 3, SETTINGS, None)
+    decision = decide([report(5, schema=(extra,)), report()], 3, SETTINGS, None)
     assert decision is not None
-    assert decision.form == (extra,)
+    assert decision.schema == (extra,)
     with pytest.raises(
         GlobalBatchError, match="'advantages' must be in all samples of a global batch or in none"
     ):
-        decide([report(5, form=(extra,)), report(7)], 3, SETTINGS, None)
+        decide([report(5, schema=(extra,)), report(7)], 3, SETTINGS, None)
 
 
 def raising(error: BaseException) -> Callable[[ScheduleRequest], Schedule]:
