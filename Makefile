@@ -5,6 +5,7 @@
 # make docs   the documents as a site, in site/
 # make test   unit and functional tests
 # make unit   unit tests alone
+# make functional  the others alone: real processes over gloo
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
@@ -44,7 +45,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes howto docs test unit families layouts trees faults fit-check fuzz gpu-test gpu-bench kernels test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes howto docs test unit functional families layouts trees faults fit-check fuzz gpu-test gpu-bench kernels test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -87,7 +88,9 @@ LONG = $(addprefix tests/functional_tests/test_, layouts.py fault_matrix.py run.
 FUNCTIONAL = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/functional_tests/test_*.py)))
 
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
-test: unit
+test: unit functional
+
+functional: $(VENV)/.dev
 	$(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL)
 
 unit: $(VENV)/.dev
