@@ -38,8 +38,8 @@ from tests.functional_tests.fault_injection import Fault
 
 # What a run imports as it goes, a sixth of its time: forked ranks have it.
 for name in (
-    *("train", "run", "peers", "samples_of_run", "dry_run", "data.trained_tokens"),
-    "model.huggingface.pretrained",
+    *("training.train", "run", "peers", "preflight.samples_of_run", "preflight.dry_run"),
+    *("data.trained_tokens", "model.huggingface.pretrained"),
 ):
     importlib.import_module(f"megatron.sft.{name}")
 importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
