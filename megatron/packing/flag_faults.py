@@ -1,6 +1,4 @@
-"""pure. What is wrong with a command line, and the way out: unknown options, values that no option
-takes.
-"""
+"""pure. Faults of a command line, and the way out: unknown options, values that no option takes."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def _fitted(
         )
     if policy != "drop":
         return replace(found, sequences=found.sequences.truncated(limit)), [
-            f"cut to {limit:,} tokens: {over:,} sequences"
+            f"truncated to {limit:,} tokens: {over:,} sequences"
         ]
     kept = np.flatnonzero(found.lengths <= limit)
     if not kept.size:

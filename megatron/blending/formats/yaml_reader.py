@@ -75,7 +75,7 @@ def _check_size(events: Iterable[Any]) -> None:
     aliases repeat.
     """
     sizes: dict[str | None, int] = {}
-    """Of what an anchor stands for."""
+    """Values below each anchor, itself included."""
     open_anchors: list[str | None] = [None]
     counts = [0]
     for event in events:
@@ -127,7 +127,7 @@ def as_tables(value: object) -> Any:
 
 
 class _Values:
-    """From the nodes of one file to values. An anchor used twice is one value."""
+    """Makes values of the nodes of one file. An anchor used twice is one value."""
 
     def __init__(self, path: str) -> None:
         self._path = os.fspath(path)

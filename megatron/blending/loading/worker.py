@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 SMALL_BYTES = 4096
 """A smaller buffer stays in the pickle."""
 SHARED_BYTES = 1 << 18
-"""From so many bytes of buffers on they go through shared memory: below, mapping it takes longer
-than copying.
+"""Bytes of buffers from which they go through shared memory: below, mapping it takes longer than
+copying.
 """
 _KEPT_BYTES = 1 << 20
 _PARENT_SECONDS = 2.0

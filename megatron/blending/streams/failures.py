@@ -96,7 +96,7 @@ class Failures:
         self._handler = handler
         self._report = FailureLog().add if report is None else report
         self._in_a_row: dict[tuple[int, int | None], int] = {}
-        """By node, and source where it is but one."""
+        """Failures since the last success, by node, and by source where the sample has only one."""
         self.num_failed = 0
         self.num_skipped = 0
         self._silent_in_a_row = 0

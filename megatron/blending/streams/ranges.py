@@ -20,7 +20,7 @@ class RangesPlan:
         self._ends = np.cumsum(sizes)
         first = np.repeat(starts - (self._ends - sizes), sizes)
         self.positions: Ints = first + np.arange(len(first), dtype=np.int64)
-        """Of the child."""
+        """Positions of the child, those of each range one after the other."""
         self.child = node.children[0].plan(self.positions, block)
 
     def child_range(self, place: int) -> tuple[int, int]:

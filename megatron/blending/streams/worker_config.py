@@ -60,10 +60,10 @@ class WorkerConfig:
     slow_worker_seconds: float = 10.0
     """A worker that gives nothing for so long is named in the log, with where it stands."""
     worker_timeout_seconds: float = 600.0
-    """After so long it is an error."""
+    """A worker that gives nothing for so long is an error."""
 
     active_worker_config: ClassVar["WorkerConfig | None"] = None
-    """In a worker process, that of its loader; in a rank without any, of the last loader."""
+    """Config of this worker process's loader; in a rank without workers, of the last loader."""
     _worker: ClassVar[int] = 0
     """Number of this process among the workers of its rank."""
 

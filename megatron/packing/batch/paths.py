@@ -31,7 +31,7 @@ from megatron.packing.batch.tree import MergedPaths, Path, TreeError, merge
 PREFIX = "path_"
 """Fields of a sample whose names begin so have one row per path."""
 PATH_TOKENS = Column("path_tokens", "int32", PATH, extra=True)
-"""How many tokens of each path are trained, also where a pack has only a part of its tree."""
+"""Number of trained tokens of each path, also where a pack has only a part of its tree."""
 
 
 def merge_with_fields(paths: Sequence[Path], **of_paths: Any) -> dict[str, npt.NDArray[Any]]:

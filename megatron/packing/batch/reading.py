@@ -79,7 +79,7 @@ class SampleReader:
     def __init__(self, payload_cost: CostOfPayload | None = None) -> None:
         """Takes the function of a sample's `costs`; None where samples may have no payloads."""
         self.payloads: list[Payload] = []
-        """Those of all samples; the column `payloads` has the number of each sequence's."""
+        """Payloads of all samples; the column `payloads` has the number of each sequence's."""
         self._payload_cost = payload_cost
         self._of_payloads: dict[int, float] = {}
         """Cost of each payload, by the number of its sequence."""

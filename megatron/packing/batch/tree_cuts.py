@@ -1,4 +1,4 @@
-"""pure. How one tree is cut, joined or taken apart: nodes alone, no tokens (see `tree_shapes`)."""
+"""pure. Cuts, joins and takes apart one tree: nodes alone, no tokens (see `tree_shapes`)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ class BatchPayloads(NamedTuple):
     """The payloads of one microbatch, in the order of its sequences."""
 
     tensors: Mapping[str, Sequence[Tensor]]
-    """By name, on this rank's device. What no sequence of the microbatch has is not there."""
+    """Tensors of all payloads by name, on this rank's device. Names that no sequence of the
+    microbatch has are absent.
+    """
     segments: Mapping[str, Tensor]
     """int64 [n]: number of the segment in the pack that each is of."""
     tokens: Tensor

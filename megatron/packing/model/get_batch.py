@@ -51,15 +51,13 @@ class PackPaths(NamedTuple):
     num_tokens: Tensor
     """int64 [n]: tokens of each path that are trained, on all context-parallel ranks."""
     are_whole: bool
-    """Whether the pack has all trained tokens of its paths: trees that no pack holds are cut, and
-    where prefixes are not shared, so are all.
+    """True if the pack has all trained tokens of its paths. Trees larger than a pack are cut, and
+    where prefixes are not shared, each path is a sequence of its own: neither is whole.
     """
 
 
 class Batch(BatchFields):
-    """The seven values of `BatchFields`, and beside them the fields that the user's samples have
-    besides.
-    """
+    """The seven values of `BatchFields`, and the further fields of the user's samples."""
 
     num_paths: Tensor | None = None
     """int32 [1, T / context-parallel size], where `labels` are: how often each token counts in the
@@ -77,7 +75,7 @@ class Batch(BatchFields):
     [n, ...].
     """
     paths: PackPaths | None = None
-    """Where `labels` are, of samples with fields per path (see `path_log_probs`)."""
+    """Paths of samples with fields per path, on stages with `labels` (see `path_log_probs`)."""
 
 
 def get_batch_on_this_rank_for_sequence_packing(

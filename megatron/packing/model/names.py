@@ -56,7 +56,7 @@ _ALIASES = (
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 ADAPTER = ".adapter."
-"""In the name of each parameter of an adapter, behind that of the layer which it stands beside."""
+"""Part of the names of an adapter's parameters, behind the name of the layer that it is beside."""
 
 
 class LogicalName(NamedTuple):

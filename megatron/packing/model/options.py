@@ -53,7 +53,7 @@ class Architecture(ModelShape):
     norm_position: Literal["before", "behind", "both"] = "before"
     """Norms before attention and MLP, behind them (before their output is added), or both."""
     no_rope_freq: tuple[int, ...] = ()
-    """For each layer 1 if its queries and keys are not rotated, else 0 (default: all are)."""
+    """1 for each layer whose queries and keys are not rotated, else 0 (default: all are)."""
     window_rotary_base: float | None = None
     """Base period of rotary embeddings in layers with a window, which --rope-scaling does not
     stretch (default: they have those of the other layers).
@@ -101,8 +101,8 @@ class Architecture(ModelShape):
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, or --recompute-modules only."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """What --recompute-granularity selective recomputes: any of core_attn, layernorm, mlp, moe,
-    shared_experts."""
+    """Parts that --recompute-granularity selective recomputes: any of core_attn, layernorm, mlp,
+    moe, shared_experts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,7 +47,7 @@ class ModelShape:
     num_experts: int | None = None
     """Experts of each MoE layer."""
     moe_layer_freq: tuple[int, ...] = ()
-    """For each layer 1 if it has experts, else 0 (default: all have)."""
+    """1 for each layer with experts, else 0 (default: all have)."""
     moe_router_topk: int = 2
     """Experts that each token goes to."""
     moe_ffn_hidden_size: int | None = None
@@ -61,12 +61,11 @@ class ModelShape:
     attend to itself and the 1,023 before it (default: no window).
     """
     window_attn_skip_freq: tuple[int, ...] = ()
-    """For each layer 1 if it has the window of --window-size, else 0 (default: all have)."""
+    """1 for each layer with the window of --window-size, else 0 (default: all have)."""
     attention_output_gate: bool = False
     """Multiply the attention's output by a sigmoid gate."""
     linear_attention_freq: tuple[int, ...] = ()
-    """For each layer 1 if a gated delta net takes the place of attention, else 0 (default: none).
-    """
+    """1 for each layer with a gated delta net in place of attention, else 0 (default: none)."""
     linear_num_key_heads: int | None = None
     """Key heads of the gated delta net."""
     linear_num_value_heads: int | None = None

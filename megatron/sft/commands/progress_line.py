@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import TextIO
 
 _SECONDS_ON_A_TERMINAL, _SECONDS_IN_A_LOG = 0.2, 10.0
@@ -36,12 +35,7 @@ class ProgressLine:
     def __enter__(self) -> ProgressLine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._width:
             self._stream.write(f"\r{' ' * self._width}\r")
             self._stream.flush()

@@ -82,9 +82,7 @@ def main(arguments: Sequence[str], program: str) -> None:
         stream = SampleStream(
             datasets.train,
             Share(0, 1, 1, 1),
-            max_bad_samples_in_a_row=config.data.max_bad_samples_in_a_row
-            if config.data.skip_bad_samples
-            else None,
+            max_bad_samples_in_a_row=config.data.bad_samples_in_a_row,
         )
         names = datasets.train.names
         marks = _TRAINED if sys.stdout.isatty() else _PLAIN

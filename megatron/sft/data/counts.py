@@ -58,6 +58,6 @@ class Counts:
         return self.table[:, COLUMNS.index(column)]
 
     def dropped(self, source: int) -> dict[str, int]:
-        """Why records of a source were left out, and how many; only reasons that there were."""
+        """Returns the number of records of a source that were left out, by reason; no zeros."""
         numbers = self.table[source, _FIRST_REASON:].tolist()
         return {reason: number for reason, number in zip(DROP_REASONS, numbers) if number}

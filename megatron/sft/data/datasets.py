@@ -1,5 +1,5 @@
-"""pure. From the options to what a run reads: sources opened, blended or one after the other, split
-three ways.
+"""pure. Opens what a run reads by its options: sources, blended or one after the other, split three
+ways.
 
 A metadataset (YAML) as --data-path is blended, and so are paths with weights; others are read one
 after the other, each epoch in an order of its own over all of them. Held-out data are, in this

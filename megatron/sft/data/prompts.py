@@ -28,7 +28,7 @@ class Prompt(NamedTuple):
     """Questions to the model."""
 
     text: str
-    """For a person to read: the last question."""
+    """The last question, for a person to read."""
     ids: tuple[int, ...]
 
 

@@ -37,7 +37,7 @@ class SampleSet:
 
     @property
     def sources(self) -> list[SourceDataset]:
-        """In the order of `names`."""
+        """Sources in the order of `names`."""
         return [] if self.dataset is None else list(_leaves(self.dataset))
 
 

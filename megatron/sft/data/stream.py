@@ -66,10 +66,12 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         max_bad_samples_in_a_row: int | None = None,
         num_workers: int = 0,
     ) -> None:
-        """consumed_samples: of the stream; the next one is the first of a global batch.
-        num_batches: of data that is read once, and StopIteration after them; None: pass after pass.
-        max_bad_samples_in_a_row: of a source, before it is an error, 0: any; None: the first one
-        is.
+        """Args:
+        consumed_samples: samples of the stream that were consumed; the next one is the first
+            of a global batch.
+        num_batches: global batches to read, once, with StopIteration after them; None: pass
+            after pass without end.
+        max_bad_samples_in_a_row: see `DataConfig.bad_samples_in_a_row`.
         """
         assert samples.dataset is not None
         self._samples = samples
@@ -154,8 +156,9 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         return samples
 
     def _reason(self, skipped: SkippedSample) -> str:
-        """Why a record makes no sample; ValueError where it is broken, and no more of these may be
-        skipped.
+        """Returns why a record makes no sample.
+
+        Raises ValueError where it is broken, and no more of these may be skipped.
         """
         if skipped.reason is not None:
             return skipped.reason

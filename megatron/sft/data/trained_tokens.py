@@ -1,4 +1,4 @@
-"""pure. Before the first step: data of which nothing would be trained is refused, with the reason.
+"""pure. Refuses data of which nothing would be trained, before the first step, with the reason.
 
 Such a run would end with loss 0.0 and an untrained model. The price is one record of each source
 where all is well, and up to 1,000 where it is not.

@@ -1,6 +1,4 @@
-"""pure. What a run says of its chat template: --chat-template, --template-date and
---chat-template-kwargs.
-"""
+"""pure. Options of chat templates: --chat-template, --template-date and --chat-template-kwargs."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class TemplateChoice(NamedTuple):
     """Path of a template to use instead of the tokenizer's."""
     today: date | None = None
     variables: Mapping[str, Any] = {}
-    """Of every conversation, where its record has none of its own by that name."""
+    """Variables of every conversation; a record's own of the same name go before."""
 
 
 AS_RELEASED = TemplateChoice()

@@ -217,6 +217,13 @@ class DataConfig:
         )
 
     @property
+    def bad_samples_in_a_row(self) -> int | None:
+        """Bad samples of a source in a row before they are an error, 0 for any number; None if the
+        first one is.
+        """
+        return self.max_bad_samples_in_a_row if self.skip_bad_samples else None
+
+    @property
     def columns(self) -> dict[str, str]:
         """Column -> the name that `records.formats` knows, by --data-columns."""
         return parse_columns(self.data_columns)

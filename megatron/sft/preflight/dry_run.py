@@ -123,9 +123,7 @@ def sample_lengths(config: SFTConfig, datasets: Datasets) -> Sampled:
     stream = SampleStream(
         datasets.train,
         Share(0, 1, 1, 1),
-        max_bad_samples_in_a_row=config.data.max_bad_samples_in_a_row
-        if config.data.skip_bad_samples
-        else None,
+        max_bad_samples_in_a_row=config.data.bad_samples_in_a_row,
     )
     found = [sample for _ in range(min(_SAMPLES, len(datasets.train))) for sample in next(stream)]
     return Sampled(

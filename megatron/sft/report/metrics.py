@@ -56,7 +56,7 @@ class StepMetrics(PackingStats):
     """Per-token mean over the global batch."""
     lr: float
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradients before clipping."""
     skipped: bool
     """The optimizer left this step out, as the gradients overflowed."""
     step_seconds: float

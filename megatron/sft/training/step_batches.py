@@ -96,9 +96,7 @@ class StepBatches(Iterator[StepBatch]):
             share,
             consumed_samples=0 if progress is None else progress.consumed_samples,
             num_batches=num_batches if progress is None else None,
-            max_bad_samples_in_a_row=data.max_bad_samples_in_a_row
-            if data.skip_bad_samples
-            else None,
+            max_bad_samples_in_a_row=data.bad_samples_in_a_row,
             num_workers=default_num_workers() if data.num_workers is None else data.num_workers,
         )
         self._share = share

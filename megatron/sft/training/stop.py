@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 from megatron.sft.options.training import TrainingConfig
 
@@ -85,12 +85,7 @@ class StopSignals:
             signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._on_sigterm is not None:
             signal.set_wakeup_fd(-1)
             self._written.close()

@@ -307,7 +307,7 @@ def test_over_length_policies(lengths, capsys):
         [lengths, "--max-seqlen-per-dp-cp-rank", "100", "--over-length-policy", "truncate"],
         lengths_from,
     )
-    assert "cut to 100 tokens: 225 sequences" in capsys.readouterr().out
+    assert "truncated to 100 tokens: 225 sequences" in capsys.readouterr().out
     plan(
         [lengths, "--max-seqlen-per-dp-cp-rank", "100", "--over-length-policy", "drop"],
         lengths_from,

@@ -50,7 +50,7 @@ class SampleDecoder:
     open PyAV container.
     """
     video_decode_audio: bool = False
-    """With `torch`: the audio of a video too."""
+    """Decode the audio of a video too, with `torch`."""
     allow_code: bool = False
     """Unpickle pickles, which runs what they hold."""
 

@@ -63,7 +63,7 @@ class Reading:
     """Longest run of records that is read in one go; None: no runs, each record by itself."""
     shuffle_window: int = 0
     decoder: Any = UNSAID
-    """In place of the encoder's."""
+    """Decoder of parts in place of the encoder's."""
     allow_code: bool = False
     """True if Python files and classes that a dataset.yaml or a join names may be run."""
 

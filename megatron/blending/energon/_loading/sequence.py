@@ -149,7 +149,7 @@ class LaneSequence:
         self.lane = lane
         self.gatherer = Gatherer(lane.top, list(_collecting(lane.node)), failures)
         self.counts: dict[int, tuple[int, int]] = {}
-        """Of each worker: samples that failed and that were skipped."""
+        """Samples of each worker that failed, and that were skipped."""
         self._num_ranks = num_ranks
         self._pool: Any = None
         self._begun = self._state = CellState(0)

@@ -30,7 +30,9 @@ class _Frequencies:
         self._embedding, self._plain = embedding, embedding.forward
         self._all: Tensor | None = None
         self._last: Tensor | None = None
-        """What was given last: layers compare it by identity."""
+        """The tensor that was given last. `rotary` tells by identity that its angles can be used
+        again, so the same length must give the same object.
+        """
 
     def __call__(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **options: Any

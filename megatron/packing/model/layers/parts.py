@@ -35,7 +35,7 @@ class Parts:
     has_whole_width_qk_norms: bool = False
     """True if norms of queries and keys take all heads together."""
     rotary_of_layers: tuple[LayerRotary | None, ...] = ()
-    """For each layer its rotary embedding; None for the model's. Empty: all have the model's."""
+    """Rotary embedding of each layer; None for the model's. Empty: all have the model's."""
     query_scale: QueryScale | None = None
     """Factors of queries by position."""
 

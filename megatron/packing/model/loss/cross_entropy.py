@@ -29,7 +29,9 @@ class Words(NamedTuple):
     """Rows of the weight from that one on are no words; None where all are."""
     rule: LogitRule
     is_fused: bool = False
-    """Whether kernels of `fused_cross_entropy` compute losses from logits; the rule is plain."""
+    """True if kernels of `fused_cross_entropy` compute losses from logits. The rule must be plain:
+    the kernels know no factor and no cap.
+    """
 
     def num_here(self, first: int, num_rows: int) -> int:
         """Returns how many of `num_rows` rows of the weight, from `first` on, are words."""

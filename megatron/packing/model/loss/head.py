@@ -83,16 +83,16 @@ class _Head:
         self._plain_loss = gpt.compute_language_model_loss
         self._num_further = gpt.config.mtp_num_layers or 0
         self._plain_calls: float = math.inf
-        """Of the output layer, before the one whose losses are computed here."""
+        """Calls of the output layer that still give logits. Multi-token prediction makes one for
+        each further token before the model's own call, whose losses are computed here.
+        """
         self._rows: Tensor | None = None
         self.num_right: Tensor | None = None
         """Tokens of the last losses whose label has the largest logit, each as often as it counts
         (see `Batch.num_paths`); a scalar on the device.
         """
         self.likeliest: list[Tensor] | None = None
-        """Where it is a list: of each call, the likeliest word behind each token that counts, in
-        order, int64.
-        """
+        """Likeliest word behind each token that counts, int64, an entry a call; None: not kept."""
         self._num_paths: Tensor | None = None
         gpt.register_forward_pre_hook(self._begin, with_kwargs=True)
         gpt.output_layer.forward = self._output_layer

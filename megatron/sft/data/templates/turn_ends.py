@@ -103,8 +103,8 @@ def around_answers(writer: TemplateWriter, options: Mapping[str, Any]) -> Around
     except SlowTemplateError:
         raise
     except SampleError as error:
-        told = f"{error}, although it is a question and an answer; {WAY_OUT}"
-        raise ValueError(str(error) if "--template-date" in str(error) else told) from None
+        message = f"{error}, although it is a question and an answer; {WAY_OUT}"
+        raise ValueError(str(error) if "--template-date" in str(error) else message) from None
     if writer.has_marks:
         around = find_ends(writer.source, "", end_behind(texts, lasts), "")
     else:

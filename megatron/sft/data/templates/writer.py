@@ -40,7 +40,7 @@ They are recognised by their text, whatever else a release changed. The template
 stays as released.
 """
 _NEEDS_CALL_IDS = re.compile(r"\.id\s*\|\s*length\s*\)?\s*!=\s*9")
-"""In templates that refuse calls without an id of nine characters: Mistral 0.3, Nemo and later."""
+"""Text of templates that refuse calls without an id of nine characters: Mistral 0.3 and later."""
 _PART_OF_THOUGHTS = re.compile(r"type['\"]?\]?\s*==\s*['\"]thinking['\"]")
 _UNSAFE_FORM = re.compile(r"%(?!-?[A-Za-z%])")
 """Parts of a date's format with a width, which could be any."""

@@ -73,7 +73,7 @@ class Wanted(NamedTuple):
     optimizer: bool = True
     random_states: bool = True
     progress: bool = True
-    """With the learning rate's schedule; without it other data are no matter."""
+    """Position in the data and in the learning rate's schedule; without it data may be others."""
     changed_blend: bool = False
     """True if the position may be one in another blend."""
 

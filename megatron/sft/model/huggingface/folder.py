@@ -39,7 +39,7 @@ class Stored(NamedTuple):
 
     path: Path
     name: str
-    """In the file, which may lack the prefix `model.`."""
+    """Name in the file, which may lack the prefix `model.`."""
     dtype: str
     shape: tuple[int, ...]
     begin: int

@@ -11,16 +11,22 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
 Layout = Literal["whole", "columns", "rows", "sections", "heads", "vocabulary"]
-"""Ways in which tensor-parallel ranks share a parameter: each has all of it; columns; rows; rows of
-each of its parts, one after the other; rows of heads in groups, [queries, key, value] for each
-group; rows of the vocabulary, padded at its end.
+"""Ways in which tensor-parallel ranks share a parameter.
+
+whole: each rank has all of it.
+columns, rows: each has a run of them.
+sections: rows of each of its parts, one after the other.
+heads: rows of heads in groups, [queries, key, value] for each group.
+vocabulary: rows, of which the last rank has padding.
 """
 
-
 Stack = Literal["matrices", "rows", "columns"]
-"""How matrices [n, m] of experts make one tensor: one behind the other, [experts, n, m]; one below
-the other, [experts * n, m]; or, as PEFT has B, column after column, [n, m * experts], of which c *
-experts + e is column c of expert e.
+"""Ways in which matrices [n, m] of experts make one tensor.
+
+matrices: one behind the other, [experts, n, m].
+rows: one below the other, [experts * n, m].
+columns: column after column, [n, m * experts], as PEFT has B: column c * experts + e is column c of
+expert e.
 """
 
 

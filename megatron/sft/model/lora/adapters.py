@@ -105,11 +105,11 @@ class _Targeted(NamedTuple):
     """A linear layer of ours that gets an adapter."""
 
     name: str
-    """In the whole model."""
+    """Name in the whole model, not in this rank's part of it."""
     layer: Any
     weight: Weight
     layers: tuple[Adapted, ...]
-    """Of the HuggingFace model, that it is made of."""
+    """Layers of the HuggingFace model that it is made of: q_proj, k_proj, v_proj of linear_qkv."""
 
 
 def _targeted(gpt: GPTModel, lora: LoraConfig, tensors: Tensors | None) -> Iterator[_Targeted]:

@@ -57,9 +57,9 @@ class Family:
     config: Callable[[ModelConfig], dict[str, Any]] = _nothing
     """Options -> the keys of config.json that differ from Llama's."""
     rows: tuple[Row, ...] = ()
-    """In place of Llama's rows of the same parameters, and beside them."""
+    """Rows that take the place of Llama's of the same parameters, and further ones."""
     stacked_rows: tuple[Row, ...] = ()
-    """In place of `rows`' where a folder holds the experts of a layer as one tensor, if some do."""
+    """Rows for folders that hold the experts of a layer as one tensor, in place of `rows`'."""
     names: tuple[tuple[str, str], ...] = ()
     """Texts in the names of Llama's tensors, and this family's, replaced in this order."""
     carried: tuple[str, ...] = ()
