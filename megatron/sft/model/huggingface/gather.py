@@ -112,7 +112,7 @@ def _whole(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tenso
 def _pieces(placed: Placed, mine: Tensor) -> list[Tensor]:
     """Returns what each tensor-parallel rank holds; empty on ranks that only send."""
     weight, group = placed.weight, parallel_state.get_tensor_model_parallel_group()
-    if weight.is_expert or weight.layout == "whole" or group.size() == 1:
+    if weight.is_expert or weight.sharding == "whole" or group.size() == 1:
         is_written = weight.is_expert or group.rank() == 0
         return [mine] if is_written else []
     pieces = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []

@@ -168,7 +168,7 @@ def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -
     total = sum(placed.parameter.numel() // len(placed.copies) for placed, _ in todo)
     with torch.no_grad(), weights_bar(f"reading {folder.path}", total) as bar:
         for placed in all_placed:
-            if placed.weight.layout == "vocabulary":
+            if placed.weight.sharding == "vocabulary":
                 placed.parameter.zero_()
         for placed, copy in todo:
             part = placed.weight.parts[copy.part]

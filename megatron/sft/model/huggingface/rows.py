@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from megatron.packing.model import names
-from megatron.sft.model.huggingface.tensors import Layout, View
+from megatron.sft.model.huggingface.tensors import Sharding, View
 
 Sizes = Mapping[str, int]
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
     part: str
     """Logical name: see `packing.model.names`."""
-    layout: Layout
+    sharding: Sharding
     shape: tuple[str, ...]
     """Shape of each part, by the names of `Weights`' sizes. Sizes that differ between parts are
     joined by commas: `query,key,key`.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
-Layout = Literal["whole", "columns", "rows", "sections", "heads", "vocabulary"]
+Sharding = Literal["whole", "columns", "rows", "sections", "heads", "vocabulary"]
 """Ways in which tensor-parallel ranks share a parameter.
 
 whole: each rank has all of it.
@@ -82,11 +82,11 @@ class Part(NamedTuple):
 class Weight(NamedTuple):
     """One parameter of the whole model, as megatron-core would have it on a single rank."""
 
-    layout: Layout
+    sharding: Sharding
     parts: tuple[Part, ...]
     is_expert: bool = False
     num_groups: int = 1
-    """Groups of heads, of layout "heads"."""
+    """Groups of heads, of sharding "heads"."""
     part: str = ""
     """Logical name, as in `packing.model.names`."""
 
@@ -129,18 +129,18 @@ def copies(weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy
     Rows that no copy fills are padding of the vocabulary.
     """
     everything = slice(None)
-    if weight.layout == "columns":
+    if weight.sharding == "columns":
         width = weight.parts[0].shape[1] // size
         yield Copy(0, slice(0, num_rows), slice(rank * width, (rank + 1) * width), 0)
         return
-    if weight.layout == "sections":
+    if weight.sharding == "sections":
         row = 0
         for number, part in enumerate(weight.parts):
             share = part.shape[0] // size
             yield Copy(number, slice(rank * share, (rank + 1) * share), everything, row)
             row += share
         return
-    begin = 0 if weight.layout == "whole" else rank * num_rows
+    begin = 0 if weight.sharding == "whole" else rank * num_rows
     blocks = _blocks(weight)
     ends = [0]
     for _, _, length in blocks:

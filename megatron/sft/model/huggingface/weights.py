@@ -121,10 +121,10 @@ class Weights:
             name = prefix + self._family.renamed(tensor.replace("{e}", str(place.expert)))
             parts.append(Part(name, shape, view, source.stored))
         return Weight(
-            row.layout,
+            row.sharding,
             tuple(parts),
             place.expert is not None,
-            groups if row.layout == "heads" else 1,
+            groups if row.sharding == "heads" else 1,
             row.part,
         )
 

@@ -39,7 +39,7 @@ from torch.nn.functional import dropout, linear
 from megatron.packing.model.attention.delta_net import by_section
 from megatron.packing.model.names import linear_of, logical_name
 from megatron.sft.model.huggingface.read import global_name
-from megatron.sft.model.huggingface.tensors import Layout, Part, Tensors, Weight, copies
+from megatron.sft.model.huggingface.tensors import Part, Sharding, Tensors, Weight, copies
 from megatron.sft.model.lora.layers import Adapted, adapted_layers
 from megatron.sft.options.lora import LINEARS, LoraConfig
 
@@ -166,7 +166,7 @@ class Adapter(torch.nn.Module):
         self._dropout = lora.lora_dropout
         module_of = {part: n for n, adapted in enumerate(layers) for part in adapted.parts}
         self.num_modules = len(layers)
-        self.is_gated = weight.layout == "sections" and len(weight.parts) == len(module_of) == 2
+        self.is_gated = weight.sharding == "sections" and len(weight.parts) == len(module_of) == 2
         num_rows = layer.output_size if self.is_row_parallel else layer.output_size_per_partition
         found = [
             (copy.part, copy.rows)
@@ -176,7 +176,7 @@ class Adapter(torch.nn.Module):
         self.sections = {
             str(part): rows.stop - rows.start
             for part, rows in found
-            if weight.layout == "sections" and part in module_of
+            if weight.sharding == "sections" and part in module_of
         }
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": dtype, "device": layer.weight.device}
@@ -304,9 +304,9 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
         values = heads * config.linear_value_head_dim
         modules = (*(modules[0],) * 3, *modules[1:])
         sizes = (keys, keys, values, values, heads, heads)
-    layout: dict[str, Layout] = {"qkv": "heads", "fc1": "sections", "in_proj": "sections"}
+    sharding: dict[str, Sharding] = {"qkv": "heads", "fc1": "sections", "in_proj": "sections"}
     parts = tuple(Part(module, (size,)) for module, size in zip(modules, sizes, strict=True))
-    return Weight(layout.get(linear_name, "whole"), parts, num_groups=groups)
+    return Weight(sharding.get(linear_name, "whole"), parts, num_groups=groups)
 
 
 def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.packing.model.names import ADAPTER, EMBEDDING, OUTPUT, is_of_adapter, logical_name
-from megatron.sft.model.huggingface.tensors import Layout, Part, View, Weight
+from megatron.sft.model.huggingface.tensors import Part, Sharding, View, Weight
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.layers import adapted_layers
 from megatron.sft.options.lora import LINEARS, LoraConfig
@@ -103,12 +103,12 @@ class AdapterWeights:
     def _of_layer(self, weight: Weight, which: str) -> Weight:
         """A or B of the modules that a layer's weight is made of and that have adapters."""
         linear, rank = _linear(weight), self._lora.lora_rank
-        is_cut_by_columns = weight.layout == "columns"
-        layout: Layout
+        is_cut_by_columns = weight.sharding == "columns"
+        sharding: Sharding
         if which == "lora_A":
-            layout = "columns" if is_cut_by_columns else "whole"
+            sharding = "columns" if is_cut_by_columns else "whole"
         else:
-            layout = "whole" if is_cut_by_columns else weight.layout
+            sharding = "whole" if is_cut_by_columns else weight.sharding
         parts = []
         layers = adapted_layers(linear, weight, self._lora)
         for number in sorted(
@@ -126,14 +126,14 @@ class AdapterWeights:
             else:
                 stored = (part.stored[0], rank) if part.stored else ()
                 parts.append(Part(name, (part.shape[0], rank), part.view, stored))
-        num_groups = weight.num_groups if layout == "heads" else 1
+        num_groups = weight.num_groups if sharding == "heads" else 1
         if any(part.view.expert is not None for part in parts) and self._lora.lora_dropout:
             raise ValueError(
                 "--lora-dropout must be 0 with adapters of experts that are one tensor, since PEFT "
                 "adds them to it; drop it, or leave "
                 f"{' '.join(LINEARS[linear])} out of --lora-target-modules"
             )
-        return Weight(layout, tuple(parts), weight.is_expert, num_groups, weight.part)
+        return Weight(sharding, tuple(parts), weight.is_expert, num_groups, weight.part)
 
     def _of_stack(self, part: Part, which: str) -> Part:
         """Returns A or B of an expert's adapter, where all are one tensor in PEFT's files: A

@@ -60,9 +60,9 @@ def test_ranks_hold_everything_once(changes, size):
         counts = [torch.zeros(part.shape) for part in weight.parts]
         ranks = 1 if weight.is_expert else size
         rows = sum(part.shape[0] for part in weight.parts)
-        if weight.layout in ("heads", "sections"):
+        if weight.sharding in ("heads", "sections"):
             rows //= ranks
-        if weight.layout == "vocabulary":
+        if weight.sharding == "vocabulary":
             rows = 40 // ranks
         for rank in range(ranks):
             seen = torch.zeros(rows)
@@ -72,8 +72,8 @@ def test_ranks_hold_everything_once(changes, size):
                 block += 1
                 seen[copy.row : copy.row + len(block)] += 1
             assert seen.max() == 1
-            assert weight.layout == "vocabulary" or seen.min() == 1
-        expected = ranks if weight.layout == "whole" else 1
+            assert weight.sharding == "vocabulary" or seen.min() == 1
+        expected = ranks if weight.sharding == "whole" else 1
         assert all((count == expected).all() for count in counts), weight
 
 
@@ -229,7 +229,7 @@ def test_projections_of_a_delta_net_have_an_adapter_each(kind, modules, sizes):
     )
     layer = "base_model.model.model.layers.0.linear_attn"
     assert [part.name for part in a.parts] == [f"{layer}.{m}.lora_A.weight" for m in modules]
-    assert (a.layout, b.layout) == ("whole", "sections")
+    assert (a.sharding, b.sharding) == ("whole", "sections")
     assert [part.shape for part in b.parts] == [(size, 3) for size in sizes]
 
 
