@@ -6,18 +6,17 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import ModelShape, Split, check_splits
 from megatron.packing.scheduling.cost import PackCost, layers_pack_cost, part_shares
+from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.stages import StageLayers
-from megatron.packing.user_files import read_json, shown
-from megatron.planner.step_record import StepLayout, read_cost
+from megatron.planner.step_record import StepLayout
 
 DEFAULT_MODEL = ModelShape(
     num_layers=32,
@@ -90,7 +89,7 @@ class ModelOptions(ModelShape):
         file has one.
         """
         if self.pack_cost is not None:
-            said = read_pack_cost(self.pack_cost)[1]
+            said = read_fitted_cost(self.pack_cost).model
             names = {
                 field.name for field in fields(ModelShape) if type(said.get(field.name)) is int
             }
@@ -133,7 +132,7 @@ class ModelOptions(ModelShape):
     def cost(self) -> PackCost:
         """Returns the cost of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
-            return read_pack_cost(self.pack_cost)[0]
+            return read_fitted_cost(self.pack_cost).cost
         shape = self.shape()
         assert shape.hidden_size is not None
         cost = layers_pack_cost(
@@ -223,7 +222,8 @@ class LayoutOptions:
         """
         shape = model.shape()
         says_nothing = (
-            model.pack_cost is not None and "num_experts" not in read_pack_cost(model.pack_cost)[1]
+            model.pack_cost is not None
+            and "num_experts" not in read_fitted_cost(model.pack_cost).model
         )
         if self.ep > 1 and shape.num_experts is None and not says_nothing:
             raise ValueError(
@@ -354,18 +354,4 @@ def scheduler_of(name: str) -> Scheduler:
     except ValueError as error:
         raise ValueError(
             str(error).replace("--sequence-packing-scheduler", "--scheduler")
-        ) from error
-
-
-def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
-    """Reads the cost in a file, and its facts about the model; {} where it has none."""
-    try:
-        found = read_json(path)
-        if not isinstance(found, dict):
-            raise ValueError(f"must be a JSON object, but is {shown(found)}")
-        model = found.get("model")
-        return read_cost(found), model if isinstance(model, dict) else {}
-    except ValueError as error:
-        raise ValueError(
-            f"--pack-cost {path}: {error}; give a file of megatron-sft calibrate"
         ) from error

@@ -7,13 +7,13 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from megatron.packing.flags import flag_of
+from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.user_files import read_json
 from megatron.planner.lengths import OPTIONS_FILE, RunSource
 from megatron.planner.plan_options import (
     STAGE_OPTIONS,
     LayoutOptions,
     ModelOptions,
-    read_pack_cost,
 )
 
 
@@ -86,7 +86,7 @@ def _model_of(options: Mapping[str, Any]) -> ModelOptions:
 
 def _is_readable(path: str) -> bool:
     try:
-        read_pack_cost(path)
+        read_fitted_cost(path)
     except ValueError:
         return False
     return True

@@ -225,21 +225,6 @@ class StepRecord:
         return record
 
 
-def read_cost(values: Mapping[str, Any]) -> PackCost:
-    """Reads a fitted cost, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in seconds of the
-    whole model on one device; other keys are ignored.
-
-    Raises ValueError for missing terms and for terms that are no numbers.
-    """
-    numbers: dict[str, Any] = {}
-    for name in ("linear", "quadratic", "fixed"):
-        number = values.get(name, 0.0 if name == "fixed" else None)
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise ValueError(f'a pack cost must have a number under "{name}", but has {number!r}')
-        numbers[name] = float(number)
-    return PackCost(**numbers)
-
-
 def _checked_windows(values: Any) -> tuple[tuple[int, float], ...]:
     """Reads (window, factor) pairs of a cost."""
     for window, factor in values:

@@ -42,6 +42,7 @@ SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 8".split()
 COST = {
     "linear": 1,
     "quadratic": 0,
+    "fixed": 0,
     "model": {"num_layers": 6, "num_attention_heads": 4, "num_experts": None},
 }
 EMPTY = "megatron.packing.scheduling.registry:empty"
@@ -230,7 +231,10 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
             ["LENGTHS", "--html", "no/such/folder/x.html"],
             "--html no/such/folder/x.html: no such folder",
         ),
-        (["LENGTHS", "--pack-cost", "absent.json"], "--pack-cost absent.json: No such file"),
+        (
+            ["LENGTHS", "--pack-cost", "absent.json"],
+            "--pack-cost absent.json cannot be read: No such file",
+        ),
         (["LENGTHS", "--pack-cost", "LENGTHS"], "--pack-cost"),
         (["LENGTHS", "--tflops-per-device", "nan"], "--tflops-per-device must be at least 0.001"),
         (['{"mode": "distribution"'], "is not valid JSON"),
@@ -294,7 +298,7 @@ def test_layouts_that_can_exist_are_planned(lengths, tmp_path, capsys, arguments
     would be refused.
     """
     cost = tmp_path / "cost.json"
-    cost.write_text('{"linear": 1, "quadratic": 0}')
+    cost.write_text('{"linear": 1, "quadratic": 0, "fixed": 0, "model": {}}')
     given = [lengths, "--scheduler", "default", "--global-batch-size", "32"]
     plan([*given, *arguments.replace("COST", str(cost)).split()], lengths_from)
     printed = capsys.readouterr().out
@@ -318,7 +322,9 @@ def test_over_length_policies(lengths, capsys):
         plan([lengths, "--seq-length", "4", "--over-length-policy", "drop"], lengths_from)
 
 
-@pytest.mark.parametrize("cost", [None, {"linear": 4e-5, "quadratic": 2e-9, "fixed": 0.1}])
+@pytest.mark.parametrize(
+    "cost", [None, {"linear": 4e-5, "quadratic": 2e-9, "fixed": 0.1, "model": {}}]
+)
 def test_what_is_advised_is_what_the_advised_layout_is_shown_to_take(
     lengths, tmp_path, capsys, cost
 ):
@@ -429,7 +435,7 @@ def test_model_costs(tmp_path):
     )
     assert ModelOptions().cost().linear == pytest.approx(6 * 7.5e9, rel=0.01)
     path = tmp_path / "cost.json"
-    path.write_text('{"linear": 3.0, "quadratic": 0.25, "fixed": 10, "device": "x"}')
+    path.write_text('{"linear": 3.0, "quadratic": 0.25, "fixed": 10, "model": {}, "device": "x"}')
     assert ModelOptions(pack_cost=str(path)).cost() == PackCost(3.0, 0.25, 10.0)
     with pytest.raises(ValueError, match="either --pack-cost or"):
         ModelOptions(num_layers=2, hidden_size=96, num_attention_heads=4, pack_cost=str(path))
@@ -440,7 +446,7 @@ def test_fitted_cost_is_shared_by_the_layout(lengths, tmp_path, capsys):
     on two of them.
     """
     path = tmp_path / "cost.json"
-    path.write_text('{"linear": 0.01, "quadratic": 0, "fixed": 0.5}')
+    path.write_text('{"linear": 0.01, "quadratic": 0, "fixed": 0.5, "model": {}}')
     Path(lengths).write_text("100\n")
     plan(
         [lengths, "--pack-cost", str(path), "--tp", "2", "--cp", "2", "--global-batch-size", "1"],

@@ -14,7 +14,7 @@ from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import compare
 from megatron.planner.sequences import Sequences
 from megatron.planner.step_picture import picture_of
-from megatron.planner.step_record import StepLayout, StepRecord, read_cost
+from megatron.planner.step_record import StepLayout, StepRecord
 
 LAYOUT = StepLayout(
     num_ranks=2,
@@ -171,12 +171,3 @@ def test_missing_key_is_named():
     del values["alignment"]
     with pytest.raises(ValueError, match="must have the key 'alignment'"):
         StepRecord.from_dict(values)
-
-
-def test_fitted_cost():
-    """A wrong number here would make every figure of the plan wrong."""
-    assert read_cost({"linear": 2, "quadratic": 0.5}) == PackCost(2.0, 0.5, 0.0)
-    assert read_cost({"linear": 2, "quadratic": 0, "fixed": 7, "device": "x"}).fixed == 7
-    for wrong in ({"linear": 1}, {"linear": "1", "quadratic": 0}, {"linear": True, "quadratic": 0}):
-        with pytest.raises(ValueError, match="must have a number under"):
-            read_cost(wrong)
