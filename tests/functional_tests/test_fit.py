@@ -107,8 +107,10 @@ def test_replicas_and_context_ranks_share_states() -> None:
 
 
 def test_worst_routing_takes_more_than_balanced() -> None:
-    """Else one hot expert would end a run that was said to fit."""
-    request = request_of(f"{EXPERTS} --expert-model-parallel-size 2 --bf16", 2, 2)
+    """Else one hot expert would end a run that was said to fit. Depths are traced in turn, each
+    with a balancing loss per layer."""
+    flags = f"{EXPERTS} --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --bf16"
+    request = request_of(flags, 2, 5)
     worst = estimates(Request(**{**vars(request), "routing": "worst"}))
     assert worst[0].peak > estimates(request)[0].peak
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer import moe
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+)
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -91,9 +97,14 @@ def _replaced(reads: HostReads) -> Iterator[tuple[Any, str, Any]]:
     # cu_seqlens are the host's, and their values are needed.
     yield get_batch, "packed_seq_params", _with_values(get_batch.packed_seq_params)
     yield P2PCommunicator, "_communicate_shapes", _same_shapes(P2PCommunicator._communicate_shapes)
-    # Numbers that they keep from step to step belong to one world.
+    # Numbers that they keep from step to step belong to one world; those of losses have its depth.
     for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
         yield scaler, "main_loss_backward_scale", None
+    yield MTPLossLoggingHelper, "tracker", {}
+    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
+        yield moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}
+    else:  # megatron-core 0.19
+        yield import_module(f"{moe.__name__}.moe_logging"), "_MOE_METRICS_TRACKER", None
     yield from fake_experts.replaced(reads)
 
 
