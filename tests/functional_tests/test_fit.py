@@ -63,6 +63,7 @@ DEEP = [
     ),
     (f"{GROUPED} {SP2} --bf16 --use-distributed-optimizer", 2, 6),
     (f"{EXPERTS} {PP2} --expert-model-parallel-size 2 --bf16", 4, 12),
+    (f"{EXPERTS} --pipeline-model-parallel-size 4 --bf16", 4, 24),
     (f"{GROUPED} --recompute-granularity full --recompute-num-layers 2 --bf16", 1, 10),
     (f"{GROUPED} {LORA} --context-parallel-size 2 --bf16", 2, 6),
 ]

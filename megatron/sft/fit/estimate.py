@@ -179,12 +179,9 @@ def _passes(
         flight = 2 * stage.num_stages
         depths = depths if sum(depths) < depth else ()  # all would take longer than the stage
     if depths:
-        low, middle, high, _ = depths
-        points = [(d, flight if is_interleaved else 1) for d in depths]
-        if not is_interleaved and flight > 1:
-            points += [(low, 2), (middle, 2)]
-            if flight > 2:
-                points.append((high, 3))
+        points = [(d, flight) for d in depths]
+        if not is_interleaved:
+            points = _points(depths, flight, has_experts=request.config.model.num_experts)
         for point in points:
             if point not in traced:
                 traced[point] = bytes_beside_states(request, stage, *point)
@@ -194,6 +191,24 @@ def _passes(
             remarks.append(f"run at its own depth: {failure}")
     own = bytes_beside_states(request, stage, None, flight)
     return tuple(Part(name, size, "run") for name, size in sorted(own.items()) if size)
+
+
+def _points(
+    depths: Sequence[int], flight: int, *, has_experts: int | None
+) -> list[tuple[int, int]]:
+    """Returns the (layers, microbatches in flight) to trace.
+
+    Dispatchers of experts keep a few numbers until the next microbatch replaces them: the first
+    microbatch of a step finds none, so a step of one is not on the surface of the others.
+    """
+    low, middle, high, _ = depths
+    fewest = min(flight, 2) if has_experts else 1
+    points = [(depth, fewest) for depth in depths]
+    if flight > fewest:
+        points += [(low, fewest + 1), (middle, fewest + 1)]
+    if flight > fewest + 1:
+        points.append((high, fewest + 2))
+    return points
 
 
 def bytes_beside_states(
