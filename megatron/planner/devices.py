@@ -40,9 +40,12 @@ class Device:
         """Returns what products reach whose smallest side is `width`."""
         return self.flops * float(np.interp(np.log2(width), np.log2(_WIDTHS), _SHARES))
 
-    def bandwidth(self, span: int) -> float:
-        """Returns that of a group of ranks which lie within `span` GPUs next to one another."""
-        return self.node_bandwidth if span <= self.gpus_per_node else self.network_bandwidth
+    def bandwidth(self, span: int, world_size: int) -> float:
+        """Returns that of groups of ranks of which each lies within `span` GPUs, next to one
+        another, of `world_size`: of 3 some lie on two machines, unless there is one machine.
+        """
+        within = world_size <= self.gpus_per_node or self.gpus_per_node % span == 0
+        return self.node_bandwidth if within else self.network_bandwidth
 
 
 DEVICES = {

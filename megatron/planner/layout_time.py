@@ -174,21 +174,23 @@ class TimeModel:
         if tp > 1:  # all-gathers and reduce-scatters: 4 forward, 6 backward
             times = 10 + 4 * (candidate.recompute == "full")
             size = layers * times * row * (tp - 1) / tp / cp
-            found["tensor parallel"] = size / device.bandwidth(tp)
+            found["tensor parallel"] = size / device.bandwidth(tp, candidate.world_size)
         if cp > 1:  # keys and values forward, their gradients backward
             keys: float = 2 * 2 * (shape.num_query_groups or shape.num_attention_heads or 1)
             keys *= shape.resolved_kv_channels / tp
             times = 2 + (candidate.recompute != "none")
             size = layers * times * keys * (cp - 1) / cp
-            found["context parallel"] = size / device.bandwidth(tp * cp)
+            found["context parallel"] = size / device.bandwidth(tp * cp, candidate.world_size)
         if ep > 1:  # tokens to experts and back, forward and backward
             times = 4 + 2 * (candidate.recompute == "full")
             size = layers * times * row * shape.moe_router_topk * (ep - 1) / ep / ranks
-            found["expert parallel"] = size / device.bandwidth(max(ep, tp * cp))
+            found["expert parallel"] = size / device.bandwidth(
+                max(ep, tp * cp), candidate.world_size
+            )
         if candidate.pp > 1:  # forward and backward between each two chunks
             size = 2 * (candidate.pp * candidate.vpp - 1) * row / ranks
             span = candidate.tp * candidate.cp * candidate.dp * 2
-            found["pipeline parallel"] = size / device.bandwidth(span)
+            found["pipeline parallel"] = size / device.bandwidth(span, candidate.world_size)
         return found
 
     def _per_step(self, candidate: Candidate) -> dict[str, float]:
@@ -201,7 +203,7 @@ class TimeModel:
             size = (4 + 2 if candidate.shards_optimizer else 8) * weights
             span = candidate.tp * sharers
             moved = size * (sharers - 1) / sharers
-            found["gradient reduction"] = moved / self.device.bandwidth(span)
+            found["gradient reduction"] = moved / self.device.bandwidth(span, candidate.world_size)
         own = weights / (sharers if candidate.shards_optimizer else 1)
         traffic = 4 * 8 * own + 4 * 2 * weights  # Adam's tensors read and written; gradients' norm
         found["optimizer"] = traffic / self.device.memory_bandwidth

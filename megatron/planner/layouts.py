@@ -34,6 +34,10 @@ class Candidate:
     """Whether the embedding counts as a layer of the first pipeline stage."""
     counts_loss: bool = False
     """Whether output layer and loss count as a layer of the last pipeline stage."""
+    first_layers: int | None = None
+    """Layers of the first pipeline stage; None for as many as the middle ones."""
+    last_layers: int | None = None
+    """Layers of the last pipeline stage; None for as many as the middle ones."""
     recompute: Recompute = "none"
     capacity: int = 1
     """Tokens that a rank holds of a pack."""
@@ -49,15 +53,12 @@ class Candidate:
         """The layout in short: `TP2 PP4 DP8, full recomputation, packs of 8,192`."""
         sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep}
         named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-        counted = [
-            name
-            for name, is_counted in (
-                ("embedding", self.counts_embedding),
-                ("loss", self.counts_loss),
-            )
-            if is_counted
-        ]
-        alone = f", {' and '.join(counted)} counted as a layer" * bool(counted)
+        counted = {"embedding": self.counts_embedding, "loss": self.counts_loss}
+        names = " and ".join(name for name, is_counted in counted.items() if is_counted)
+        alone = f", {names} counted as a layer" * bool(names)
+        ends = {"first": self.first_layers, "last": self.last_layers}
+        for end, layers in ends.items():
+            alone += f", {layers} layers on the {end} stage" * (layers is not None)
         again = f", {self.recompute} recomputation" * (self.recompute != "none")
         sharded = ", optimizer sharded" * self.shards_optimizer
         return f"{named} DP{self.dp}{alone}{again}, packs of {self.capacity:,}{sharded}".strip()
@@ -79,6 +80,8 @@ class Candidate:
         return StageLayers(
             num_stages=self.pp,
             num_virtual_stages=self.vpp,
+            first=self.first_layers,
+            last=self.last_layers,
             counts_embedding=self.counts_embedding,
             counts_loss=self.counts_loss,
         )
@@ -96,6 +99,10 @@ class Candidate:
             f"{self.layers_per_chunk(num_layers)}" * (self.vpp > 1),
             "--account-for-embedding-in-pipeline-split" * self.counts_embedding,
             "--account-for-loss-in-pipeline-split" * self.counts_loss,
+            f"--decoder-first-pipeline-num-layers {self.first_layers}"
+            * (self.first_layers is not None),
+            f"--decoder-last-pipeline-num-layers {self.last_layers}"
+            * (self.last_layers is not None),
             f"--context-parallel-size {self.cp}" * (self.cp > 1),
             f"--expert-model-parallel-size {self.ep}" * (self.ep > 1),
             f"--recompute-granularity {self.recompute}" * (self.recompute != "none"),
@@ -113,44 +120,45 @@ def enumerated(
     capacities: Callable[[int, int], Sequence[int]],
     gpus_per_node: int = 8,
 ) -> Iterator[Candidate]:
-    """Yields every layout whose sizes are powers of two, tensor parallel within a machine.
+    """Yields every layout whose sizes divide the number of GPUs, tensor parallel within a machine.
 
     capacities: of (tensor, context parallel size), the tokens of a rank to try. What the model does
     not divide by is left to its own checks.
     """
-    for tp, pp, cp in product(_powers(gpus_per_node), _powers(world_size), _powers(world_size)):
-        if world_size % (tp * pp * cp):
-            continue
-        dp = world_size // (tp * pp * cp)
-        experts = [1]
-        if num_experts is not None:
-            experts = [n for n in _powers(num_experts) if num_experts % n == 0 == tp * cp * dp % n]
-        for stages, ep, recompute, capacity in product(
-            _splits(num_layers, pp), experts, RECOMPUTES, capacities(tp, cp)
-        ):
-            for shards in (False, True) if dp * cp > 1 else (False,):
-                yield Candidate(
-                    dp=dp,
-                    tp=tp,
-                    pp=pp,
-                    vpp=stages.num_virtual_stages,
-                    counts_embedding=stages.counts_embedding,
-                    counts_loss=stages.counts_loss,
-                    cp=cp,
-                    ep=ep,
-                    recompute=recompute,
-                    capacity=capacity,
-                    shards_optimizer=shards,
-                )
+    for tp in _divisors(min(world_size, gpus_per_node)):
+        for pp, cp in product(_divisors(world_size), repeat=2):
+            if world_size % (tp * pp * cp):
+                continue
+            dp = world_size // (tp * pp * cp)
+            experts = [n for n in _divisors(num_experts or 1) if tp * cp * dp % n == 0]
+            for stages, ep, recompute, capacity in product(
+                _splits(num_layers, pp), experts, RECOMPUTES, capacities(tp, cp)
+            ):
+                for shards in (False, True) if dp * cp > 1 else (False,):
+                    yield Candidate(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        vpp=stages.num_virtual_stages,
+                        counts_embedding=stages.counts_embedding,
+                        counts_loss=stages.counts_loss,
+                        first_layers=stages.first,
+                        last_layers=stages.last,
+                        cp=cp,
+                        ep=ep,
+                        recompute=recompute,
+                        capacity=capacity,
+                        shards_optimizer=shards,
+                    )
 
 
 def _splits(num_layers: int, num_stages: int) -> list[StageLayers]:
     """Ways to share layers out, one for each result: alike, or with the loss, or both ends,
-    counted as layers.
+    counted as layers; where that does not divide, with fewer layers at the ends.
     """
     found: dict[tuple[int, ...], StageLayers] = {}
     counts = ((False, False), (False, True), (True, True))
-    for chunks, (embedding, loss) in product((1, 2, 4) if num_stages > 1 else (1,), counts):
+    for chunks, (embedding, loss) in product((1, 2, 3, 4) if num_stages > 1 else (1,), counts):
         split = StageLayers(
             num_stages=num_stages,
             num_virtual_stages=chunks,
@@ -160,12 +168,22 @@ def _splits(num_layers: int, num_stages: int) -> list[StageLayers]:
         counted, parts = split.num_counted(num_layers), num_stages * chunks
         if counted % parts == 0 and num_layers >= parts:
             found.setdefault((chunks, *split.of_parts(num_layers)), split)
-    return list(found.values())
+    return list(found.values()) or list(_shorter_ends(num_layers, num_stages))
 
 
-def _powers(limit: int) -> list[int]:
-    """`8 -> [1, 2, 4, 8]`."""
-    return [2**number for number in range(limit.bit_length()) if 2**number <= limit]
+def _shorter_ends(num_layers: int, num_stages: int) -> Iterator[StageLayers]:
+    """32 layers on 5 stages: 7 7 7 7 4, and 6 7 7 7 5."""
+    middle = -(-num_layers // num_stages)
+    missing = num_stages * middle - num_layers
+    for of_first in dict.fromkeys((0, missing // 2)):
+        first, last = middle - of_first, middle - (missing - of_first)
+        if min(first, last) > 0:
+            yield StageLayers(num_stages=num_stages, first=first if of_first else None, last=last)
+
+
+def _divisors(number: int) -> list[int]:
+    """`12 -> [1, 2, 3, 4, 6, 12]`."""
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 class Choice(NamedTuple):

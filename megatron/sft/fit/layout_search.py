@@ -38,8 +38,8 @@ def config_of(base: SFTConfig, candidate: Candidate) -> SFTConfig:
             pipeline_model_parallel_size=candidate.pp,
             num_layers_per_virtual_pipeline_stage=per_stage if candidate.vpp > 1 else None,
             num_virtual_stages_per_pipeline_rank=None,
-            decoder_first_pipeline_num_layers=None,
-            decoder_last_pipeline_num_layers=None,
+            decoder_first_pipeline_num_layers=candidate.first_layers,
+            decoder_last_pipeline_num_layers=candidate.last_layers,
             account_for_embedding_in_pipeline_split=candidate.counts_embedding,
             account_for_loss_in_pipeline_split=candidate.counts_loss,
             context_parallel_size=candidate.cp,
@@ -115,6 +115,8 @@ class Memory:
                 vpp=1,
                 counts_embedding=False,
                 counts_loss=False,
+                first_layers=None,
+                last_layers=None,
             )
             unit, size = _kept_by_layers(self._request(alone))
             self._kept[key] = unit, size / candidate.capacity

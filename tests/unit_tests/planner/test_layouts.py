@@ -41,6 +41,8 @@ def seconds_of(one: Candidate) -> float:
 CLUSTER = list(
     enumerated(4, num_layers=32, num_experts=None, capacities=lambda tp, cp: [4096 // cp, 8192])
 )
+# Of three stages and of six, three and six tensor-parallel ranks.
+SIX = list(enumerated(6, num_layers=32, num_experts=None, capacities=lambda tp, cp: [8192]))
 
 
 def bytes_of(one: Candidate) -> int:
@@ -53,18 +55,19 @@ def bytes_of(one: Candidate) -> int:
 MEASURES = Measures(TIMES.least_seconds, seconds_of, lambda one: bytes_of(one) // 2, bytes_of)
 
 
-@pytest.mark.parametrize("memory", [30 * GIB, 45 * GIB, 80 * GIB, 400 * GIB])
-def test_the_search_finds_what_brute_force_finds(memory: int) -> None:
+@pytest.mark.parametrize("memory", [20 * GIB, 30 * GIB, 45 * GIB, 80 * GIB, 400 * GIB])
+@pytest.mark.parametrize("cluster", [CLUSTER, SIX], ids=["4", "6"])
+def test_the_search_finds_what_brute_force_finds(cluster: list[Candidate], memory: int) -> None:
     """A bound that is no bound, or a wrong dominance, would hide the best layout."""
     fitting = [
         (seconds_of(one), RECOMPUTES.index(one.recompute), one.capacity, number)
-        for number, one in enumerate(CLUSTER)
+        for number, one in enumerate(cluster)
         if bytes_of(one) <= memory
     ]
-    expected = [CLUSTER[number] for *_, number in sorted(fitting)[:5]]
-    found = search(CLUSTER, MEASURES, memory)
+    expected = [cluster[number] for *_, number in sorted(fitting)[:5]]
+    found = search(cluster, MEASURES, memory)
     assert [choice.candidate for choice in found.best] == expected
-    assert found.num_timed <= len(CLUSTER)
+    assert found.num_timed <= len(cluster)
     assert all(choice.num_bytes <= memory for choice in found.best)
 
 
@@ -113,7 +116,7 @@ def test_bounds_are_bounds() -> None:
     trees = replace(
         TIMES, batches=[Sequences(lengths, SampleSizes(lengths, squares, squares, lengths))]
     )
-    for times, candidates in ((TIMES, CLUSTER), (trees, CLUSTER[::20])):
+    for times, candidates in ((TIMES, CLUSTER + SIX), (trees, CLUSTER[::20])):
         for one in candidates:
             if times is trees:
                 one = replace(one, capacity=32768 // one.cp)
@@ -139,6 +142,38 @@ def test_every_layout_of_the_cluster_is_there_once() -> None:
     assert not any(one.counts_loss for one in CLUSTER)  # 34 over 2 stages are 16 and 16 again
     experts = enumerated(4, num_layers=4, num_experts=8, capacities=lambda tp, cp: [1])
     assert {one.ep for one in experts} == {1, 2, 4}
+
+
+def test_sizes_need_not_be_powers_of_two() -> None:
+    """Twelve GPUs had no layout of three stages, and 60 experts none of three ranks. Groups of six
+    in machines of eight would lie on two of them."""
+    twelve = list(enumerated(12, num_layers=32, num_experts=60, capacities=lambda tp, cp: [1]))
+    assert len(set(twelve)) == len(twelve)
+    sizes = {(one.tp, one.pp, one.cp, one.dp) for one in twelve}
+    assert {pp for _, pp, _, _ in sizes} == {1, 2, 3, 4, 6, 12}
+    assert {tp for tp, *_ in sizes} == {1, 2, 4}
+    assert len(sizes) == 30  # 18, 9 and 3 ways to share 12, 6 and 3 out to three sizes
+    assert {one.ep for one in twelve} == {1, 2, 3, 4, 6, 12}
+    assert {one.tp for one in SIX} == {1, 2, 3, 6}
+    device = DEVICES["h100"]
+    assert device.bandwidth(6, 6) == device.bandwidth(4, 24) > device.bandwidth(6, 24)
+
+
+@given(st.integers(2, 100), st.integers(2, 16))
+def test_layers_that_do_not_divide_are_fewer_at_the_ends(num_layers: int, num_stages: int) -> None:
+    """What cannot be shared out alike would have no layout at all."""
+    world = enumerated(
+        num_stages, num_layers=num_layers, num_experts=None, capacities=lambda tp, cp: [1]
+    )
+    splits = {one.stage_layers for one in world if one.pp == num_stages}
+    for split in splits:
+        parts = split.of_parts(num_layers)
+        assert sum(parts) == num_layers
+        assert max(parts) - min(parts[1:-1], default=max(parts)) <= 1
+    if num_layers >= num_stages * num_stages:  # each end has a layer left
+        assert splits
+    if num_layers % num_stages == 0:
+        assert not any(split.has_own_ends for split in splits)
 
 
 def test_an_output_layer_that_counts_evens_stages_out() -> None:
