@@ -17,7 +17,7 @@ from megatron.sft.environment import fail, program, world_from_environment
 
 
 def main() -> None:
-    """Runs the subcommand; one line and status 2 for a name that is none."""
+    """Runs the subcommand; one line and status 2 for a name that is none, 130 when interrupted."""
     name, *arguments = sys.argv[1:] or ["train"]
     name = "--help" if name == "help" else name
     typed = f"{program()} {name}"
@@ -27,7 +27,13 @@ def main() -> None:
         fail(f"unknown command {name}; {_way_out(name)}", world_from_environment()[0])
     elif not sys.argv[1:]:
         typed = program()
-    importlib.import_module(COMMANDS[name].module).main(arguments, typed)
+    try:
+        importlib.import_module(COMMANDS[name].module).main(arguments, typed)
+    except KeyboardInterrupt:
+        if name == "train":  # asked a second time, see `training.stop`: torchrun ends the others
+            raise
+        print(f"{typed}: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
 
 
 def _way_out(name: str) -> str:

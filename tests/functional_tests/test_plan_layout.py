@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.planner.layouts import Candidate
+from megatron.planner.layouts import Candidate, Choice, Search
 from megatron.sft.arguments.parse import parse_config
+from megatron.sft.commands import plan_layout
 from megatron.sft.commands.plan import main
 from megatron.sft.fit.layout_search import Memory
 from megatron.sft.fit.report import LIBRARIES_BYTES
@@ -70,6 +72,35 @@ def test_what_a_layout_needs_at_least_is_no_more_than_it_needs(
         least = memory.least_bytes(one, states) - LIBRARIES_BYTES
         if one.recompute == "none":  # else a layer's own temporaries are most of it
             assert least > 0.4 * (needed - LIBRARIES_BYTES), one
+
+
+@pytest.mark.parametrize("num_found", [0, 1])
+def test_an_interrupted_search_shows_what_it_found(
+    num_found: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Minutes of search would be lost; a table of nothing says nothing."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("5\n6\n")
+    found = Search([Choice(Candidate(capacity=64), 1.0, 2**30)] * num_found, 9, 4, 1, 0)
+
+    def interrupt(*arguments: Any) -> Search:
+        arguments[4](found)  # progress
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_layout, "search", interrupt)
+    arguments = f"{MODEL} --auto-layout --world-size 1 --data-path {lengths}"
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        main(arguments.replace(f"--vocab-size {VOCAB_SIZE}", "").split(), "plan")
+    printed = capsys.readouterr().out
+    if num_found:
+        assert ended.value.args == (130,)
+        assert "interrupted: only 1 found" in printed
+    else:
+        assert (ended.type, printed) == (KeyboardInterrupt, "")
 
 
 def test_what_never_fits_is_said(

@@ -110,6 +110,8 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
     memory = Memory(base=base, vocab_size=vocab_size, limit=limit, loss_share=options.loss_share)
     found, is_whole = _searched(candidates, _measures(times, memory), limit, options.layouts)
     tokens = sum(batch.num_tokens for batch in times.batches) / len(times.batches)
+    if not is_whole and not found.best:
+        raise KeyboardInterrupt
     _print(found, times, tokens, base, options, limit)
     if not is_whole:
         print(f"interrupted: only {len(found.best)} found; others would be slower", flush=True)

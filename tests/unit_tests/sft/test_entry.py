@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 import sysconfig
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import pretrain_sft
 from megatron.packing.scheduling.registry import SCHEDULERS
+from megatron.sft import __main__
 from megatron.sft.commands import COMMANDS
 from megatron.sft.environment import fail
 
@@ -92,6 +94,21 @@ def test_installed_commands_are_the_same_and_go_by_their_own_names(command, name
     done = run([*command, *GOOD_ARGUMENTS, "--num-layer", "2"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{name}: error: unknown option --num-layer; did you mean --num-layers?\n"
+
+
+@pytest.mark.parametrize("name", ["fit", "plan"])
+def test_an_interrupted_command_is_one_line(name, monkeypatch, capsys):
+    """fit ended in a traceback, each line of it behind six [rank0]."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module(COMMANDS[name].module), "main", interrupt)
+    monkeypatch.setattr("sys.argv", ["megatron-sft", name])
+    with pytest.raises(SystemExit) as end:
+        __main__.main()
+    assert end.value.code == 130
+    assert capsys.readouterr() == ("", f"megatron-sft {name}: interrupted\n")
 
 
 def test_versions_are_those_installed():
