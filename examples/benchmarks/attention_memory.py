@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from megatron.packing.model.attention_blocks import Scores, Segments
-from megatron.packing.model.attention_kernels import causal_attention
-from megatron.packing.model.zigzag import zigzag
+from megatron.packing.model.attention.blocks import Scores, Segments
+from megatron.packing.model.attention.kernels import causal_attention
+from megatron.packing.model.attention.zigzag import zigzag
 from megatron.sft.fit.counter import ByteCounter
 
 NUM_RANKS, HEADS, WIDTH = 2, 2, 32
