@@ -16,8 +16,8 @@ import numpy as np
 from schedule_cases import SEED, cases_of
 from schedule_run import MODES, request_of
 
+from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
-from megatron.packing.scheduling.registry import default
 
 SIZES = (64, 256)
 """Sequences of the batches."""

@@ -22,9 +22,9 @@ import torch.multiprocessing as processes
 from examples.benchmarks.images_run import process
 from megatron.packing.model.shared_tower import shares
 from megatron.packing.scheduling.cost import gpt_pack_cost
+from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.payload_cost import vision_cost
 from megatron.packing.scheduling.problem import ScheduleRequest
-from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 
 BATCHES, SEQUENCES = 20, 512

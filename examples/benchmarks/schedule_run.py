@@ -23,7 +23,9 @@ from megatron.packing.scheduling.step_time import StepModel
 
 try:
     from megatron.packing.scheduling.problem import ScheduleRequest
-    from megatron.packing.scheduling.registry import default
+    from megatron.packing.scheduling.registry import SCHEDULERS
+
+    default = SCHEDULERS["default"]
 except ImportError:  # before 2026-11-22
     from megatron.packing.scheduling.balance import default  # type: ignore[import-not-found,no-redef]
     from megatron.packing.scheduling.schedule import ScheduleRequest  # type: ignore[import-not-found,no-redef]

@@ -15,7 +15,7 @@ Names to know:
 - `data_schedule.wrap_dataloader`: one global batch, as Megatron-LM's own code calls it
 - `plugin.install`: packing in a training script of your own
 - `batch.columns`: the table of all fields that samples have
-- `scheduling.registry.default`: lengths -> rank and microbatch of each sequence
+- `scheduling.default.default`: lengths -> rank and microbatch of each sequence
 - `step.global_batch.schedule_global_batch`: the data path of a step in order
 
 README.md has the map.

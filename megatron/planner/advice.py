@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.scheduling.registry import default
+from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, modelled_cost
 from megatron.planner.sequences import Sequences

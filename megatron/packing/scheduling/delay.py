@@ -88,5 +88,4 @@ def outliers_to_delay(
 
 def capacity_that_matters(model: StepModel, capacity: int, lengths: IntArray) -> int:
     """Pack capacity, or the tokens of all sequences where only the sums of ranks count."""
-    only_ranks_matter = model.num_stages == 1 and not model.sync_every_microbatch
-    return max(int(lengths.sum()), 1) if only_ranks_matter else capacity
+    return max(int(lengths.sum()), 1) if model.only_rank_sums_count else capacity

@@ -71,10 +71,10 @@ def reduce_moved_tokens(
     def moved(placement: IntArray) -> int:
         return tokens_moved(length, source, placement // packs.num_microbatches)
 
-    only_ranks_matter = request.model.num_stages == 1 and not request.model.sync_every_microbatch
-    kept = _keep(length, cost, source, pack, packs, good_enough) if only_ranks_matter else None
-    if kept is not None and moved(kept) < moved(pack):
-        return kept
+    if request.model.only_rank_sums_count:
+        kept = _keep(length, cost, source, pack, packs, good_enough)
+        if kept is not None and moved(kept) < moved(pack):
+            return kept
     renamed = _rename(
         length, source, pack, packs, each_microbatch=request.model.sync_every_microbatch
     )

@@ -1,132 +1,16 @@
 """pure. Schedulers by name, as the command line has them; users add theirs as `module:function`.
 
-Each keeps the invariants in the docstring of `problem`. `dp_balanced` leaves a pack empty only
-where there are fewer sequences than packs.
+Each keeps the invariants in the docstring of `problem`.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import warnings
-from collections.abc import Callable
-from heapq import heapify, heappop, heappush
 
-import numpy as np
-import numpy.typing as npt
-
-from megatron.packing.scheduling import compiled
-from megatron.packing.scheduling.bounds import GOOD_ENOUGH
-from megatron.packing.scheduling.moved_tokens import reduce_moved_tokens
-from megatron.packing.scheduling.pipelines import balance_pipelines
-from megatron.packing.scheduling.placement import Packs, Placed, pack_costs, reordered
-from megatron.packing.scheduling.problem import (
-    Schedule,
-    Scheduler,
-    ScheduleRequest,
-    check_capacity,
-    rounded_up,
-)
-from megatron.packing.scheduling.ranks import balance_ranks
-from megatron.packing.scheduling.synchronous import balance_microbatches
-
-IntArray = npt.NDArray[np.int64]
-
-
-def default(request: ScheduleRequest) -> Schedule:
-    """The schedule of the least modelled step time found. O(N log N).
-
-    Among schedules as quick, one that moves few tokens between ranks. Never more microbatches than
-    give each sequence a pack of its own. README.md has the decision tree of the three modes.
-    """
-    num_sequences, fewest = request.lengths.size, request.fewest_microbatches
-    if num_sequences <= request.num_ranks:  # each alone on a rank: no schedule is better
-        return _scheduled(request, Placed(0.0, fewest, np.arange(num_sequences) * fewest))
-    if compiled.CORE is None:
-        warnings.warn(
-            "scheduling is slower and a little worse without its compiled core: install a C++ "
-            "compiler and then the project again (pip install --editable .)",
-            stacklevel=2,
-        )
-    multiple = request.microbatch_multiple
-    most = rounded_up(num_sequences / request.num_ranks, multiple)  # a pack for each sequence
-    placed = _mode_of(request)(request, list(range(fewest, most + 1, multiple)))
-    return _scheduled(request, placed)
-
-
-def _mode_of(request: ScheduleRequest) -> Callable[[ScheduleRequest, list[int]], Placed]:
-    """Returns the mode that fits the layout, a function of the request and the numbers of
-    microbatches to try.
-    """
-    model = request.model
-    if model.sync_every_microbatch and request.num_ranks * model.num_stages > 1:
-        return balance_microbatches
-    return balance_pipelines if model.num_stages > 1 else balance_ranks
-
-
-def _scheduled(request: ScheduleRequest, placed: Placed) -> Schedule:
-    """The schedule of a placement, with few tokens moved between ranks.
-
-    Without a pipeline each rank's costliest pack comes first: if one runs out of memory, it does so
-    at once.
-    """
-    order, _, cost = request.sorted
-    packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
-    good_enough = request.work_bound * GOOD_ENOUGH - request.cost.fixed * placed.num_microbatches
-    pack = reduce_moved_tokens(request, placed.pack, packs, good_enough)
-    if request.model.num_stages == 1 and not request.model.sync_every_microbatch:
-        pack = reordered(pack, pack_costs(cost, pack, packs), np.arange(packs.num_microbatches))
-    in_global_order = np.empty_like(pack)
-    in_global_order[order] = pack  # from longest first to the order of the request
-    rank = in_global_order // placed.num_microbatches
-    return Schedule(
-        rank,
-        in_global_order - rank * placed.num_microbatches,
-        request.num_ranks,
-        placed.num_microbatches,
-    )
-
-
-def empty(request: ScheduleRequest) -> Schedule:
-    """The schedule that the sampler has decided: each `next` of a rank is one pack of that rank.
-
-    Packs keep the order of loading. Empty packs at the end make up `microbatch_multiple`. Raises
-    CapacityError where a pack is over capacity.
-    """
-    num_microbatches = rounded_up(request.num_fetches, request.microbatch_multiple)
-    schedule = Schedule(
-        request.source_rank, request.source_fetch, request.num_ranks, num_microbatches
-    )
-    check_capacity(request, schedule)
-    return schedule
-
-
-def dp_balanced(request: ScheduleRequest) -> Schedule:
-    """Fills packs in arrival order and deals them to ranks in turn, as Megatron-LM does.
-
-    The name is Megatron-LM's. It balances the number of packs, not their cost: use `default` for
-    that. A pack is closed by the first sequence that doesn't fit (next-fit). The pack with the most
-    tokens is split in halves until the number of packs is a multiple of num_ranks *
-    microbatch_multiple.
-    """
-    ends = np.cumsum(request.lengths)
-    starts = []
-    start = 0
-    while start < ends.size:
-        starts.append(start)
-        # Lengths 4 4 4, capacity 9: ends 4 8 12, and the pack that starts at 0 stops before 12.
-        full = ends[start] - request.lengths[start] + request.capacity
-        start = int(np.searchsorted(ends, full, side="right"))
-    num_packs = rounded_up(len(starts), request.num_ranks * request.microbatch_multiple)
-    starts = _split_largest(starts, ends, num_packs)
-    pack = np.searchsorted(starts, np.arange(ends.size), side="right") - 1
-    return Schedule(
-        pack % request.num_ranks,
-        pack // request.num_ranks,
-        request.num_ranks,
-        num_packs // request.num_ranks,
-    )
-
+from megatron.packing.scheduling.arrival_order import dp_balanced, empty
+from megatron.packing.scheduling.default import default
+from megatron.packing.scheduling.problem import Scheduler
 
 SCHEDULERS: dict[str, Scheduler] = {"default": default, "empty": empty, "dp_balanced": dp_balanced}
 
@@ -169,31 +53,3 @@ def _import(name: str) -> Scheduler:
         )
     scheduler: Scheduler = function
     return scheduler
-
-
-def _split_largest(starts: list[int], ends: IntArray, num_packs: int) -> list[int]:
-    """Splits the packs with the most tokens in halves until there are `num_packs`.
-
-    Returns the first sequence of each pack, ascending; fewer packs if sequences run out.
-
-    Args:
-        starts: first sequence of each pack.
-        ends: number of tokens up to and with each sequence.
-    """
-
-    def entry(start: int, stop: int) -> tuple[int, int, int]:
-        before = int(ends[start - 1]) if start else 0
-        return before - int(ends[stop - 1]), start, stop
-
-    splittable = [entry(a, b) for a, b in zip(starts, [*starts[1:], ends.size]) if b - a > 1]
-    heapify(splittable)
-    starts = list(starts)
-    while len(starts) < num_packs and splittable:
-        negative_tokens, start, stop = heappop(splittable)
-        half = int(ends[stop - 1]) + negative_tokens // 2
-        middle = min(max(int(np.searchsorted(ends, half)) + 1, start + 1), stop - 1)
-        starts.append(middle)
-        for piece in ((start, middle), (middle, stop)):
-            if piece[1] - piece[0] > 1:
-                heappush(splittable, entry(*piece))
-    return sorted(starts)

@@ -76,6 +76,13 @@ class StepModel:
             object.__setattr__(self, "shares", ())  # equal stages are one model, however written
 
     @property
+    def only_rank_sums_count(self) -> bool:
+        """Whether a step takes the costliest rank's sum, however it is divided into packs: without
+        a pipeline, where ranks wait for one another at the end of the step only.
+        """
+        return self.num_stages == 1 and not self.sync_every_microbatch
+
+    @property
     def relative_shares(self) -> tuple[float, ...]:
         """Share of each chunk of each stage over the mean share: all 1.0 where they are equal."""
         count = self.num_stages * self.num_virtual_stages

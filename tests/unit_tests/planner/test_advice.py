@@ -7,7 +7,8 @@ import pytest
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.registry import SCHEDULERS, default
+from megatron.packing.scheduling.default import default
+from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.advice import Adviser, Beside, _with_twice_the_context
 from megatron.planner.compare import compare, modelled_cost

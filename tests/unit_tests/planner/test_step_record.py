@@ -9,7 +9,7 @@ import pytest
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.registry import default
+from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import compare
 from megatron.planner.sequences import Sequences

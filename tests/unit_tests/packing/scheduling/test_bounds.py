@@ -7,8 +7,8 @@ import pytest
 
 from megatron.packing.scheduling.bounds import fewest_packs, rank_cost_bound
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.problem import Schedule
-from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from tests.unit_tests.packing.brute_force import MODES, least_time, optimum, random_request
 from tests.unit_tests.packing.requests import request

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 
 from megatron.packing.scheduling import ranks, synchronous
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
+from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.placement import place_longest_first
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule, rounded_up
-from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.tight_packs import best_fit
 from tests.unit_tests.packing.brute_force import MODES, optimum, random_request

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from megatron.packing.scheduling import registry
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.moved_tokens import reduce_moved_tokens, tokens_moved
 from megatron.packing.scheduling.placement import Packs
 from megatron.packing.scheduling.problem import ScheduleRequest
-from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from tests.unit_tests.packing.brute_force import descending
 from tests.unit_tests.packing.requests import DISTRIBUTIONS, lengths_of, request
@@ -114,7 +113,8 @@ def test_fewer_tokens_move(distribution, monkeypatch):
     asked = request(lengths, 32, int(lengths.max()) * 4, cost=PackCost(1.0, 1 / 65536, 1000.0))
     home = default(asked)
     monkeypatch.setattr(
-        registry, "reduce_moved_tokens", lambda request, pack, packs, good_enough: pack
+        "megatron.packing.scheduling.default.reduce_moved_tokens",
+        lambda request, pack, packs, good_enough: pack,
     )
     anywhere = default(asked)
     moved = [

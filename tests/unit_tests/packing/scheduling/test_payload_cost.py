@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.payload_cost import (
     PayloadCost,
     PayloadCosts,
@@ -13,7 +14,6 @@ from megatron.packing.scheduling.payload_cost import (
 )
 from megatron.packing.scheduling.pipelines import LIMITS, _sample_of
 from megatron.packing.scheduling.problem import check_schedule
-from megatron.packing.scheduling.registry import default
 from tests.unit_tests.packing.requests import MODELS, request
 
 

@@ -100,7 +100,10 @@ def test_a_name_or_a_function_of_ones_own():
         (f"{REGISTRY}:", rf"'{REGISTRY}:' can't be imported: .*; give module:function"),
         (":default", r"':default' can't be imported: .*; give module:function"),
         (".registry:default", r"'.registry:default' can't be imported: .*; give module:function"),
-        (f"{REGISTRY}:GOOD_ENOUGH", r"GOOD_ENOUGH' must be a function, but is 1.0002"),
+        (
+            "megatron.packing.scheduling.bounds:GOOD_ENOUGH",
+            r"GOOD_ENOUGH' must be a function, but is 1.0002",
+        ),
     ],
 )
 def test_wrong_names_are_refused(name, message):
