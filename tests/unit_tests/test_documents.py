@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron.packing.flags import flag_of
-from megatron.sft.arguments.megatron_flags import ACCEPTED, READ_AS
+from megatron.sft.arguments.megatron_flag_table import ACCEPTED
+from megatron.sft.arguments.megatron_flags import READ_AS
 from megatron.sft.commands import COMMANDS
 from megatron.sft.launch import FLAGS as LAUNCHER
 from megatron.sft.options.config import GROUPS

@@ -17,10 +17,10 @@ from megatron.blending.formats.indexed import IndexedSource
 from megatron.blending.formats.record import RecordSource, check_index
 from megatron.blending.order.permutation import mix_array
 from megatron.packing.user_files import parse_json, read_text, shown
+from megatron.sft.data.mock.distributions import LengthDistribution
 from megatron.sft.data.mock.lengths import (
     DISTRIBUTIONS,
     FLAG,
-    LengthDistribution,
     config_error,
     parse_distribution,
     read_keys,

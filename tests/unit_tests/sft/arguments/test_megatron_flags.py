@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.packing.flags import FlagError, flag_of
+from megatron.sft.arguments.megatron_flag_table import ACCEPTED, REFUSED, TOKENIZERS
 from megatron.sft.arguments.megatron_flags import (
-    ACCEPTED,
     READ_AS,
-    REFUSED,
-    TOKENIZERS,
     _found,
     megatron_flag_notes,
     without_megatron_flags,
@@ -39,7 +37,7 @@ def table() -> str:
         lines.append(f"| `--tokenizer-type {name}` | {what} |")
     groups: dict[str, list[str]] = {}
     for flag, accepted in ACCEPTED.items():
-        what = "always so" if accepted.always_so else "without effect"
+        what = "always so" if accepted.is_default else "without effect"
         values = f", as {' or '.join(accepted.values)}" if accepted.values else ""
         groups.setdefault(what + values, []).append(flag)
     for flag, way in REFUSED.items():
