@@ -37,13 +37,7 @@ from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_data_rank
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.model import cpu_support
-from megatron.sft.model.build import (
-    build_model,
-    build_optimizer,
-    build_scheduler,
-    build_transformer_config,
-    connect,
-)
+from megatron.sft.model.build import build_model, build_transformer_config
 from megatron.sft.model.forward import forward_step
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.pretrained import open_pretrained
@@ -51,6 +45,7 @@ from megatron.sft.model.huggingface.read import Pretrained
 from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
+from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
 from megatron.sft.options.config import SFTConfig
 from tests.functional_tests.oracle import (
     CLIP_GRAD,

@@ -63,13 +63,11 @@ from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import (
     build_gpt,
     build_model,
-    build_optimizer,
-    build_scheduler,
     build_transformer_config,
-    connect,
     padded_vocab_size,
 )
 from megatron.sft.model.forward import forward_step
+from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.lora import LoraConfig
 from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, places_of, whole_of

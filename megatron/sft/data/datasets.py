@@ -81,9 +81,10 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(config: SFTConfig) -> Datasets:
-    """Opens the files, or makes up the data, that the options name: indices are read, and records
-    for weights by tokens only. ValueError, one line that names the file, for anything that cannot
-    be read.
+    """Opens the files that the options name, or makes mock data.
+
+    Only indices are read; records only for weights by tokens. Raises ValueError, one line that
+    names the file, for anything that cannot be read.
     """
     if config.data.mock_data:
         return build_mock(config)
@@ -111,20 +112,27 @@ def build_datasets(config: SFTConfig) -> Datasets:
             "raise the second share of --split, or pass --valid-data-path"
         )
     turns = encoder.train_turns
-    # "all" is left out, as older checkpoints do not have the key.
-    made_by: dict[str, str] = {} if turns == "all" else {"train_turns": turns}
-    if data.template_date is not None:
-        made_by["template_date"] = str(data.today)
-    if data.template_choice.variables:
-        made_by["chat_template_kwargs"] = to_json(data.template_choice.variables)
-    if made_by:
-        train, valid, test = (
-            replace(samples, identity={**samples.identity, **made_by})
-            for samples in (train, valid, test)
-        )
+    made_by = _made_by(data, turns)
+    train, valid, test = (
+        replace(samples, identity=samples.identity | made_by) for samples in (train, valid, test)
+    )
     path = config.training.sample_prompts
     prompts = [] if path is None else read_prompts(path, encoder)
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns, prompts)
+
+
+def _made_by(data: DataConfig, turns: TrainTurns) -> dict[str, str]:
+    """Returns the options by which samples are made of records, for the identity of a split: a
+    checkpoint continues with the same ones only.
+
+    Defaults are left out: checkpoints that are older than an option do not have its key.
+    """
+    options = {} if turns == "all" else {"train_turns": str(turns)}
+    if data.template_date is not None:
+        options["template_date"] = str(data.today)
+    if data.template_choice.variables:
+        options["chat_template_kwargs"] = to_json(data.template_choice.variables)
+    return options
 
 
 def _train_turns(config: SFTConfig, tokenizer: Tokenizer) -> TrainTurns:
@@ -178,8 +186,8 @@ class _Opened(NamedTuple):
         return self._replace(records=records)
 
     def within(self, cut: range, start: int) -> _Opened:
-        """Returns the records that `cut` takes of all sources' records, where this source's begin
-        at `start`.
+        """Returns the part of this source that lies in `cut`, a range of all sources' records one
+        after the other, of which this source's begin at `start`.
         """
         first, last = max(cut.start - start, 0), min(cut.stop - start, len(self.records))
         return self.part(range(first, last))
@@ -258,7 +266,7 @@ class _Builder:
         return self._blended(loaded_for_training(kind, made)), valid, test
 
     def _splits_of_data(self) -> set[str]:
-        """Returns which splits to hold out the data themselves have."""
+        """Returns the splits to hold out that the data bring along, as a metadataset may."""
         if self._data.valid_data_path:
             return set()
         found = {path: split_names(path).intersection(_HELD_OUT) for path in self._data.paths}
@@ -283,12 +291,14 @@ class _Builder:
         return [_Opened(entry, one, range(len(one.source))) for entry, one in zip(entries, found)]
 
     def _concatenated(self, opened: Sequence[_Opened], seed: int | None = None) -> SampleSet:
-        there = [source for source in opened if source.records]
-        nodes = [source.node(is_shuffled=False) for source in there]
-        return concatenated(self._named(there, nodes), nodes, seed)
+        filled = [source for source in opened if source.records]
+        nodes = [source.node(is_shuffled=False) for source in filled]
+        return concatenated(self._named(filled, nodes), nodes, seed)
 
     def _named(self, sources: Sequence[_Opened], nodes: Sequence[SourceDataset]) -> list[str]:
-        """Returns the names of sources, and gives their nodes the numbers of them."""
+        """Returns the names of sources. Numbers their nodes, so that each sample says by number
+        which of the names it is of.
+        """
         for number, node in enumerate(nodes):
             assert isinstance(node.load, ChatLoad)
             node.load = node.load.numbered(number)
@@ -299,8 +309,8 @@ class _Builder:
             one.weight if one.repetitions is None else one.repetitions for one in loaded.datasets
         ]
         weighted, schedule = loaded.datasets, self._schedule
-        asks = schedule is not None or self._data.blend_weights_by == "tokens"
-        if asks and loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
+        needs_weights = schedule is not None or self._data.blend_weights_by == "tokens"
+        if needs_weights and loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
             raise ValueError(
                 "--blend-weights-by tokens and --blend-weight-schedule are for 'blend', but the "
                 "metadataset has 'blend_epochized', which says how often each source is read"

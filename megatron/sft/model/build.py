@@ -1,6 +1,4 @@
-"""mcore. The GPT that the options describe, as this rank holds it: wrapped for data parallel, with
-optimizer and learning-rate schedule.
-"""
+"""mcore. Builds the GPT that the options describe, as this rank holds it, and what trains it."""
 
 from __future__ import annotations
 
@@ -9,20 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -49,14 +37,8 @@ from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, 
 from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.model.mcore_fixes import drop_unused_output_weight
 from megatron.sft.model.needs import check_needs
+from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
 from megatron.sft.options.config import SFTConfig
-
-_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8": torch.uint8,  # as Transformer Engine's Adam names it
-}
 
 
 class Training(NamedTuple):
@@ -84,12 +66,7 @@ def build_training(
     """
     check_needs(config, device)
     transformer_config = build_transformer_config(config, device)
-    cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
-    # Two products per matrix instead of three, as frozen weights have no gradients.
-    if config.lora.lora:
-        cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
-    if config.training.logits_of_masked_tokens:
-        cost = replace(cost, head=0.0)
+    cost = flops_of(config, transformer_config, vocab_size)
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
     transformer_config.sequence_packing_options = replace(
         PackingOptions.of(transformer_config),
@@ -100,6 +77,18 @@ def build_training(
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     return Training(model, optimizer, build_scheduler(config, optimizer), cost)
+
+
+def flops_of(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost:
+    """Returns the FLOPs of a pack."""
+    cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
+    if config.lora.lora:
+        # A trained matrix costs three products: forward, gradient of its input, gradient of itself.
+        # Frozen matrices lack the last.
+        cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
+    if config.training.logits_of_masked_tokens:
+        cost = replace(cost, head=0.0)  # no masked token is spared the output layer
+    return cost
 
 
 def agreed_cost(
@@ -123,8 +112,10 @@ def agreed_cost(
 
 
 def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
-    """Returns the rows of the embedding. The padding takes part in the softmax, so it must not
-    depend on the layout where it need not.
+    """Returns the rows of the embedding.
+
+    Padding takes part in the softmax, so the loss depends on it: the multiple is a number of the
+    model first (--make-vocab-size-divisible-by), of the layout only where that does not suffice.
     """
     unit = math.lcm(
         config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
@@ -218,11 +209,7 @@ def build_model(
         build_gpt(config, transformer_config, vocab_size, number).to(device)
         for number in range(config.num_virtual_stages or 1)
     ]
-    adapter = (
-        None
-        if isinstance(pretrained, MegatronCheckpoint) or pretrained is None
-        else pretrained.adapter
-    )
+    adapter = pretrained.adapter if isinstance(pretrained, Pretrained) else None
     if isinstance(pretrained, MegatronCheckpoint):
         for gpt in gpts:
             CheckpointWeights(pretrained.path, gpt).read_all(vocab_size)
@@ -244,6 +231,7 @@ def build_model(
                 config=transformer_config,
                 ddp_config=ddp_config,
                 module=module,
+                # As Megatron-LM: gradients of further chunks travel during other chunks' passes.
                 disable_bucketing=number > 0,
             )
         )
@@ -255,8 +243,8 @@ def build_model(
 def build_gpt(
     config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, number: int
 ) -> GPTModel:
-    """Chunk `number` of this rank's; only the first of the first stage embeds, only the last of the
-    last has a loss.
+    """Builds chunk `number` of this rank. The first chunk of the first stage has the embedding, the
+    last chunk of the last stage the output layer.
     """
     model = config.model
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -277,7 +265,7 @@ def build_gpt(
         rotary_base=model.rotary_base,
         vp_stage=vp_stage,
     )
-    gpt.model_type = ModelType.encoder_or_decoder
+    gpt.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
     drop_unused_output_weight(gpt)
     mend_expert_biases(gpt)
     keep_frequencies(gpt)
@@ -294,107 +282,14 @@ def build_gpt(
 
 
 def mark_shards(gpt: torch.nn.Module) -> None:
-    """Tells megatron-core which weights are shards over tensor parallel, as it does itself where it
+    """Marks the weights that are shards over tensor parallel, as megatron-core does where it
     initialises them.
 
-    Of weights that it takes for copies, the norm of the gradients counts one rank's alone, and
-    clips too little.
+    It takes unmarked weights for copies: the norm of the gradients would count those of one rank
+    only, and clipping would do too little.
     """
     kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     for module in (module for module in gpt.modules() if isinstance(module, kinds)):
         if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
-
-
-def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Builds megatron-core's Adam, sharded over data parallel when asked; biases and norms without
-    weight decay.
-    """
-    training, state = config.training, config.optimizer
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=training.lr,
-        min_lr=training.min_lr,
-        weight_decay=training.weight_decay,
-        adam_beta1=training.adam_beta1,
-        adam_beta2=training.adam_beta2,
-        adam_eps=training.adam_eps,
-        clip_grad=training.clip_grad,
-        bf16=training.bf16,
-        params_dtype=next(model[0].parameters()).dtype,
-        use_distributed_optimizer=config.shards_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
-        use_precision_aware_optimizer=state.use_precision_aware_optimizer,
-        # the lower half of each main parameter; the upper one is the weight itself
-        store_param_remainders=state.main_params_dtype == "fp32",
-        main_grads_dtype=_DTYPES[state.main_grads_dtype],
-        main_params_dtype=_DTYPES[state.main_params_dtype],
-        exp_avg_dtype=_DTYPES[state.exp_avg_dtype],
-        exp_avg_sq_dtype=_DTYPES[state.exp_avg_sq_dtype],
-        optimizer_cpu_offload=state.optimizer_cpu_offload,
-        optimizer_offload_fraction=state.optimizer_offload_fraction,
-        overlap_cpu_optimizer_d2h_h2d=state.overlap_cpu_optimizer_d2h_h2d,
-    )
-    return get_megatron_optimizer(
-        optimizer_config, model, config_overrides=get_standard_config_overrides(optimizer_config)
-    )
-
-
-def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Builds megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
-    training, batch = config.training, config.training.global_batch_size
-    wsd_steps = None if training.lr_wsd_decay_iters is None else training.lr_wsd_decay_iters * batch
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=training.lr,
-        min_lr=training.min_lr,
-        lr_warmup_steps=training.warmup_samples,
-        lr_decay_steps=training.decay_samples,
-        lr_decay_style=training.lr_decay_style,
-        wsd_decay_steps=wsd_steps,
-        lr_wsd_decay_style=training.lr_wsd_decay_style,
-        start_wd=training.weight_decay,
-        end_wd=training.weight_decay,
-        wd_incr_steps=training.train_iters * batch,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run follows its own options
-    )
-
-
-def finalize_gradients(
-    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: object
-) -> None:
-    """Does what megatron-core's `finalize_model_grads` does, without its read from the device,
-    which tells it whether there are tokens at all to divide by: without them gradients are zero,
-    and may be divided by one.
-    """
-    finalize_model_grads(model, None, **options)
-    if num_tokens is None:
-        return
-    dist.broadcast(
-        num_tokens,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
-    dist.all_reduce(
-        num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    for chunk in model:
-        chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))  # type: ignore[operator]
-
-
-def connect(
-    transformer_config: TransformerConfig,
-    model: list[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    config: SFTConfig,
-) -> None:
-    """Tells megatron-core's schedules how gradients are finished, and when they may travel."""
-    transformer_config.finalize_model_grads_func = finalize_gradients
-    transformer_config.grad_scale_func = optimizer.scale_loss
-    if config.parallel.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in model]
-        transformer_config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync

@@ -142,18 +142,19 @@ class Trainer:
         self._batches.hurry()
 
     def train(self, signals: StopSignals) -> None:
-        """Runs to the end; saves at intervals, at the end, on a stop signal, and before a data
+        """Runs to the end. Saves at intervals, at the end, on a stop signal, and before a data
         error is raised.
 
-        NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite. After
-        an error that other ranks may not have, nothing is saved or closed: they would be waited
-        for.
+        Raises NonFiniteError where a loss or gradient norm is NaN or infinite, and saves nothing.
+        After any other error, which other ranks may not have, nothing is saved or closed either:
+        both are collective, and would wait for ranks that never come.
         """
         log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
         failure: Exception | None = None
         try:
             self._run_steps(signals, log)
-        except (Stopped, GlobalBatchError, NonFiniteError) as raised:  # alike on every rank
+        # Raised alike on every rank, so all of them go on to save.
+        except (Stopped, GlobalBatchError, NonFiniteError) as raised:
             failure = raised
         if failure is None or (self.num_steps_done and not isinstance(failure, NonFiniteError)):
             self._save(log)  # the failed step has changed nothing
@@ -226,19 +227,22 @@ class Trainer:
         if log is not None and answers:
             log.writer.answers(self._progress.iteration, answers)
         self._progress = self._progress._replace(evaluation_due=False)
-        if loss is None:
+        if loss is None or not self._note_loss(loss):
             return
-        if self._progress.best_loss is not None and loss >= self._progress.best_loss:
-            since = self._progress.evaluations_since_best + 1
-            self._progress = self._progress._replace(evaluations_since_best=since)
-            return
-        best = self._progress.iteration
-        self._progress = self._progress._replace(
-            best_loss=loss, evaluations_since_best=0, best_iteration=best
-        )
         if self._config.output.keep_best and self._progress.iteration:
             self._save(log)
             self._saved.note_best(self._progress)
+
+    def _note_loss(self, loss: float) -> bool:
+        """Counts evaluations since the lowest validation loss; returns whether it is this one."""
+        done = self._progress
+        is_best = done.best_loss is None or loss < done.best_loss
+        self._progress = (
+            done._replace(best_loss=loss, evaluations_since_best=0, best_iteration=done.iteration)
+            if is_best
+            else done._replace(evaluations_since_best=done.evaluations_since_best + 1)
+        )
+        return is_best
 
     def _evaluate(self, split: Split, signals: StopSignals, log: RunLog | None) -> float | None:
         """Returns the mean loss per token of a split, None where it has no samples. A stop leaves

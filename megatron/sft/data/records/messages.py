@@ -37,6 +37,14 @@ REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 _TRAIN = ("train", "training", "loss", "loss_weight")
 _WEIGHT = ("weight", "loss_scale")
 _PASSED_ON = ("name", "tool_call_id")
+_READ = {
+    *("tool_calls", "function_call"),
+    *_PASSED_ON,
+    *REASONING_NAMES,
+    *_TRAIN,
+    *_WEIGHT,
+}
+"""Keys of a turn that are read, beside those of its role and content."""
 _UNREADABLE = (
     "train_detail",
     "refusal",
@@ -76,7 +84,7 @@ class Message(NamedTuple):
     """Fields that chat templates may read: tool_calls, reasoning_content, name, tool_call_id."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
+        """Returns the message as chat templates expect it."""
         return {"role": self.role, "content": self.content, **self.fields}
 
 
@@ -91,9 +99,13 @@ class Turns(NamedTuple):
 def read_turns(
     turns: object, where: str, role_key: str | None = None, content_key: str | None = None
 ) -> Turns:
-    """Read a list of turns; SampleError, beginning with `where` it stands, for what is none.
+    """Reads a list of turns. Raises SampleError, which begins with `where`, for anything else.
 
-    `role_key`, `content_key`: the names of these keys where they are not among those above.
+    Args:
+        turns: a value of a record.
+        where: its place in the record, for errors: `messages`.
+        role_key: further name of the key of roles, by --data-columns.
+        content_key: further name of the key of contents.
     """
     if not isinstance(turns, list) or not turns:
         raise SampleError(f"{where} must be a list of at least one message, but is {turns!r:.60}")
@@ -127,7 +139,7 @@ def is_empty(value: object) -> bool:
 
 
 def text_of(text: object, where: str) -> str:
-    """`text`, which must be a string that can be written as UTF-8; SampleError else."""
+    """Returns `text` if it is a string that can be written as UTF-8; raises SampleError if not."""
     if not isinstance(text, str):
         raise SampleError(f"{where} must be a string, but is {text!r:.60}")
     try:
@@ -140,7 +152,7 @@ def text_of(text: object, where: str) -> str:
 
 
 def weight_of(weight: object, where: str) -> float:
-    """A factor of the loss; SampleError for what is none."""
+    """Returns `weight` if it is a factor of the loss; raises SampleError if not."""
     if (
         isinstance(weight, bool)
         or not isinstance(weight, (int, float))
@@ -153,7 +165,7 @@ def weight_of(weight: object, where: str) -> float:
 
 
 def read_tools(tools: object) -> list[Any]:
-    """The tools that a conversation may call: a list of JSON schemas, or its JSON text."""
+    """Returns the tools that a conversation may call, a list of JSON schemas or its JSON text."""
     if isinstance(tools, str):
         tools = _json(tools, "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -164,11 +176,10 @@ def read_tools(tools: object) -> list[Any]:
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages, in which each call and each result has an id, also where the data have
-    none.
+    """Returns the messages with an id for each call and each result that has none.
 
     A result belongs to the first call before it that has no result yet. Ids have nine letters and
-    digits, as Mistral's.
+    digits, as Mistral's templates demand.
     """
     numbers = itertools.count(1)
     unanswered: list[str] = []
@@ -202,50 +213,46 @@ def _read_turn(
         raise SampleError(
             f"{place} must have role and content, or from and value, but has keys {list(turn)}"
         )
-    is_calling = isinstance(role, str) and role.lower() in _CALLING_ROLES
-    if not is_calling and (not isinstance(role, str) or role.lower() not in ROLES):
-        choices = ", ".join((*ROLES, *_CALLING_ROLES))
-        raise SampleError(f"{place}.{role_key} must be one of {choices}, but is {role!r:.60}")
+    name = _checked_role(role, f"{place}.{role_key}")
     for key in _UNREADABLE:
         if key in turn and key != content_key:
             raise SampleError(
                 f"{place}.{key} would be lost, as it is not read; write it into content or remove "
                 "it"
             )
-    if is_calling:
-        calls += _calls_of_json(
-            text_of(content, f"{place}.{content_key}"), f"{place}.{content_key}"
-        )
-        role, content = "assistant", ""
-    role = ROLES[role.lower()]
-    fields = {key: turn[key] for key in _PASSED_ON if key in turn}
-    reasoning = [text_of(turn[key], f"{place}.{key}") for key in REASONING_NAMES if key in turn]
-    if len(set(reasoning)) > 1:
-        raise SampleError(
-            f"{place} has {' and '.join(key for key in REASONING_NAMES if key in turn)}; keep one"
-        )
-    if reasoning:
-        fields["reasoning_content"] = reasoning[0]
+    unread |= turn.keys() - {role_key, content_key, *_READ}
+    content_place = f"{place}.{content_key}"
+    if name in _CALLING_ROLES:
+        calls += _calls_of_json(text_of(content, content_place), content_place)
+        name, content = "assistant", ""
+    fields = {key: turn[key] for key in _PASSED_ON if key in turn} | _reasoning(turn, place)
     if calls:
         fields["tool_calls"] = calls
-    read = {
-        role_key,
-        content_key,
-        "tool_calls",
-        "function_call",
-        *_PASSED_ON,
-        *REASONING_NAMES,
-        *_TRAIN,
-        *_WEIGHT,
-    }
-    unread |= turn.keys() - read
-    text = "" if content is None and calls else _content(content, f"{place}.{content_key}")
+    role = ROLES[name]
+    text = "" if content is None and calls else _content(content, content_place)
     return Message(role, text, _loss_weight(turn, role, place), fields)
 
 
+def _checked_role(role: object, where: str) -> str:
+    """Returns the name of a role in lower case; raises SampleError if nothing here knows it."""
+    name = role.lower() if isinstance(role, str) else ""
+    if name not in ROLES and name not in _CALLING_ROLES:
+        choices = ", ".join((*ROLES, *_CALLING_ROLES))
+        raise SampleError(f"{where} must be one of {choices}, but is {role!r:.60}")
+    return name
+
+
+def _reasoning(turn: Mapping[str, Any], place: str) -> dict[str, str]:
+    """Returns a turn's thoughts under the one name that templates know; {} where it has none."""
+    found = {key: text_of(turn[key], f"{place}.{key}") for key in REASONING_NAMES if key in turn}
+    if len(set(found.values())) > 1:
+        raise SampleError(f"{place} has {' and '.join(found)}; keep one")
+    return {"reasoning_content": next(iter(found.values()))} if found else {}
+
+
 def _either(turn: Mapping[str, Any], names: Sequence[str | None]) -> tuple[str | None, Any]:
-    """The first of these keys that a turn has with something in it, else the first that it has at
-    all.
+    """Returns the first of these keys whose value is not null, else the first that is there, and
+    its value; (None, None) if none is there.
     """
     there = [name for name in names if name is not None and name in turn]
     filled = [name for name in there if turn[name] is not None] or there
@@ -253,7 +260,7 @@ def _either(turn: Mapping[str, Any], names: Sequence[str | None]) -> tuple[str |
 
 
 def _append(messages: list[Message], message: Message) -> None:
-    """Add a message; calls that follow calls, without a word between, belong to the same turn."""
+    """Adds a message. Calls that follow calls, without a word between, join the message before."""
     before = messages[-1] if messages else None
     if (
         before is not None
@@ -306,7 +313,7 @@ def _loss_weight(turn: Mapping[str, Any], role: str, place: str) -> float:
 
 
 def _tool_calls(turn: Mapping[str, Any], place: str) -> list[Any]:
-    """The calls of a message, with arguments as an object, which templates write as JSON."""
+    """Returns the calls of a message, their arguments as objects, which templates write as JSON."""
     calls = turn.get("tool_calls", [])
     if isinstance(calls, str):
         calls = _json(calls, f"{place}.tool_calls")

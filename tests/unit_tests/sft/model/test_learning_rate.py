@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.sft.model.build import build_scheduler
+from megatron.sft.model.optimizer import build_scheduler
 from tests.unit_tests.sft.command_line import parse
 
 

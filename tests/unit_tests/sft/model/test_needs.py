@@ -113,14 +113,14 @@ def test_precisions_reach_the_optimizer(
     arguments: str, expected: dict[str, Any], engine: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option that is parsed and not passed on is silently ignored."""
-    from megatron.sft.model import build
+    from megatron.sft.model import optimizer
 
     made: list[Any] = []
-    monkeypatch.setattr(build, "OptimizerConfig", lambda **named: made.append(named))
-    monkeypatch.setattr(build, "get_megatron_optimizer", lambda *_, **__: None)
-    monkeypatch.setattr(build, "get_standard_config_overrides", lambda _: None)
+    monkeypatch.setattr(optimizer, "OptimizerConfig", lambda **named: made.append(named))
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda *_, **__: None)
+    monkeypatch.setattr(optimizer, "get_standard_config_overrides", lambda _: None)
     model: Any = [SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]))]
-    build.build_optimizer(parse(f"{PRECISION} {arguments}"), model)
+    optimizer.build_optimizer(parse(f"{PRECISION} {arguments}"), model)
     expected["use_precision_aware_optimizer"] = True
     assert {name: made[0][name] for name in expected} == expected
 
