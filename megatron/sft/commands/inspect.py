@@ -33,6 +33,7 @@ from megatron.sft.model.checkpoints.folder import (
     checkpoint_path,
     iterations,
     latest_iteration,
+    read_checksums,
 )
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
@@ -164,7 +165,7 @@ def _checkpoints(folder: Path) -> Iterator[str]:
 
 
 def _checkpoint(path: Path) -> Iterator[str]:
-    files = read_json(path / CHECKSUMS, any_integer=True) if (path / CHECKSUMS).is_file() else None
+    files = read_checksums(path)
     listed = "no checksums" if files is None else f"{count(len(files), 'file')} with checksums"
     yield f"checkpoint {path}: {size(_bytes_below(path))}, {listed}"
     companions = path / _COMPANIONS

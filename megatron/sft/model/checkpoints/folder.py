@@ -198,23 +198,23 @@ def read_checksums(checkpoint: Path) -> dict[str, Sum] | None:
     if not os.path.lexists(path):
         return None
     try:
-        sums = {name: _sum(name, *values) for name, values in read_json(path)["crc32"].items()}
-        if not sums:
-            raise ValueError("it names no file")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = read_json(path)
+        files = found.get("crc32") if isinstance(found, dict) else None
+        if not isinstance(files, dict) or not files:
+            raise ValueError('it names no file, as {"crc32": {file: [size, checksum]}} does')
+        return {name: _sum(name, values) for name, values in files.items()}
+    except ValueError as error:
         raise ValueError(
-            f"{path} must hold the sizes and checksums of the checkpoint's files: "
-            f"{str(error) or type(error).__name__:.200}"
+            f"{path} must hold the sizes and checksums of the checkpoint's files: {error!s:.200}"
         ) from None
-    return sums
 
 
-def _sum(name: str, num_bytes: object, crc: object) -> Sum:
+def _sum(name: str, values: object) -> Sum:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"it names {shown(name)}, which is no file of the checkpoint")
-    if type(num_bytes) is not int or type(crc) is not int:
-        raise ValueError(f"of {shown(name)} it has no whole numbers")
-    return Sum(num_bytes, crc)
+    if not isinstance(values, list) or [type(value) for value in values] != [int, int]:
+        raise ValueError(f"of {shown(name)} it has no two whole numbers")
+    return Sum(*values)
 
 
 def faults_in(checkpoint: Path, names: Iterable[str], sums: dict[str, Sum]) -> list[str]:

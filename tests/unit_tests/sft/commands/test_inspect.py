@@ -75,12 +75,13 @@ def test_checkpoints_are_listed(tmp_path):
     for step in (10, 20):
         folder = tmp_path / f"iter_{step:07d}"
         folder.mkdir()
-        (folder / "checksums.json").write_text('{"a": 1}')
+        (folder / "checksums.json").write_text('{"crc32": {"a": [1, 2], "b": [3, 4]}}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     (tmp_path / "best_checkpointed_iteration.txt").write_text("10")
     lines = list(lines_of(str(tmp_path)))
-    assert lines[1].split() == ["step", "10", "8", "bytes", "best"]
-    assert lines[2].split() == ["step", "20", "8", "bytes", "newest"]
+    assert lines[1].split() == ["step", "10", "37", "bytes", "best"]
+    assert lines[2].split() == ["step", "20", "37", "bytes", "newest"]
+    assert lines[3].endswith("37 bytes, 2 files with checksums")
     assert lines[-1] == f"  continue with --load {tmp_path}"
 
 

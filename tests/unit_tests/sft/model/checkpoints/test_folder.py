@@ -332,13 +332,16 @@ def test_a_tracker_that_is_a_folder(tmp_path):
         {"common.pt": None},
         {"common.pt": [1.5, 2]},
         {"common.pt": [1, 2, 3]},
+        {"common.pt": [True, 2]},
         [],
     ],
 )
 def test_forged_checksums_are_refused(tmp_path, forged):
     """Of none at all the checkpoint passed as one of an earlier version, unchecked; others named
-    files elsewhere.
+    files elsewhere. Python's own words ("'crc32'") say nothing of the file.
     """
-    (tmp_path / CHECKSUMS).write_text(json.dumps({"crc32": forged}))
-    with pytest.raises(ValueError, match=r"checksums\.json must hold the sizes and checksums of"):
-        read_checksums(tmp_path)
+    said = r"checksums\.json must hold the sizes and checksums of the checkpoint's files: (it|of) "
+    for content in ({"crc32": forged}, forged):
+        (tmp_path / CHECKSUMS).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=said):
+            read_checksums(tmp_path)
