@@ -57,7 +57,7 @@ def short_help(parser: argparse.ArgumentParser, command: Command) -> str:
 
 
 def _name(action: argparse.Action) -> str:
-    """`--lr X`, `--bf16`, `--data-path X ...`; a positional argument in capitals."""
+    """Returns `--lr X`, `--bf16`, `--data-path X ...`; a positional argument in capitals."""
     if not action.option_strings:
         return action.dest.upper()
     flag = action.option_strings[0]

@@ -238,7 +238,7 @@ def _own_docstrings(cls: type) -> dict[str, str]:
 
 
 def _take_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The value of --config, and the other arguments."""
+    """Returns the value of --config, and the other arguments."""
     finder = _Parser(allow_abbrev=False, add_help=False)
     finder.add_argument("--config", action="append")
     found, rest = finder.parse_known_args(arguments)
@@ -327,7 +327,7 @@ def _wanted(action: argparse.Action) -> str:
 
 
 def given_flags(options: Any, arguments: Sequence[str]) -> list[str]:
-    """The flags of `options`, an instance of `parse_flags`, that the user gave: those in
+    """Returns the flags of `options`, an instance of `parse_flags`, that the user gave: those in
     `arguments`, and those that are not at their default, as YAML may have them.
     """
     named = {argument.split("=", 1)[0].replace("--no-", "--", 1) for argument in arguments}

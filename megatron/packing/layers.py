@@ -88,7 +88,7 @@ class LayerKind:
         return hidden_size * (query_size + key_value_size + gate_size) + query_size * hidden_size
 
     def recurrence(self) -> int:
-        """Multiply-adds of each token in the recurrence of a delta net; 0 for attention.
+        """Returns multiply-adds of each token in the recurrence of a delta net; 0 for attention.
 
         Per value head the state [d_k, d_v] is multiplied by the key, updated, and multiplied by
         the query; besides, each channel is convolved.
@@ -103,13 +103,13 @@ class LayerKind:
         return 3 * state + shape.linear_conv_kernel_dim * channels
 
     def per_token(self, hidden_size: int, is_gated: bool) -> int:
-        """Multiply-adds of each token, but for pairs of tokens."""
+        """Returns multiply-adds of each token, but for pairs of tokens."""
         used, _ = self.mlp_weights(hidden_size, is_gated)
         return self.mixer_weights(hidden_size) + self.recurrence() + used
 
     def per_square(self) -> int:
-        """Multiply-adds of each squared token of a sequence within the window: scores and their
-        product with the values, over half of the L^2 pairs.
+        """Returns multiply-adds of each squared token of a sequence within the window: scores and
+        their product with the values, over half of the L^2 pairs.
         """
         return 0 if self.delta_net is not None else self.num_attention_heads * self.kv_channels
 
@@ -127,5 +127,7 @@ class LayerKind:
 
 
 def flags_of_layers(flags: Sequence[int], num_layers: int, default: bool) -> list[bool]:
-    """One bool per layer: `flags` of 0 and 1, or `default` for all layers where there are none."""
+    """Returns one bool per layer: `flags` of 0 and 1, or `default` for all layers where there are
+    none.
+    """
     return [bool(flag) for flag in flags] or [default] * num_layers

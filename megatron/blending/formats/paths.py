@@ -33,8 +33,8 @@ def is_folder(path: str) -> bool:
 
 
 def check_exists(path: str, where: str) -> None:
-    """ValueError naming what is most like it, if nothing is at a local path. A .bin may be named
-    without suffix.
+    """Raises ValueError naming what is most like it, if nothing is at a local path. A .bin may be
+    named without suffix.
     """
     if URL in path or os.path.exists(path) or os.path.exists(path + ".bin"):
         return

@@ -19,7 +19,7 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
-from megatron.packing.model.attention.zigzag import sent
+from megatron.packing.model.attention.zigzag import to_device
 
 
 class Placeholders(NamedTuple):
@@ -52,7 +52,7 @@ class BatchPayloads(NamedTuple):
         """Returns those of a microbatch, sent to a device."""
         tensors, segments = microbatch["payloads"]
         return cls(
-            {name: [sent(one, device) for one in its] for name, its in tensors.items()},
+            {name: [to_device(one, device) for one in its] for name, its in tensors.items()},
             {name: torch.from_numpy(its) for name, its in segments.items()},
             microbatch.get("host_tokens", microbatch["tokens"]),
             index,
@@ -101,7 +101,7 @@ def merged_embeddings(gpt: Any, batch: Any, embeddings: Tensor, token_id: int) -
             f"a pack has {places.number} tokens {token_id}, but there are {len(embeddings)} "
             "embeddings; give each image as many placeholders as its tower makes of it"
         )
-    rows = sent(places.rows, batch.tokens.device)
+    rows = to_device(places.rows, batch.tokens.device)
     is_word = (rows < 0)[:, None, None]
     # Placeholders may be no words of the vocabulary, as -200 is.
     words = gpt.embedding(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.packing.batch.paths import PATH_TOKENS
 from megatron.packing.model.attention.tree_keys import PackTree
-from megatron.packing.model.attention.zigzag import sent, shard_index
+from megatron.packing.model.attention.zigzag import shard_index, to_device
 from megatron.packing.model.embeddings import BatchPayloads
 from megatron.packing.step.groups import device_of
 from megatron.packing.step.transformer_engine import transformer_engine_installed
@@ -109,11 +109,11 @@ def get_batch_on_this_rank_for_sequence_packing(
     params = packed_seq_params(microbatch, device)
     index = shard_index(params.padded_lengths, groups.cp.size(), groups.cp.rank())
     # On the device of the fields, which may still be the host.
-    index_there = None if index is None else sent(index, microbatch["padding_mask"].device)
+    index_there = None if index is None else to_device(index, microbatch["padding_mask"].device)
 
     def shard(values: Tensor) -> Tensor:
         own = values if index_there is None else values.index_select(0, index_there)
-        return sent(own, device).unsqueeze(0)
+        return to_device(own, device).unsqueeze(0)
 
     is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
     is_last = groups.pp.rank() == groups.pp.size() - 1 and (
@@ -128,7 +128,7 @@ def get_batch_on_this_rank_for_sequence_packing(
         fields |= {name: shard(microbatch[name]) for name in ("labels", "loss_mask")}
         params.loss_rows = _loss_rows(microbatch, index, device)
     if "axis_positions" in microbatch:
-        fields["position_ids"] = sent(microbatch["axis_positions"], device).T.unsqueeze(1)
+        fields["position_ids"] = to_device(microbatch["axis_positions"], device).T.unsqueeze(1)
     batch = Batch(
         **fields,
         attention_mask=None,
@@ -174,7 +174,7 @@ def _loss_rows(
     if mask is None or not mask.device.type == "cpu" != device.type:
         return None
     own = mask if index is None else mask[index]
-    return sent(own.nonzero().squeeze(1), device)
+    return to_device(own.nonzero().squeeze(1), device)
 
 
 def _extra_columns(
@@ -187,10 +187,10 @@ def _extra_columns(
     for kind, columns in microbatch.items():
         for name, values in columns.items() if kind.startswith("extra_per_") else ():
             if kind != "extra_per_token":
-                found[name] = sent(values, device)
+                found[name] = to_device(values, device)
                 continue
             shard = values if index is None else values.index_select(0, index)
-            found[name] = sent(shard, device).unsqueeze(0)
+            found[name] = to_device(shard, device).unsqueeze(0)
     return found
 
 
@@ -206,9 +206,9 @@ def _paths_of(microbatch: dict[str, Any], index: Tensor | None, device: torch.de
         token, path = place[place >= 0], path[place >= 0]
     are_whole = torch.equal(num_tokens, expected)
     return PackPaths(
-        token=sent(token, device),
-        path=sent(path, device),
-        num_tokens=sent(num_tokens, device),
+        token=to_device(token, device),
+        path=to_device(path, device),
+        num_tokens=to_device(num_tokens, device),
         are_whole=are_whole,
     )
 
@@ -221,7 +221,7 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
     index = shard_index(tuple(lengths.tolist()), groups.cp.size(), groups.cp.rank())
     sources = microbatch["sources"].repeat_interleave(lengths.long())
     shard = sources if index is None else sources[index]
-    return sent(shard, device_of(groups.tp)).unsqueeze(0)
+    return to_device(shard, device_of(groups.tp)).unsqueeze(0)
 
 
 def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
@@ -236,7 +236,7 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
     prediction reads them: a device tensor would be host syncs.
     """
     on_host = microbatch["cu_seqlens_padded"]
-    padded = sent(on_host, device) if transformer_engine_installed() else on_host
+    padded = to_device(on_host, device) if transformer_engine_installed() else on_host
     params: Any = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=padded,

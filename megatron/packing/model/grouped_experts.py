@@ -156,7 +156,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _product(x: Tensor, weights: Sequence[Tensor], groups: Groups, *, transposed: bool) -> Tensor:
-    """[rows, in] times the transposed weights [out, in], or [rows, out] times the weights."""
+    """Returns [rows, in] x transposed weights [out, in], or [rows, out] x the weights."""
     if _is_for_grouped_mm(x, *weights[0].shape):
         stacked = torch.stack(list(weights))
         return grouped_mm(x, stacked.mT if transposed else stacked, offs=groups.ends)

@@ -78,8 +78,8 @@ def need_local_layers(config: TransformerConfig, parts: Parts) -> bool:
 def packed_mtp_block_spec(
     config: TransformerConfig, block_spec: TransformerBlockSubmodules, vp_stage: int | None = None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The `mtp_block_spec` that goes with `block_spec`; None where this stage predicts no further
-    tokens.
+    """Returns the `mtp_block_spec` that goes with `block_spec`; None where this stage predicts no
+    further tokens.
     """
     if config.mtp_num_layers is None:
         return None

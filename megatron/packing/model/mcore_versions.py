@@ -9,8 +9,8 @@ how to add one.
 
 
 def check_version(user: str, way_out: str) -> None:
-    """RuntimeError in the name of `user` where another release is installed: it may do otherwise,
-    and not tell.
+    """Raises RuntimeError in the name of `user` where another release is installed: it may do
+    otherwise, and not tell.
     """
     import megatron.core
 

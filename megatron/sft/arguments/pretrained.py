@@ -19,8 +19,8 @@ from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
 def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the folders of --pretrained-checkpoint and --lora-adapter decide, and defaults
-    that the first one changes; none without them.
+    """Returns options that the folders of --pretrained-checkpoint and --lora-adapter decide, and
+    defaults that the first one changes; none without them.
 
     `given` are the options of the user, by field name. ValueError where one contradicts the folder,
     or where the folder's model cannot be computed exactly.

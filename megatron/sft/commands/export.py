@@ -139,7 +139,9 @@ def export(
 
 
 def _config(model_options: dict[str, Any]) -> SFTConfig:
-    """A config of one process that builds the model of a checkpoint, without initial weights."""
+    """Returns a config of one process that builds the model of a checkpoint, without initial
+    weights.
+    """
     names = {field.name for field in fields(ModelConfig)}
     return SFTConfig(
         model=ModelConfig(

@@ -54,7 +54,7 @@ class Counts:
         return int(self.table[:, _FIRST_REASON:].sum())
 
     def of(self, column: str) -> npt.NDArray[np.int64]:
-        """One column: int64 [sources]."""
+        """Returns one column: int64 [sources]."""
         return self.table[:, COLUMNS.index(column)]
 
     def dropped(self, source: int) -> dict[str, int]:

@@ -120,7 +120,7 @@ def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
 
 
 def _probed(num_records: int) -> Iterator[int]:
-    """Up to `MAX_PROBED` indices, in order: 2,500 records -> 0, 2, 5, 7, ..."""
+    """Returns up to `MAX_PROBED` indices, in order: 2,500 records -> 0, 2, 5, 7, ..."""
     num_probed = min(num_records, MAX_PROBED)
     return (at * num_records // num_probed for at in range(num_probed))
 

@@ -30,8 +30,8 @@ TrainTurns = Literal["served", "all", "last"]
 def tokenizer_type_of(
     tokenizer_type: TokenizerType | None, tokenizer_model: str | None
 ) -> TokenizerType:
-    """The tokenizer that is meant where its type is not given; ValueError for a model that it would
-    not read.
+    """Returns the tokenizer that is meant where its type is not given; ValueError for a model that
+    it would not read.
     """
     if tokenizer_type is None:
         return "ByteLevelTokenizer" if tokenizer_model is None else "HuggingFaceTokenizer"
@@ -44,7 +44,7 @@ def tokenizer_type_of(
 
 
 def _number(text: str) -> float | None:
-    """A weight of --data-path; None for what is no number above 0."""
+    """Returns a weight of --data-path; None for what is no number above 0."""
     try:
         weight = float(text)
     except ValueError:

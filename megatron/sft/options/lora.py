@@ -123,7 +123,7 @@ class LoraConfig:
         return tuple(module for module in _EVERY if not names or _ALL in names or module in names)
 
     def targets_in(self, linear: str) -> tuple[int, ...]:
-        """The numbers of those among the modules of `LINEARS[linear]`."""
+        """Returns the numbers of those among the modules of `LINEARS[linear]`."""
         return tuple(
             number
             for number, module in enumerate(LINEARS.get(linear, ()))

@@ -43,7 +43,7 @@ class RopeScaling(NamedTuple):
     """
 
     def to_json(self) -> str:
-        """The text of --rope-scaling; equal for equal scalings."""
+        """Returns the text of --rope-scaling; equal for equal scalings."""
         plain = RopeScaling(self.rope_type, self.factor)._asdict()
         changed = {name: value for name, value in self._asdict().items() if value != plain[name]}
         return json.dumps({"rope_type": self.rope_type, "factor": self.factor, **changed})
@@ -69,8 +69,8 @@ def parse_rope_scaling(text: str) -> RopeScaling:
 
 
 def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None:
-    """The scaling that `rope_scaling` or `rope_parameters` of a config.json says; None for plain
-    rotary embeddings.
+    """Returns the scaling that `rope_scaling` or `rope_parameters` of a config.json says; None for
+    plain rotary embeddings.
 
     ValueError, naming `where` it stands, for kinds and numbers that cannot be computed exactly
     here.

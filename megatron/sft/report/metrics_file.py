@@ -94,8 +94,8 @@ def _has_fields(values: Mapping[str, Any], kind: type) -> bool:
 
 @cache
 def _columns(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Type of each field, and whether it may be missing; but for `sources`, which is of a type of
-    its own.
+    """Returns type of each field, and whether it may be missing; but for `sources`, which is of a
+    type of its own.
     """
     hints = typing.get_type_hints(kind)
     with_default = {

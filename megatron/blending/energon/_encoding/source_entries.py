@@ -210,8 +210,8 @@ def _sample_class(webdataset: WebDataset, reading: Reading, decode: Decode) -> t
 
 
 def _check_names(kind: SampleType, made: Any) -> None:
-    """ValueError for a field map with a field that the class `made` lacks, or without one that it
-    needs.
+    """Raises ValueError for a field map with a field that the class `made` lacks, or without one
+    that it needs.
     """
     names = getattr(made, "__dataclass_fields__", {})
     for name in kind.field_map:

@@ -338,7 +338,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
 
 def check_encoder(encoder: object, packing_buffer_size: int | None = None) -> None:
-    """ValueError naming the method if what the encoder defines makes no pipeline."""
+    """Raises ValueError naming the method if what the encoder defines makes no pipeline."""
     if isinstance(encoder, type):
         raise ValueError(
             f"task_encoder must be an object, but is the class {encoder.__name__}; pass an "

@@ -146,8 +146,8 @@ def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderI
 
 
 def check_options(options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """ValueError for one that DatasetLoader does not have. `others`: what may have been meant as
-    well.
+    """Raises ValueError for one that DatasetLoader does not have. `others`: what may have been
+    meant as well.
     """
     known = [name for name in inspect.signature(DatasetLoader).parameters if name != "path"]
     for name in options:

@@ -26,7 +26,7 @@ _NAMES = (
 
 
 def check_stream(saved: State, now: State) -> None:
-    """ValueError that names the first difference between two streams."""
+    """Raises ValueError that names the first difference between two streams."""
     if _without_names(saved) == _without_names(now):
         return
     if saved["seed"] != now["seed"]:
@@ -150,7 +150,7 @@ def _counts_again(counts: Sequence[dict[str, Any]], num_ranks: int) -> dict[str,
 
 
 def _check_point(states: Sequence[State]) -> None:
-    """ValueError if the ranks did not give as many outputs, but for those that had no more."""
+    """Raises ValueError if ranks gave different numbers of outputs, though they had more."""
     first = max(states, key=lambda state: state["count"])
     for state in states:
         is_same = all(state[name] == first[name] for name in ("epoch", "given"))

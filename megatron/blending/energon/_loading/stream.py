@@ -54,7 +54,7 @@ class Stream:
         return [position for positions in found for position in positions]
 
     def check(self, saved: State) -> None:
-        """ValueError that names the first difference between a saved stream and this one."""
+        """Raises ValueError that names the first difference between a saved stream and this one."""
         check_stream(saved, describe_stream(self.root, self.binding))
 
     def continue_as(self, saved: State) -> None:

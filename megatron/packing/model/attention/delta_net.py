@@ -241,7 +241,7 @@ class _GatedNorm(torch.nn.Module):
 
 
 def check_delta_net(config: TransformerConfig, tensor: int, context: int) -> None:
-    """ValueError where heads do not divide by the layout."""
+    """Raises ValueError where heads do not divide by the layout."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if values % keys:
         raise ValueError(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron.packing.model.attention.zigzag import Lengths, sent, starts_of_tokens
+from megatron.packing.model.attention.zigzag import Lengths, starts_of_tokens, to_device
 
 _CHUNK = 64
 _EPSILON = 1e-6
@@ -117,15 +117,15 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=64)
 def _reaches(lengths: Lengths, distance: int, device: torch.device) -> Tensor:
-    """bool [t - distance, 1]: whether a token's sequence holds the one so far before it."""
+    """Returns bool [t - distance, 1]: whether a token's sequence holds the one so far before it."""
     starts = starts_of_tokens(lengths)
     is_same = torch.arange(distance, len(starts)) - distance >= starts[distance:]
-    return sent(is_same.unsqueeze(1), device)
+    return to_device(is_same.unsqueeze(1), device)
 
 
 @lru_cache(maxsize=64)
 def _ends(lengths: Lengths, device: torch.device) -> Tensor:
-    return sent(torch.tensor((0, *(length for length in lengths if length))).cumsum(0), device)
+    return to_device(torch.tensor((0, *(length for length in lengths if length))).cumsum(0), device)
 
 
 class _Chunks(NamedTuple):
@@ -161,7 +161,7 @@ def _chunks(lengths: Lengths, device: torch.device) -> _Chunks:
         for number, length in enumerate(lengths)
         if length
     ]
-    return _Chunks(size, first, sent(torch.cat(places), device), tuple(steps))
+    return _Chunks(size, first, to_device(torch.cat(places), device), tuple(steps))
 
 
 def _in_chunks(inputs: Inputs, lengths: Lengths) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron.packing.model.attention.blocks import BlockKernel, Scores, Segments, attend
-from megatron.packing.model.attention.zigzag import Lengths, sent
+from megatron.packing.model.attention.zigzag import Lengths, to_device
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, Scores, Tensor | None], Tensor]
 
@@ -287,7 +287,9 @@ def _of_multiples_of_8(kernel: Kernel) -> Kernel:
 
 @lru_cache(maxsize=64)
 def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
-    """int32 running sum; cached, so that the copy is made once per microbatch and not once per
-    layer.
+    """Returns int32 running sum; cached, so that the copy is made once per microbatch and not once
+    per layer.
     """
-    return sent(torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+    return to_device(
+        torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32), device
+    )

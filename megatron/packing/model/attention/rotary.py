@@ -31,8 +31,8 @@ from megatron.packing.model.attention.zigzag import (
     Lengths,
     padded_lengths,
     positions_of_tokens,
-    sent,
     shard_index,
+    to_device,
 )
 
 
@@ -161,8 +161,8 @@ class Places(NamedTuple):
     """Tokens of the path before each segment, where segments are the nodes of trees."""
 
     def positions(self, device: torch.device) -> Tensor:
-        """float32 [t]: positions, which are exact up to 2^24."""
-        return sent(positions_of_tokens(*self).to(torch.float32), device)
+        """Returns float32 [t]: positions, which are exact up to 2^24."""
+        return to_device(positions_of_tokens(*self).to(torch.float32), device)
 
 
 def give_whole_packs(model: torch.nn.Module) -> None:
@@ -262,7 +262,7 @@ def frequencies_of_tokens(
     else:
         shard = shard_index(lengths, size, rank)
         index = torch.arange(sum(lengths)) if shard is None else shard
-    return frequencies.index_select(0, sent(index, frequencies.device))
+    return frequencies.index_select(0, to_device(index, frequencies.device))
 
 
 def turns_of(
@@ -278,7 +278,7 @@ def turns_of(
 
 
 def _pairs(num_pairs: int, is_interleaved: bool) -> tuple[slice, slice]:
-    """The channels that are first of a pair, and second."""
+    """Returns the channels that are first of a pair, and second."""
     if is_interleaved:
         return slice(0, 2 * num_pairs, 2), slice(1, 2 * num_pairs, 2)
     return slice(num_pairs), slice(num_pairs, 2 * num_pairs)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron.packing.batch.columns import expand_ranges
-from megatron.packing.model.attention.zigzag import Lengths, Zigzag, gathered_places, sent
+from megatron.packing.model.attention.zigzag import Lengths, Zigzag, gathered_places, to_device
 
 
 class PackTree(NamedTuple):
@@ -78,7 +78,9 @@ def tree_keys(
     index = expand_ranges(*np.array(ranges, np.int64).T)
     if size > 1:
         index = gathered_places(tree.padded_lengths, size)[index]
-    return Zigzag(tuple(query_lengths), tuple(key_lengths), sent(torch.from_numpy(index), device))
+    return Zigzag(
+        tuple(query_lengths), tuple(key_lengths), to_device(torch.from_numpy(index), device)
+    )
 
 
 def _last(ranges: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:

@@ -21,8 +21,8 @@ Lengths = tuple[int, ...]
 
 
 def padded_lengths(packed_seq_params: Any) -> Lengths:
-    """The length of each segment of a pack, padding included; read once per microbatch, and kept
-    with it.
+    """Returns the length of each segment of a pack, padding included; read once per microbatch, and
+    kept with it.
     """
     kept: Lengths | None = getattr(packed_seq_params, "padded_lengths", None)
     if kept is None:
@@ -32,9 +32,9 @@ def padded_lengths(packed_seq_params: Any) -> Lengths:
     return kept
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`; by way of pinned memory, or the host would wait for the copy from its
-    own to a GPU's.
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns `values` on `device`, copied by way of pinned memory: from pageable memory the host
+    would wait for the copy.
     """
     if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
         values = values.pin_memory()
@@ -42,15 +42,17 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def starts_of_tokens(lengths: Lengths) -> Tensor:
-    """int64 [T]: where each token's segment starts in the pack: (2, 1) -> [0, 0, 2]."""
+    """Returns int64 [T]: where each token's segment starts in the pack: (2, 1) -> [0, 0, 2]."""
     segments = np.array(lengths)
     return torch.from_numpy(np.repeat(segments.cumsum() - segments, segments))
 
 
 @lru_cache(maxsize=32)
 def shard_index(lengths: Lengths, size: int, rank: int) -> Tensor | None:
-    """int64 [T / size]: positions in the pack of the tokens that `rank` holds, sequence by
+    """Returns int64 [T / size]: positions in the pack of the tokens that `rank` holds, sequence by
     sequence; None for all of them.
+
+    Two sequences of 4 tokens on 2 ranks: rank 0 holds [0, 3, 4, 7], rank 1 holds [1, 2, 5, 6].
     """
     return None if size == 1 else torch.from_numpy(_shard(_nonempty(lengths), size, rank))
 
@@ -66,7 +68,7 @@ def _shard(segments: npt.NDArray[np.int64], size: int, rank: int) -> npt.NDArray
 
 
 def positions_of_tokens(lengths: Lengths, size: int, rank: int, depths: Lengths = ()) -> Tensor:
-    """int64: the position in its sequence of each token that `rank` holds: (2, 1) -> [0, 1, 0].
+    """Returns int64: position in its sequence of each token that `rank` holds: (2, 1) -> [0, 1, 0].
 
     depths: of segments that continue others, the tokens before them; () for none: (2, 1), (0, 2)
     -> [0, 1, 2].
@@ -81,8 +83,8 @@ def positions_of_tokens(lengths: Lengths, size: int, rank: int, depths: Lengths 
 
 
 def gathered_places(lengths: Lengths, size: int) -> npt.NDArray[np.int64]:
-    """int64 [T]: where each token of the pack stands in the shards of all ranks, one after the
-    other: (4,), 2 -> [0, 2, 3, 1].
+    """Returns int64 [T]: where each token of the pack stands in the shards of all ranks, one after
+    the other: (4,), 2 -> [0, 2, 3, 1].
     """
     segments = _nonempty(lengths)
     return np.concatenate([_shard(segments, size, rank) for rank in range(size)]).argsort()
@@ -90,15 +92,15 @@ def gathered_places(lengths: Lengths, size: int) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=32)
 def sequence_order(lengths: Lengths, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [T] each: where the tokens of a pack in sequence order stand in the shards of all
-    ranks, one after the other, and the way back.
+    """Returns int64 [T] each: where the tokens of a pack in sequence order stand in the shards of
+    all ranks, one after the other, and the way back.
 
     One sequence of 4 at size 2 is gathered as 0 3 1 2: (0 2 3 1, 0 3 1 2).
     """
     segments = _nonempty(lengths)
     gathered = np.concatenate([_shard(segments, size, rank) for rank in range(size)])
     order = torch.from_numpy(gathered.argsort())
-    return sent(order, device), sent(torch.from_numpy(gathered), device)
+    return to_device(order, device), to_device(torch.from_numpy(gathered), device)
 
 
 class Zigzag(NamedTuple):
@@ -134,7 +136,7 @@ def zigzag(
     return Zigzag(
         query_lengths=tuple(pieces.repeat(2).tolist()),
         key_lengths=tuple(num_keys.tolist()),
-        key_index=sent(
+        key_index=to_device(
             torch.from_numpy(gathered[expand_ranges(ends - num_keys, num_keys)]), device
         ),
     )

@@ -198,13 +198,13 @@ class _Chunks:
         self.rule, self.num_here = rule, num_here
 
     def logits(self, states: Tensor, weight: Tensor, part: slice) -> Tensor:
-        """[rows of the chunk, words of this rank] in at least float32; those that are no words are
-        minus infinity.
+        """Returns [rows of the chunk, words of this rank] in at least float32; those that are no
+        words are minus infinity.
         """
         logits = self.rule.apply_(self.products(states, weight, part).to(self.dtype))
         logits[:, self.num_here :] = -torch.inf
         return logits
 
     def products(self, states: Tensor, weight: Tensor, part: slice) -> Tensor:
-        """[rows of the chunk, rows of the weight] in the precision of both."""
+        """Returns [rows of the chunk, rows of the weight] in the precision of both."""
         return states[part] @ weight.t()

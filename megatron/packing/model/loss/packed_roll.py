@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, sent
+from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, to_device
 
 
 class PackedRoll:
@@ -51,13 +51,15 @@ class PackedRoll:
 
 @lru_cache(maxsize=32)
 def _ends_of_pieces(lengths: Lengths, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [pieces]: first and last token of each piece of a shard: two of a sequence, or one
-    without cp.
+    """Returns int64 [pieces]: first and last token of each piece of a shard: two of a sequence, or
+    one without cp.
     """
     segments = np.array([length for length in lengths if length], np.int64)
     pieces = segments if size == 1 else (segments // (2 * size)).repeat(2)
     ends = pieces.cumsum()
-    return sent(torch.from_numpy(ends - pieces), device), sent(torch.from_numpy(ends - 1), device)
+    return to_device(torch.from_numpy(ends - pieces), device), to_device(
+        torch.from_numpy(ends - 1), device
+    )
 
 
 def _successors(firsts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -118,8 +118,8 @@ class _Found(NamedTuple):
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that hold something, by their names here. An empty string stays: it may be an
-    answer.
+    """Returns the fields that hold something, by their names here. An empty string stays: it may be
+    an answer.
     """
     fields: dict[str, Any] = {}
     for column, value in record.items():
@@ -226,13 +226,13 @@ def _question(fields: Mapping[str, Any]) -> list[Message]:
 
 
 def _one(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
-    """The first of these keys that holds something, with what it holds; "" where none does."""
+    """Returns the first of these keys that holds something, and its value; "" where none does."""
     key = next((name for name in names if fields.get(name, "") != ""), names[0])
     return key, fields.get(key, "")
 
 
 def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Conversation:
-    """The turns with the system prompt and tools that stand beside them."""
+    """Returns the turns with the system prompt and tools that stand beside them."""
     for key in _SYSTEM:
         system = text_of(fields.get(key, ""), key)
         if system and messages[0].role != "system":

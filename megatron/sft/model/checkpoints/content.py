@@ -313,7 +313,9 @@ def _sharded_state(
 
 
 def _frozen(gpt: torch.nn.Module) -> set[str]:
-    """The parameters that a checkpoint leaves out: those of the base model, beside adapters."""
+    """Returns the parameters that a checkpoint leaves out: those of the base model, beside
+    adapters.
+    """
     return {name for name, parameter in gpt.named_parameters() if not parameter.requires_grad}
 
 

@@ -97,9 +97,9 @@ class CheckpointWeights:
             ) from error
 
     def values_of(self, name: str) -> Tensor:
-        """The values of a parameter; those of other layers are lost, so that host memory holds one.
-        Only for a model on the CPU without initial weights: memory that was only allocated is not
-        touched yet.
+        """Returns the values of a parameter; those of other layers are lost, so that host memory
+        holds one. Only for a model on the CPU without initial weights: memory that was only
+        allocated is not touched yet.
         """
         if name not in self._held:
             self._hold(name)

@@ -90,12 +90,14 @@ class Companions(NamedTuple):
         return True
 
     def source(self) -> Folder | None:
-        """The HuggingFace folder that the model came from, with what an export takes from it."""
+        """Returns the HuggingFace folder that the model came from, with what an export takes from
+        it.
+        """
         folder = huggingface_source(self.config.output.pretrained_checkpoint)
         return None if folder is None else open_source(folder)
 
     def weights(self) -> Weights:
-        """The tensors that go with them."""
+        """Returns the tensors that go with them."""
         source = self.source()
         names = () if source is None else source.tensors.keys()
         return weights_of(self.config.model, self.model_config(), names)
@@ -105,7 +107,7 @@ class Companions(NamedTuple):
         return not self.config.lora.lora and self.has_family()
 
     def dtype_written(self) -> str:
-        """The type that the weights are written in."""
+        """Returns the type that the weights are written in."""
         return dtype_of(self.model_config())
 
     def write(self, folder: Path) -> str:
@@ -143,7 +145,7 @@ def copy_companions(source: Path, target: Path) -> str:
 def weights_of(
     model: ModelConfig, model_config: Mapping[str, Any], names: Iterable[str] = ()
 ) -> Weights:
-    """The tensors of a model whose config.json is `model_config`.
+    """Returns the tensors of a model whose config.json is `model_config`.
 
     names: of the tensors of the folder that it is from, which decide between two forms of experts.
     """
@@ -154,8 +156,8 @@ def weights_of(
 
 
 def dtype_of(model_config: Mapping[str, Any]) -> str:
-    """The type of the weights that a config.json tells, by torch's name; ValueError where none can
-    be written in it.
+    """Returns the type of the weights that a config.json tells, by torch's name; ValueError where
+    none can be written in it.
     """
     dtype = model_config.get("dtype") or model_config["torch_dtype"]
     if dtype not in DTYPES.values():
@@ -169,8 +171,8 @@ def dtype_of(model_config: Mapping[str, Any]) -> str:
 def _with_end_of_turn(
     generation: dict[str, Any], model_config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The generation config, in which what the model was trained to end a turn with ends generation
-    too.
+    """Returns the generation config, in which what the model was trained to end a turn with ends
+    generation too.
     """
     known = generation.get("eos_token_id", model_config.get("eos_token_id"))
     ends = [known] if isinstance(known, int) else list(known or [])
@@ -179,8 +181,9 @@ def _with_end_of_turn(
 
 
 def ends_of_turns(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the assistant is trained to end a turn with: an answer, and a call, whose end
-    is another one for gpt-oss and GLM. None of them without a template, or if it trains none.
+    """Returns the tokens that the assistant is trained to end a turn with: an answer, and a call,
+    whose end is another one for gpt-oss and GLM. None of them without a template, or if it trains
+    none.
     """
     calls = [
         {"type": "function", "function": {"name": name, "arguments": {}}, "id": f"{name}23456789"}
@@ -197,9 +200,9 @@ def ends_of_turns(tokenizer: Tokenizer) -> list[int]:
 
 
 def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
-    """The token that ends each of these answers to a question; None if they differ, or if it is the
-    last of several tokens that make up the end: `>` of a `<|im_end|>` that the tokenizer does not
-    know would end generation at any other.
+    """Returns the token that ends each of these answers to a question; None if they differ, or if
+    it is the last of several tokens that make up the end: `>` of a `<|im_end|>` that the tokenizer
+    does not know would end generation at any other.
     """
     tails = set()
     for answer in answers:

@@ -114,7 +114,7 @@ def _joined(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
-    """Each file, with the tensors that the index says it holds."""
+    """Returns each file, with the tensors that the index says it holds."""
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
         files: dict[Path, list[str]] = {}

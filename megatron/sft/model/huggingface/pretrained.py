@@ -23,8 +23,8 @@ from megatron.sft.options.config import SFTConfig
 
 
 def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | MegatronCheckpoint | None:
-    """The weights that training starts from; None without --pretrained-checkpoint, or where --load
-    has a checkpoint.
+    """Returns the weights that training starts from; None without --pretrained-checkpoint, or where
+    --load has a checkpoint.
 
     Reads headers only. ValueError where they are not the model's, or where --save-hf cannot be
     written.

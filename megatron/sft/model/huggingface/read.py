@@ -66,8 +66,8 @@ class Placed(NamedTuple):
 
 
 def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
-    """The parameters of a chunk that `weights` concern; RuntimeError for one that no HuggingFace
-    tensor stands for.
+    """Yields the parameters of a chunk that `weights` concern; RuntimeError for one that no
+    HuggingFace tensor stands for.
     """
     tensor_parallel = (
         parallel_state.get_tensor_model_parallel_rank(),
@@ -119,7 +119,7 @@ def _has_place(name: str, gpt: GPTModel, weights: Tensors) -> bool:
 
 
 def global_name(name: str, gpt: GPTModel) -> str:
-    """A parameter's or module's name with layers and experts numbered over the whole model."""
+    """Returns the name of a parameter or module, layers and experts numbered in the whole model."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)

@@ -231,7 +231,7 @@ def _header_bytes(header: Mapping[str, object]) -> bytes:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor on the host as a safetensors file has it."""
+    """Returns a tensor on the host as a safetensors file has it."""
     return tensor.view(torch.uint8).numpy().data
 
 

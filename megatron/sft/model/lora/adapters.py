@@ -270,7 +270,7 @@ class Adapter(torch.nn.Module):
         return torch.cat(pieces, -1)
 
     def _rows_of(self, module: int, dtype: torch.dtype) -> Tensor:
-        """[out of this module on this rank, rank]: its rows of B."""
+        """Returns [out of this module on this rank, rank]: its rows of B."""
         blocks = zip((m for m, _ in self.blocks if m is not None), self.lora_B.split(self._sizes()))
         return torch.cat([rows for number, rows in blocks if number == module]).to(dtype)
 

@@ -35,7 +35,7 @@ class AdapterWeights:
         return is_of_adapter(name) or self._is_whole(name)
 
     def of_parameter(self, name: str) -> Weight:
-        """The weight behind a parameter's name; KeyError where no tensor stands for it."""
+        """Returns the weight behind a parameter's name; KeyError where no tensor stands for it."""
         if self._is_whole(name):
             return _renamed(self._weights.of_parameter(name))
         if not is_of_adapter(name):
@@ -44,7 +44,7 @@ class AdapterWeights:
         return self._of_layer(self._weights.of_parameter(f"{layer}.weight"), which)
 
     def all(self) -> Iterator[Weight]:
-        """Every weight of the adapter."""
+        """Yields every weight of the adapter."""
         for weight in self._weights.all():
             if weight.part in self._whole:
                 renamed = _renamed(weight)
@@ -68,19 +68,19 @@ class AdapterWeights:
             return False
 
     def written_as(self, part: Part) -> tuple[Part, ...]:
-        """The names that a tensor of `of_parameter` is written by: two for embeddings that are
-        tied.
+        """Returns the names that a tensor of `of_parameter` is written by: two for embeddings that
+        are tied.
         """
         if self.tied is None or part.name != self.tied[1]:
             return (part,)
         return (part, part._replace(name=self.tied[0]))
 
     def modules_to_save(self) -> list[str]:
-        """PEFT's names of the layers that are trained as a whole."""
+        """Returns PEFT's names of the layers that are trained as a whole."""
         return sorted(module for module, name in _WHOLE.items() if name in self._whole)
 
     def target_modules(self) -> list[str]:
-        """PEFT's names of the layers with adapters, as this family's files have them."""
+        """Returns PEFT's names of the layers with adapters, as this family's files have them."""
         names = {
             part.name.split(".lora_A.")[0]
             for weight in self.all()
@@ -90,7 +90,7 @@ class AdapterWeights:
         return sorted({name.rsplit(".", 1)[1] for name in names})
 
     def target_parameters(self) -> list[str]:
-        """PEFT's names of the parameters that are experts and have adapters."""
+        """Returns PEFT's names of the parameters that are experts and have adapters."""
         stacked = {
             linear
             for weight in self._weights.all()

@@ -61,8 +61,8 @@ def open_adapter(folder: str | Path) -> Folder:
 
 
 def options_of_adapter(folder: str | Path) -> dict[str, Any]:
-    """The options of LoRA that an adapter decides, by field name; ValueError for one that is
-    computed otherwise.
+    """Returns the options of LoRA that an adapter decides, by field name; ValueError for one that
+    is computed otherwise.
     """
     where = Path(folder) / CONFIG
     try:
