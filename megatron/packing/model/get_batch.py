@@ -171,7 +171,8 @@ def _loss_rows(
     wait for the device to find them. None where the mask is on the model's device alone.
     """
     mask: Tensor | None = microbatch.get("host_loss_mask", microbatch.get("loss_mask"))
-    if mask is None or not mask.device.type == "cpu" != device.type:
+    is_on_host = mask is not None and mask.device.type == "cpu"
+    if mask is None or not is_on_host or device.type == "cpu":
         return None
     own = mask if index is None else mask[index]
     return to_device(own.nonzero().squeeze(1), device)
@@ -180,8 +181,9 @@ def _loss_rows(
 def _extra_columns(
     microbatch: dict[str, Any], index: Tensor | None, device: torch.device
 ) -> dict[str, Tensor]:
-    """See `Batch.extra`. index: the tokens of this context-parallel rank, on the host; None for
-    all.
+    """Returns `Batch.extra`.
+
+    index: the tokens of this context-parallel rank, on the host; None for all.
     """
     found: dict[str, Tensor] = {}
     for kind, columns in microbatch.items():
@@ -195,7 +197,10 @@ def _extra_columns(
 
 
 def _paths_of(microbatch: dict[str, Any], index: Tensor | None, device: torch.device) -> PackPaths:
-    """index: the tokens of this context-parallel rank, on the host; None for all."""
+    """Returns `Batch.paths`.
+
+    index: the tokens of this context-parallel rank, on the host; None for all.
+    """
     token, path = microbatch["path_pairs"]
     expected = microbatch["extra_per_path"][PATH_TOKENS.name].long()
     num_tokens = torch.bincount(path, minlength=expected.numel())
@@ -225,8 +230,8 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
 
 
 def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
-    """The layout as megatron-core's modules take it: padded `cu_seqlens` alone, as if packs had no
-    padding.
+    """Returns the layout as megatron-core's modules take it: padded `cu_seqlens` alone, as if packs
+    had no padding.
 
     Padding follows its sequence, so causal attention never looks at it, and it costs no more than
     its few tokens. Told of both kinds, Transformer Engine overlooks padding after the last

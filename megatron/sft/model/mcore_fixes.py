@@ -1,8 +1,8 @@
-"""mcore. Faults of megatron-core without Transformer Engine, on CUDA as much as on CPU, mended from
+"""mcore. Mends faults of megatron-core without Transformer Engine, on CUDA as much as on CPU, from
 outside.
 
-Each is looked for, and mended where it is: 0.19 defines `te_general_gemm`, and 0.16.1 has no other
-keys of groups.
+Each function mends one, and only where megatron-core has it: 0.19 defines `te_general_gemm`, and
+0.16.1 has no other keys of groups. docs/reference/megatron-core.md lists them for users.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.sft.model import cpu_offload, host_time
 
 
 def install() -> None:
-    """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
+    """Mends all of them; what a later megatron-core has mended is left alone. Idempotent."""
     _define_te_general_gemm()
     _ask_for_no_version_of_nothing()
     _recompute_norms_without_fp8()
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def drop_unused_output_weight(gpt: GPTModel) -> None:
-    """Remove the output layer's own weight where its stage computes with a copy of the embedding's.
+    """Removes the output layer's own weight where its stage computes with a copy of the embedding.
 
     That is so where weights are tied and the last of several stages predicts further tokens.
     megatron-core makes the weight all the same; it never has a gradient, checkpoints refuse it, and
@@ -49,8 +49,8 @@ def drop_unused_output_weight(gpt: GPTModel) -> None:
 
 
 def _define_te_general_gemm() -> None:
-    """The router of experts asks whether `te_general_gemm` is None; the name exists only with
-    Transformer Engine.
+    """Defines `te_general_gemm` as None: the router of experts asks for it, but the name exists
+    only with Transformer Engine.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -59,8 +59,8 @@ def _define_te_general_gemm() -> None:
 
 
 def _ask_for_no_version_of_nothing() -> None:
-    """The options of a precision-aware optimizer compare Transformer Engine's version with another,
-    also where there is none.
+    """Answers False where options of a precision-aware optimizer compare Transformer Engine's
+    version with another, and there is none.
     """
     from megatron.core import utils
     from megatron.core.optimizer import optimizer_config
@@ -70,8 +70,8 @@ def _ask_for_no_version_of_nothing() -> None:
 
 
 def _recompute_norms_without_fp8() -> None:
-    """Recomputed norms ask Transformer Engine for its state of fp8, where it is not installed, too:
-    the default, False, is taken for a kind of fp8.
+    """Recomputes norms without fp8: the default, False, is taken for a kind of fp8, whose state is
+    then asked of Transformer Engine, installed or not.
     """
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
@@ -87,8 +87,8 @@ def _recompute_norms_without_fp8() -> None:
 
 
 def _count_no_tokens_for_biases() -> None:
-    """A router's bias is never moved here (`moe_router_bias_update_rate` 0), so tokens need not be
-    counted for it; 0.16.1 fails as it does where padding is masked.
+    """Leaves out the count of tokens by which a router's bias is moved: it never is here
+    (`moe_router_bias_update_rate` 0), and 0.16.1 fails in counting where padding is masked.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -99,8 +99,8 @@ def _count_no_tokens_for_biases() -> None:
 
 
 def _load_distributed_adam() -> None:
-    """torch's Adam keeps a `step` per parameter, which the distributed optimizer restores wrongly,
-    twice.
+    """Restores the `step` that torch's Adam keeps per parameter, in which the distributed optimizer
+    has two faults.
 
     `fully_reshardable` checkpoints leave it out, then look for it (KeyError). And all parameters
     are given one tensor, which each of them then increments: after a resume the bias correction
@@ -134,9 +134,10 @@ def _load_distributed_adam() -> None:
 
 
 def _count_float32_weights_first() -> None:
-    """The distributed optimizer counts the weights of a group in the order of their buffers, but
-    holds those in float32 before those in half precision: of a group with both, it saves and loads
-    the states of one as those of another.
+    """Counts the weights of a group in float32 first, as the distributed optimizer holds them.
+
+    It counts them in the order of their buffers: of a group with float32 and half precision, the
+    states of one weight are saved and loaded as those of another.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -156,9 +157,11 @@ def _count_float32_weights_first() -> None:
 
 
 def _save_weights_where_they_are() -> None:
-    """The distributed optimizer gathers what it saves without the padding between buckets, then
-    cuts it up by places that count the padding: wherever there is any, weights and states of all
-    buckets but the first are saved shifted. Told that buckets have none, it gathers all.
+    """Saves weights and states where they are, though buckets have padding between them.
+
+    The distributed optimizer gathers what it saves without that padding, then cuts it up by places
+    that count it: all buckets but the first are saved shifted. Here buckets claim to have no
+    padding, so that all is gathered.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -178,8 +181,8 @@ def _save_weights_where_they_are() -> None:
 
 
 def _tell_parameter_groups_apart_by_what_they_are() -> None:
-    """A checkpoint's parameter groups are found by what their parameters are, not by the learning
-    rate they had.
+    """Finds a checkpoint's parameter groups by what their parameters are, not by the learning rate
+    they had.
 
     0.19 compares limits of the learning rate and of weight decay, too, and refuses a run that
     continues with its own.
@@ -193,8 +196,8 @@ def _tell_parameter_groups_apart_by_what_they_are() -> None:
 
 
 def _save_without_other_processes() -> None:
-    """Results of a save wait in a queue of this process, as from 0.17 on; it writes itself, too
-    (checkpoints/write.py).
+    """Keeps results of a save in a queue of this process, which writes itself, too
+    (checkpoints/write.py); so does megatron-core from 0.17 on.
 
     megatron-core 0.16 starts a process for that queue in the first save. A launcher's SIGTERM to
     all of a job's processes ends it, and every later save with it. After a SIGKILL of the rank it
@@ -207,7 +210,7 @@ def _save_without_other_processes() -> None:
 
 
 def _keep_norms_on_the_device() -> None:
-    """The norm of all gradients is computed on the device, to the same bits.
+    """Computes the norm of all gradients on the device, to the same bits.
 
     megatron-core's way reads the norm of each parameter, one after the other: hundreds of waits in
     every step.

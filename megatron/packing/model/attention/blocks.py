@@ -209,7 +209,11 @@ class BlockKernel:
 def _hidden(
     offset: int, num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """offset: the place among the keys of the first query."""
+    """Returns bool [queries, keys], True where a query must not see a key; None where it sees all.
+
+    offset: the place of the first query among the keys. 2 queries of 3 keys from offset 1 on:
+    [[0, 0, 1], [0, 0, 0]], with a window of 2 [[0, 0, 1], [1, 0, 0]].
+    """
     is_cut = window is not None and num_keys > window
     if num_queries == 1 and not is_cut:
         return None

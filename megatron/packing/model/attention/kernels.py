@@ -82,6 +82,7 @@ def kernel_for(
     if device.type != "cuda":
         return _by_sequence
     capability = torch.cuda.get_device_capability(device)
+    # FlashAttention 4 is for Hopper and later; its backward pass adds in no fixed order.
     is_new = capability >= (9, 0) and width <= 128 and not is_deterministic
     takes_flash_4 = is_new and not needs.sinks and _flash_4_installed()
     reasons = {
@@ -96,7 +97,8 @@ def kernel_for(
             (needs.window or needs.sinks) and not takes_flash_4 and not _varlen_takes_windows()
         ),
     }
-    for reason in (reason for reason, holds in reasons.items() if holds):
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
         warnings.warn(
             f"attention is computed sequence by sequence, which is slow: no kernel for {reason}",
             stacklevel=2,
@@ -159,7 +161,7 @@ def _varlen() -> Kernel:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         if "scale" in accepted:
             options["scale"] = scores.scale
-        else:
+        else:  # the kernel divides by the root of the width itself
             q = q * (scores.scale * q.shape[-1] ** 0.5)
         attended = varlen_attn(q, k, v, *_places(segments, q.device), **options)
         assert isinstance(attended, Tensor)  # a tuple only with return_aux
@@ -264,8 +266,10 @@ def _flash_4() -> Kernel:
 
 
 def _of_multiples_of_8(kernel: Kernel) -> Kernel:
-    """`kernel`, which takes heads of such widths only, for heads of any: zeros add nothing to a
-    score.
+    """Returns `kernel`, which takes heads of 8, 16, ... channels only, for heads of any width.
+
+    Heads of 100 channels get 4 of zeros, which add nothing to a score. `scores.scale` stays that of
+    100.
     """
 
     def attend_padded(
@@ -287,8 +291,8 @@ def _of_multiples_of_8(kernel: Kernel) -> Kernel:
 
 @lru_cache(maxsize=64)
 def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
-    """Returns int32 running sum; cached, so that the copy is made once per microbatch and not once
-    per layer.
+    """Returns `cu_seqlens` of the lengths, int32: (3, 2) -> [0, 3, 5]. Cached, so that it is copied
+    once per microbatch and not once per layer.
     """
     return to_device(
         torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32), device

@@ -54,10 +54,12 @@ class CheckpointSave:
         *,
         in_background: bool = False,
     ) -> None:
-        """model_options: what a run that loads it must share; data: what it is told of if it does
-        not; write_companions: writes the files that the export as a HuggingFace folder will
-        need into a folder; in_background: write a copy in host memory, in a thread, while training
-        continues.
+        """Args:
+        model_options: options that a run which loads it must share.
+        data: facts of the data, of which a run that loads it with others is warned.
+        write_companions: writes the files that an export as a HuggingFace folder will need into
+            a folder.
+        in_background: write a copy in host memory, in a thread, while training continues.
         """
         self.iteration = progress.iteration
         self._folder, self._write_companions = folder, write_companions
@@ -79,6 +81,7 @@ class CheckpointSave:
             )
         # `preload_fn` copies tensors to the host.
         parts = self._request.preload_fn() if self._request.preload_fn is not None else []
+        # On CPU these are the weights themselves, which the next step changes.
         if in_background and not next(training.model[0].parameters()).is_cuda:
             parts = [
                 (path, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
@@ -96,11 +99,13 @@ class CheckpointSave:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until it is written, and put it in its place; CheckpointError where any rank could
-        not write.
+        """Waits until it is written, and puts it in its place. Raises CheckpointError where any
+        rank could not write.
         """
         if self._thread.ident is not None:
             self._thread.join()
+        # Every rank hears of a failure before the first of them enters `finalize`, which is
+        # collective and would wait for one that failed.
         with written_or_refused(self._unfinished):
             if self._failure is not None:
                 raise self._failure
@@ -122,7 +127,7 @@ class CheckpointSave:
             if self._request.async_fn is not None:  # None where this rank has nothing to write
                 *_, queue = self._request.async_fn_args
                 queue.put(results)  # as megatron-core's own function does, which isn't called
-        except Exception as failure:  # raised where all ranks hear of it
+        except Exception as failure:  # raised by `finish`, on all ranks alike
             self._failure = failure
 
     def _place(self, sums: dict[str, Sum]) -> None:
@@ -132,6 +137,7 @@ class CheckpointSave:
             self._write_companions(unfinished / COMPANIONS)
         others = [name for name in file_names(unfinished) if name not in sums]
         write_checksums(unfinished, sums | {name: sum_of(unfinished / name) for name in others})
+        # In this order: a folder under its name is always whole, and the tracker names no other.
         shutil.rmtree(path, ignore_errors=True)
         os.replace(unfinished, path)
         track(self._folder, TRACKER, self.iteration)
