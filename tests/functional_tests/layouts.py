@@ -212,18 +212,23 @@ def covering(layouts: Sequence[Layout], together: int = 2) -> list[Layout]:
         )
         chosen.append(best)
         missing -= combinations_of(best)
+    # What came later may hold all that an earlier choice was made for.
+    for layout in sorted(chosen, key=lambda layout: -layout.world_size):
+        others = [other for other in chosen if other is not layout]
+        if combinations_of(layout) <= set().union(*map(combinations_of, others)):
+            chosen = others
     return chosen
 
 
 MATRIX = _matrix()
 COVERING = covering(MATRIX)
-FEW = [layout for layout in COVERING if layout.world_size <= 3]
+FEW = covering([layout for layout in MATRIX if layout.world_size <= 3], together=1)
 CHOSEN = {"all": MATRIX, "few": FEW, None: COVERING}[os.environ.get("LAYOUTS")]
 
 
 MECHANISM_LAYOUTS = [
     Layout(tensor=2, sequence=True, pipeline=2, interleaved=True, optimizer="sharded"),
-    Layout(tensor=2, sequence=True, context=2, data=1, scheduler="empty"),
+    Layout(tensor=2, sequence=True, context=2),  # several sequences in a pack, unlike `empty`
     Layout(),
     Layout(pipeline=2, data=2, optimizer="overlapped", scheduler="dp_balanced"),
     Layout(context=2, optimizer="sharded"),
