@@ -23,7 +23,7 @@ from megatron.blending.metadatasets.metadataset import (
 )
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
-from megatron.packing.user_files import read_json
+from megatron.packing.user_files import read_json, shortened
 from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.data.chats import open_unjoined
 from megatron.sft.environment import exit_with_message, outlive_output
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str], program: str) -> None:
             (InspectOptions,), arguments, Command(program=program, about=about, usage="PATH")
         )
         for line in lines_of(options.path):
-            print(line)
+            print(shortened(line))
     except (FlagError, ValueError, OSError) as failure:
         exit_with_message(program, failure)
 

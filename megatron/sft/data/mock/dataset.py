@@ -230,9 +230,10 @@ def read_lengths(path: Path, seq_length: int) -> IntArray:
     listed = []
     for number, line in enumerate(lines[has_header:], start=1 + has_header):
         text = line.strip()
-        if not (text.isascii() and text.isdecimal()):
+        # Python refuses to make numbers of over 4300 digits.
+        if not (text.isascii() and text.isdecimal() and len(text) < 100):
             raise config_error(
-                f"{path}:{number}: must be one length, a whole number, but is {line!r}"
+                f"{path}:{number}: must be one length, a whole number, but is {shown(line)}"
             )
         length = int(text)
         if not 1 <= length <= seq_length:

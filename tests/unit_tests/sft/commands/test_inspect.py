@@ -70,6 +70,14 @@ def test_an_adapter_names_its_base():
     assert lines[2] == "  base model qwen"
 
 
+def test_a_long_word_of_a_file_is_shortened(tmp_path, capsys):
+    """An adapter's type of 20,000 characters pushed its base model out of the terminal."""
+    config = {"peft_type": "Q" * 20_000, "r": "Q" * 20_000}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    main([str(tmp_path)], "inspect")
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 500
+
+
 def test_checkpoints_are_listed(tmp_path):
     """Which one is continued, and which was the best, is in two small files."""
     for step in (10, 20):

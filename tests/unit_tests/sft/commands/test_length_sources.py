@@ -32,6 +32,7 @@ def test_files_of_lengths(tmp_path, text, name):
         ("5\nx\n", "lengths.csv:2: must be one length, a whole number, but is 'x'"),
         ("5\n0\n", "lengths.csv:2: length must be 1 to"),
         ("5\n-3\n", "lengths.csv:2: must be one length"),
+        pytest.param("5\n" + "9" * 5000, "lengths.csv:2: must be one length", id="long"),
         ("length\n", "lengths.csv holds none"),
         ("", "lengths.csv holds none"),
     ],
