@@ -9,7 +9,7 @@ class Kind(NamedTuple):
     """Lengths of sequences, and how many make a step."""
 
     mean_log: float
-    """Of a sequence's length, which is lognormal and cut to 8 to 1,024 tokens."""
+    """Mean logarithm of a sequence's length: lognormal, from 8 to 1,024 tokens."""
     deviation: float
     global_batch_size: int
     """Sequences of a step."""

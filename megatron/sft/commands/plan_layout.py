@@ -187,7 +187,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
 
 
 def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Sequences:
-    """Lengths of the run's samples, cut as training cuts them."""
+    """Lengths of the run's samples, truncated as in training."""
     data = config.data
     source = data.sft_mock_dataset_config_json
     if not data.mock_data:

@@ -158,7 +158,7 @@ class _Report:
         """Print a line per source, and why records make no sample."""
         width = max(map(len, self._names), default=0)
         print(
-            f"{'':{width}}  samples   trained  length: mean   median      90%      max      cut  "
+            f"{'':{width}}  samples   trained  length: mean   median      90%      max  truncated  "
             "dropped"
         )
         for number, name in enumerate(self._names):
@@ -168,7 +168,7 @@ class _Report:
                 f"{self._num_trained[number] / max(1, int(lengths.sum())):9.1%}  "
                 f"{lengths.mean():12,.0f} {np.median(lengths):8,.0f} "
                 f"{np.percentile(lengths, 90):8,.0f} {lengths.max():8,} "
-                f"{counts.of('cut')[number]:8,} {sum(dropped.values()):8,}"
+                f"{counts.of('cut')[number]:10,} {sum(dropped.values()):8,}"
             )
             for reason, times in dropped.items():
                 print(f"{name:{width}}  dropped for {reason}: {times:,}")

@@ -112,7 +112,7 @@ class EncodedSample:
     loss_mask: npt.NDArray[np.float32]
     """[L]: the record's weight where labels[i] counts in the loss, else 0."""
     is_cut: bool
-    """True if the record was longer, and its tail was cut."""
+    """True if the record was longer, and was truncated."""
     tree: MergedPaths | None = None
     """The turns as paths, where they do not make one sequence; its tokens are those above."""
 

@@ -126,7 +126,7 @@ class StepMetrics(PackingStats):
                 + (f": {dropped_line(self.dropped)}" if self.dropped else "")
             )
         if self.truncated_samples:
-            parts.append(f"{self.truncated_samples} cut")
+            parts.append(f"{self.truncated_samples} truncated")
         if self.delays:
             parts.append(f"{sum(self.delays[1:])} delayed, {self.waiting} waiting")
         if self.skipped:
@@ -203,7 +203,7 @@ class Evaluation:
     def to_line(self) -> str:
         """Returns the evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
-        left_out += f", {self.truncated_samples} cut" * bool(self.truncated_samples)
+        left_out += f", {self.truncated_samples} truncated" * bool(self.truncated_samples)
         parts = [f"perplexity {self.perplexity:,.4g}", *accuracy_parts(self.token_accuracy)]
         line = (
             f"{self.split} loss {self.loss:.4f} after step {self.iteration} "

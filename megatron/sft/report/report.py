@@ -248,11 +248,12 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
         for name, numbers in step.dropped.items():
             reasons.setdefault(name, Counter()).update(numbers)
     dropped = sum(step.dropped_samples for step in steps)
-    cut = sum(step.truncated_samples for step in steps)
+    truncated = sum(step.truncated_samples for step in steps)
     rows = [
         (
             "samples",
-            f"{dropped:,} dropped{f' ({dropped_line(reasons)})' if reasons else ''}, {cut:,} cut",
+            f"{dropped:,} dropped{f' ({dropped_line(reasons)})' if reasons else ''}, "
+            f"{truncated:,} truncated",
         )
     ]
     skipped = sum(step.skipped for step in steps)

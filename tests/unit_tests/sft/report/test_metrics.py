@@ -82,7 +82,7 @@ def test_log_line_tells_what_went_wrong():
     dropped = {"chats": {"bad sample": 2}}
     step = replace(STEP, dropped_samples=2, dropped=dropped, truncated_samples=1, skipped=True)
     line = step.to_line(200)
-    assert " | 2 dropped: 2 bad sample of chats | 1 cut | optimizer step skipped" in line
+    assert " | 2 dropped: 2 bad sample of chats | 1 truncated | optimizer step skipped" in line
 
 
 def source(tokens, **changes):

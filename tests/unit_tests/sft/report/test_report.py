@@ -55,7 +55,7 @@ def test_sources_by_hand(tmp_path):
     assert [name for name in rows if name.startswith("source")] == ["source most", "source few"]
     assert rows["source most"] == "28 samples, 7,600 tokens (95.0%), loss 8.0000 -> 8.0000"
     assert rows["source few"] == "4 samples, 400 tokens (5.0%), loss 4.0000 -> 2.0000"
-    assert rows["samples"] == "8 dropped (4 bad sample of few), 0 cut"
+    assert rows["samples"] == "8 dropped (4 bad sample of few), 0 truncated"
 
 
 def test_rows_by_hand(run_dir):
@@ -72,7 +72,7 @@ def test_rows_by_hand(run_dir):
         "balance": "1.0500 mean, 1.2000 worst   (modelled step time / lower bound)",
         "moved": "12.5% of the tokens, between data-parallel ranks",
         "fill": "50.0% of the packs' capacity",
-        "samples": "2 dropped, 1 cut",
+        "samples": "2 dropped, 1 truncated",
         "optimizer": "1 steps skipped, as gradients overflowed",
     }
     assert expected.items() <= rows_of(run_dir).items()
