@@ -24,7 +24,7 @@ _LISTED_PARTS = 10
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m megatron.blending"
 ) -> int:
-    """Run the command; 0 if it went well, else 1 and one line on stderr."""
+    """Runs the command; 0 if it went well, else 1 and one line on stderr."""
     options = _parser(program).parse_args(arguments)
     try:
         print(_prepare(options))

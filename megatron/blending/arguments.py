@@ -9,7 +9,7 @@ _MAX_COMPARED = 100
 
 
 def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
-    """Say which of `words` was probably meant, or else what there is: the first 50."""
+    """Says which of `words` was probably meant, or else what there is: the first 50."""
     words = list(words)
     close = difflib.get_close_matches(word[:_MAX_COMPARED], words, 1, 0.6)
     if close:
@@ -19,7 +19,7 @@ def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
 
 
 def check_whole(name: str, value: object, least: float = 1, *, may_be_none: bool = False) -> None:
-    """Raise ValueError for what is no whole number of at least `least`; a bool is none."""
+    """Raises ValueError for what is no whole number of at least `least`; a bool is none."""
     if value is None and may_be_none:
         return
     if not isinstance(value, Integral) or isinstance(value, bool):
@@ -46,7 +46,7 @@ def check_function(name: str, function: object) -> None:
 
 
 def check_no_more(kind: str, given: Mapping[str, object], known: Collection[str]) -> None:
-    """Raise TypeError for an argument that neither we know nor energon does."""
+    """Raises TypeError for an argument that neither we know nor energon does."""
     for name in given:
         if name not in known:
             raise TypeError(f"{kind} has no argument {name!r}")

@@ -32,12 +32,12 @@ _shown.maxstring = _shown.maxother = _shown.maxlong = 100
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: short, however long or deep it is."""
+    """Returns a value as a message shows it: short, however long or deep it is."""
     return _shown.repr(value)
 
 
 def shortened(message: str, most: int = 1000) -> str:
-    """Return a message without its middle if it is longer: where and the way out stand at its
+    """Returns a message without its middle if it is longer: where and the way out stand at its
     ends. So is each word of over 300 characters, as only a file's content has them.
     """
     message = _LONG_WORD.sub(lambda word: f"{word[0][:140]} ... {word[0][-140:]}", message)
@@ -53,7 +53,7 @@ def disk_fault(error: OSError) -> str:
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MAX_BYTES) -> str:
-    """Return the content of a UTF-8 file, without a byte-order mark."""
+    """Returns the content of a UTF-8 file, without a byte-order mark."""
     try:
         # O_NONBLOCK: opening a pipe returns at once, instead of waiting for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -77,12 +77,12 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MAX_BYTES) -> str:
 def read_json(
     path: str | os.PathLike[str], most_bytes: int = MAX_BYTES, *, any_integer: bool = False
 ) -> Any:
-    """Return what a JSON file holds; see `parse_json`."""
+    """Returns what a JSON file holds; see `parse_json`."""
     return parse_json(read_text(path, most_bytes), any_integer=any_integer)
 
 
 def parse_json(text: str, *, any_integer: bool = False) -> Any:
-    """Return what JSON stands for. Integers fit 64 bits, so that arithmetic with them cannot fail.
+    """Returns what JSON stands for. Integers fit 64 bits, so that arithmetic with them cannot fail.
 
     any_integer: accept longer ones too, for files of other libraries that are written again as they
     are: transformers writes a `model_max_length` of 1000000000000000019884624838656. Whoever
@@ -109,7 +109,7 @@ def parse_json(text: str, *, any_integer: bool = False) -> Any:
 
 
 def fits_64_bits(number: int) -> bool:
-    """Return whether a signed 64-bit integer can hold it."""
+    """Returns whether a signed 64-bit integer can hold it."""
     return -(2**63) <= number < 2**63
 
 
@@ -153,7 +153,7 @@ class _Loader(_SafeLoader):
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Return what a YAML file of options holds. Messages begin with ":7: ", the line, where there
+    """Returns what a YAML file of options holds. Messages begin with ":7: ", the line, where there
     is one.
     """
     text = read_text(path)
@@ -171,7 +171,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_events(text: str) -> None:
-    """Raise before anything is built of YAML that is deep, long, or grows by aliases of
+    """Raises before anything is built of YAML that is deep, long, or grows by aliases of
     collections.
     """
     depth, collections = 0, set[str]()

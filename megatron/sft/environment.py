@@ -154,7 +154,7 @@ def _lazy_compile() -> Iterator[None]:
 
 
 def end_with_launcher() -> None:
-    """Ask to be stopped by SIGTERM when torchrun is killed, on Linux: nobody else would end this
+    """Asks to be stopped by SIGTERM when torchrun is killed, on Linux: nobody else would end this
     process.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -163,8 +163,8 @@ def end_with_launcher() -> None:
 
 
 def outlive_output() -> None:
-    """Let this process outlive a standard output or error that is closed or full: what it prints is
-    dropped then.
+    """Lets this process outlive a standard output or error that is closed or full: what it prints
+    is dropped then.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -181,7 +181,7 @@ class _Output:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or drop the text."""
+        """Writes, or drop the text."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -189,7 +189,7 @@ class _Output:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or drop what was written."""
+        """Flushes, or drop what was written."""
         try:
             self._stream.flush()
         except OSError:
@@ -214,9 +214,9 @@ def program() -> str:
 
 
 def fail(message: str, rank: int, details: Sequence[str] = ()) -> NoReturn:
-    """End this process with status 2. Rank 0 says why in one line, and torchrun in its summary, the
-    last thing on the terminal, of every rank that has something to say; under another launcher each
-    rank says it itself.
+    """Ends this process with status 2. Rank 0 says why in one line, and torchrun in its summary,
+    the last thing on the terminal, of every rank that has something to say; under another launcher
+    each rank says it itself.
 
     details: lines that rank 0 prints before.
     """
@@ -242,7 +242,7 @@ def _print_lines(lines: Sequence[str]) -> None:
 
 
 def tell_torchrun(message: str, *, is_shown: bool) -> None:
-    """Let torchrun's summary say why this process ends; `is_shown`: and this process itself."""
+    """Lets torchrun's summary say why this process ends; `is_shown`: and this process itself."""
     line = f"{program()}: error: {shortened(' '.join(message.split()))}"
     if is_shown and LAUNCHED not in os.environ:
         print(line, file=sys.stderr, flush=True)

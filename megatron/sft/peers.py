@@ -48,7 +48,7 @@ class Peers:
             self._thread.start()
 
     def close(self) -> None:
-        """Let the threads of all ranks end, after a run that went well: where rank 0 keeps the
+        """Lets the threads of all ranks end, after a run that went well: where rank 0 keeps the
         store, the end of its interpreter would find its thread in there, and abort.
         """
         if self._world_size > 1:
@@ -58,7 +58,7 @@ class Peers:
             self._thread.join(ANSWER_SECONDS)
 
     def exit_unless_all_stop(self, is_agreed: threading.Event) -> None:
-        """End this process unless all ranks answer, or come to agree in their step, within 5
+        """Ends this process unless all ranks answer, or come to agree in their step, within 5
         seconds.
 
         For a SIGTERM: a launcher sends it, too, when a rank has died, and no checkpoint will be
@@ -85,7 +85,7 @@ class Peers:
         return True
 
     def abort(self, failure: BaseException) -> NoReturn:
-        """End this process with status 1, after a `failure` that other ranks do not have.
+        """Ends this process with status 1, after a `failure` that other ranks do not have.
 
         One rank says on the terminal what came first, which all tell torchrun. Nothing is waited
         for but answers: neither threads, nor worker processes, nor groups, at which others may be
@@ -150,7 +150,7 @@ def _not_answering(missing: list[int]) -> str:
 
 
 def abort(failure: Exception, peers: Peers | None) -> NoReturn:
-    """End this process, so that one line on the terminal and torchrun's summary say why.
+    """Ends this process, so that one line on the terminal and torchrun's summary say why.
 
     peers: None before there are any, when the ranks of a machine are likely to find the same.
     """
@@ -172,7 +172,7 @@ def abort(failure: Exception, peers: Peers | None) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once: what ends an interpreter may wait for other ranks, or take its
+    """Ends this process at once: what ends an interpreter may wait for other ranks, or take its
     time.
     """
     for process in multiprocessing.active_children():

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str], program: str) -> None:
 
 
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
-    """Train as this rank's part in it."""
+    """Trains as this rank's part in it."""
     if config.output.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: others may use the GPUs
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.

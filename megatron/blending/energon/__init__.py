@@ -102,8 +102,8 @@ class BaseWebdatasetFactory(Factory):
         tar_index_only: bool = False,
         **ignored: object,
     ) -> set[str]:
-        """Write `.nv-meta` and the indexes of shards, whose names may have braces; return the names
-        of their parts.
+        """Writes `.nv-meta` and the indexes of shards, whose names may have braces; return the
+        names of their parts.
         """
         for name in ignored.keys() - {"progress_fn"}:
             if ignored[name]:
@@ -129,7 +129,7 @@ class CrudeJsonlDatasetFactory(Factory):
 
     @classmethod
     def prepare_dataset(cls, path: str | os.PathLike[str]) -> int:
-        """Write the index of a file beside it; return the number of its records."""
+        """Writes the index of a file beside it; returns the number of its records."""
         return prepare_jsonl(os.fspath(path))
 
 
@@ -145,8 +145,8 @@ class TraversedDatasetReference(NamedTuple):
 def traverse_metadataset(
     path: str | os.PathLike[str], *, split_part: str
 ) -> list[TraversedDatasetReference]:
-    """Return the sources of a split of a metadataset, and of those that it names, in order; nothing
-    is opened.
+    """Returns the sources of a split of a metadataset, and of those that it names, in order;
+    nothing is opened.
     """
     found: list[TraversedDatasetReference] = []
     for one in source_entries(load_metadataset(path, split_part)):
@@ -158,7 +158,7 @@ def traverse_metadataset(
 
 
 def prepare_metadataset(path: str | os.PathLike[str]) -> None:
-    """Check all splits of a metadataset; nothing is written, as joins find partners by the indexes
+    """Checks all splits of a metadataset; nothing is written, as joins find partners by the indexes
     of their folders.
     """
     name = os.fspath(path)

@@ -103,7 +103,7 @@ class Prepared:
 
 
 def prepare_jsonl(path: str, progress: Progress = unseen) -> int:
-    """Write the index of a JSONL file beside it and return the number of records. About 1 GB/s."""
+    """Writes the index of a JSONL file beside it; returns the number of records. About 1 GB/s."""
     offsets = index_lines(open_file(path), progress)
     if len(offsets) < 2:
         raise ValueError(f"{path}: has no records; leave it out of the data")
@@ -112,8 +112,8 @@ def prepare_jsonl(path: str, progress: Progress = unseen) -> int:
 
 
 def prepare_webdataset(folder: str, asked: Preparation, progress: Progress = unseen) -> Prepared:
-    """Prepare a folder of tar shards; ValueError if it cannot be, naming shard and byte, or the key
-    of two samples.
+    """Prepares a folder of tar shards; ValueError if it cannot be, naming shard and byte, or the
+    key of two samples.
 
     Reads all headers, and no contents, at about 10 microseconds per sample.
     """
@@ -176,7 +176,7 @@ def _find_shards(folder: str, asked: Preparation) -> list[str]:
 
 
 def _scans(folder: str, shards: Sequence[str], num_workers: int) -> Iterator[tuple[str, TarScan]]:
-    """Scan the shards in order, by several processes; few are held at a time, however slow their
+    """Scans the shards in order, by several processes; few are held at a time, however slow their
     reader is.
     """
     if num_workers < 2 or len(shards) < 2:
@@ -211,7 +211,7 @@ def _index_shard(folder: str, shard: str) -> TarScan:
 
 
 def _add(index: SampleIndexWriter, shard: str, scan: TarScan, counts: dict[str, int]) -> None:
-    """Put a shard's samples in the index, under the number that the shard has in .info.json."""
+    """Puts a shard's samples in the index, under the number that the shard has in .info.json."""
     number = len(counts)
     counts[shard] = len(scan.samples)
     try:
@@ -236,7 +236,7 @@ def _check_counts(folder: str, counts: Mapping[str, int]) -> None:
 
 
 def _deal(shards: list[str], asked: Preparation) -> dict[str, list[str]]:
-    """Deal the shards to the parts: by expression, or cut in order where the shares, rounded down,
+    """Deals the shards to the parts: by expression, or cut in order where the shares, rounded down,
     end.
     """
     if asked.split_parts:

@@ -40,18 +40,18 @@ class File(Protocol):
     size: int
 
     def read(self, start: int, end: int) -> bytes:
-        """Return bytes [start, end); ValueError naming the file if it does not reach so far."""
+        """Returns bytes [start, end); ValueError naming the file if it does not reach so far."""
 
     def array(self, dtype: npt.DTypeLike, start: int = 0, count: int = -1) -> npt.NDArray[Any]:
-        """Return `count` numbers from byte `start` on, to be left as they are; -1: as many as whole
-        ones follow.
+        """Returns `count` numbers from byte `start` on, to be left as they are; -1: as many as
+        whole ones follow.
 
         Of a local file this is a view: it costs no memory of its own.
         """
 
 
 def open_file(location: str) -> File:
-    """Open a path or a URL; ValueError naming it if it cannot be opened. 10 to 20 microseconds for
+    """Opens a path or a URL; ValueError naming it if it cannot be opened. 10 to 20 microseconds for
     a local file.
     """
     local = local_path(location)
@@ -59,7 +59,7 @@ def open_file(location: str) -> File:
 
 
 def local_path(location: str) -> str | None:
-    """Return the path that `location` is, or None if it is a URL to elsewhere: `file:///a -> /a`,
+    """Returns the path that `location` is, or None if it is a URL to elsewhere: `file:///a -> /a`,
     `s3://a -> None`.
     """
     if URL not in location:
@@ -82,7 +82,7 @@ def is_folder(location: str) -> bool:
 
 
 def list_names(folder: str, pattern: str) -> list[str]:
-    """Return the names of the files below `folder` that match `pattern`, as paths from there,
+    """Returns the names of the files below `folder` that match `pattern`, as paths from there,
     sorted.
 
     `list_names("data", "**/*.tar") -> ["a.tar", "part/b.tar"]`
@@ -98,7 +98,7 @@ def list_names(folder: str, pattern: str) -> list[str]:
 
 
 def read_file(location: str, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Return all of a small file."""
+    """Returns all of a small file."""
     file = open_file(location)
     if file.size > most_bytes:
         raise ValueError(
@@ -108,7 +108,7 @@ def read_file(location: str, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_text(path: str, where: str = "") -> str:
-    """Return the content of a small UTF-8 file; ValueError, starting with `where`, if it cannot be
+    """Returns the content of a small UTF-8 file; ValueError, starting with `where`, if it cannot be
     read.
     """
     check_exists(path, where)
@@ -122,7 +122,7 @@ def read_text(path: str, where: str = "") -> str:
 
 
 def read_ranges(ranges: Sequence[tuple[File, int, int]]) -> list[bytes]:
-    """Return the bytes of each (file, start, end); those of one remote file system are asked for
+    """Returns the bytes of each (file, start, end); those of one remote file system are asked for
     all at once.
     """
     if all(isinstance(file, LocalFile) for file, _, _ in ranges):
@@ -183,7 +183,7 @@ class LocalFile:
         return self.content[start:end]
 
     def check(self) -> None:
-        """Raise ValueError if the file was cut since it was opened. One that was removed or
+        """Raises ValueError if the file was cut since it was opened. One that was removed or
         replaced stays mapped.
         """
         try:
@@ -197,7 +197,7 @@ class LocalFile:
             )
 
     def fetch(self, start: int, end: int) -> None:
-        """Have the system fetch a long range in one go, instead of page by page."""
+        """Has the system fetch a long range in one go, instead of page by page."""
         address = ctypes.addressof(self.content) + start
         first = address & -mmap.PAGESIZE
         _libc().madvise(first, end - start + address - first, mmap.MADV_WILLNEED)
@@ -256,7 +256,7 @@ class RemoteFile:
         return np.frombuffer(self.read(start, start + count * item), dtype)
 
     def stream(self) -> Any:
-        """Return a file object, as libraries that read by themselves want one."""
+        """Returns a file object, as libraries that read by themselves want one."""
         return self.system.open(self.path, "rb")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -299,7 +299,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _map_file(path: str) -> tuple[Any, int, int]:
-    """Map a file into memory and return the map, and the file's size and number.
+    """Maps a file into memory and returns the map, and the file's size and number.
 
     Not by Python's `mmap`: that keeps a file descriptor open for each map, of which a process has
     often no more than 1024, and a thousand sources have tens of thousands of shards.

@@ -63,7 +63,7 @@ class IndexedSource(FileSource):
 
     @staticmethod
     def _read_head(index: File) -> tuple[int, int, int]:
-        """Return the code of the tokens' type, the number of sequences, and that of the bounds of
+        """Returns the code of the tokens' type, the number of sequences, and that of the bounds of
         documents.
         """
         head = index.read(0, min(_HEAD_BYTES, index.size))

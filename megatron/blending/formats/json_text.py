@@ -5,8 +5,8 @@ from typing import Any
 
 
 def parse_json(path: str, text: str, way_out: str = "fix the file") -> Any:
-    """Return what `text`, the content of the file at `path`, stands for; ValueError naming file and
-    line.
+    """Returns what `text`, the content of the file at `path`, stands for; ValueError naming file
+    and line.
     """
     try:
         return json.loads(text)

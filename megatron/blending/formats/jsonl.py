@@ -88,7 +88,7 @@ class JsonlSource(FileSource):
         return records
 
     def _read_mapped(self, file: LocalFile, indices: Sequence[int]) -> list[Any]:
-        """Parse plain lines, which begin with the object. All in one loop, without bytes on the
+        """Parses plain lines, which begin with the object. All in one loop, without bytes on the
         way: calls and copies would cost half as much as the parsing.
         """
         file.check()
@@ -106,11 +106,11 @@ class JsonlSource(FileSource):
         return records
 
     def num_bytes(self, records: range) -> int:
-        """Return the bytes of consecutive records together."""
+        """Returns the bytes of consecutive records together."""
         return int(self._places[records.stop] - self._places[records.start])
 
     def describe(self, index: int) -> str:
-        """Name the line, counted on the spot; in a file of many gigabytes, or one that was cut,
+        """Names the line, counted on the spot; in a file of many gigabytes, or one that was cut,
         record and byte.
         """
         start = self._place(index)[0]
@@ -157,12 +157,12 @@ class JsonlSource(FileSource):
 
 
 def unseen(steps: Iterable[T], total: int) -> Iterable[T]:
-    """Show no progress."""
+    """Shows no progress."""
     return steps
 
 
 def index_lines(file: File, progress: Progress = unseen) -> npt.NDArray[np.uint64]:
-    """Return where each non-blank line starts, then the end of the file: what an index file holds.
+    """Returns where each non-blank line starts, then the end of the file: what an index file holds.
 
     `b'{}\\n\\n{}\\n' -> [0, 5, 8]`; after a byte-order mark the first line starts at 3. `progress`:
     of the blocks of the file.
@@ -193,7 +193,7 @@ def _mark_bytes(file: File) -> int:
 
 
 def _indexed_lines(file: File) -> tuple[File | None, npt.NDArray[np.uint64]]:
-    """Return the index file that is used, if any, and where each line starts."""
+    """Returns the index file that is used, if any, and where each line starts."""
     location = file.location + INDEX_SUFFIX
     if not is_file(location):
         return None, index_lines(file)
@@ -210,7 +210,7 @@ def _indexed_lines(file: File) -> tuple[File | None, npt.NDArray[np.uint64]]:
 
 
 def _fault_of_index(index: File, file: File) -> str | None:
-    """Say what is wrong with an index: its ends are checked, and 64 evenly spread lines."""
+    """Says what is wrong with an index: its ends are checked, and 64 evenly spread lines."""
     if index.size == 0 or index.size % 8:
         return f"it has {index.size} bytes, which is not a multiple of 8"
     offsets = index.array(np.uint64)

@@ -34,7 +34,7 @@ class _DecodedRowGroups:
         return self._tables.get(key, (None,))[0]
 
     def add(self, key: tuple[object, int], table: "pyarrow.Table") -> None:
-        """Keep `table`, whatever its size, and the ones before as far as there is room."""
+        """Keeps `table`, whatever its size, and the ones before as far as there is room."""
         kept = {key: (table, table.nbytes)}
         room = self._most_bytes - table.nbytes
         for other, (held, num_bytes) in reversed(self._tables.items()):
@@ -94,7 +94,7 @@ class ParquetSource(FileSource):
         return self._row_group_starts[-1]
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
-        """Read many rows; each row group that they are in is decoded once."""
+        """Reads many rows; each row group that they are in is decoded once."""
         records: list[Record | RecordError] = [{}] * len(indices)
         by_row_group: dict[int, list[int]] = {}
         for number, index in enumerate(indices):
@@ -118,7 +118,7 @@ class ParquetSource(FileSource):
         return bisect.bisect_right(self._row_group_starts, index) - 1
 
     def _stream(self) -> Any:
-        """Return what pyarrow opens: a path, or a file-like object over a URL."""
+        """Returns what pyarrow opens: a path, or a file-like object over a URL."""
         return self._file.stream() if isinstance(self._file, RemoteFile) else self._file.location
 
     def _table(self, row_group: int) -> "pyarrow.Table":

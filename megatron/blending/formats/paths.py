@@ -10,7 +10,7 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def resolve_path(path: str, beside: str) -> str:
-    """Return `path` as named in the file `beside`: absolute paths and URLs are kept, others start
+    """Returns `path` as named in the file `beside`: absolute paths and URLs are kept, others start
     at its folder.
     """
     if URL in path or os.path.isabs(path):

@@ -33,7 +33,7 @@ class RecordSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record:
-        """Read record `index`, to be left as it is by the caller; RecordError if it cannot be
+        """Reads record `index`, to be left as it is by the caller; RecordError if it cannot be
         used."""
         record = self.read([index])[0]
         if isinstance(record, RecordError):
@@ -41,18 +41,18 @@ class RecordSource(Protocol):
         return record
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
-        """Read many records, in the order asked for; for one that cannot be used the error stands
+        """Reads many records, in the order asked for; for one that cannot be used the error stands
         in its place.
         """
         return read_each(self, indices)
 
     def describe(self, index: int) -> str:
-        """Say where record `index` stands, for a person to find it: "train.jsonl:17" or "x.parquet
+        """Says where record `index` stands, for a person to find it: "train.jsonl:17" or "x.parquet
         row 5".
         """
 
     def fingerprint(self) -> str:
-        """Return 32 hex digits that stay the same when the data is moved, and change when it is
+        """Returns 32 hex digits that stay the same when the data is moved, and change when it is
         other data.
 
         Made of sizes, numbers of records and 64 evenly spread blocks of 4 KiB, so it costs
@@ -84,7 +84,7 @@ class FileSource(RecordSource):
 
 
 def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:
-    """Read many records one by one: `read` of a source that has no faster way."""
+    """Reads many records one by one: `read` of a source that has no faster way."""
     records: list[Record | RecordError] = []
     for index in indices:
         try:
@@ -95,7 +95,7 @@ def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | Rec
 
 
 def read_records(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:
-    """Read many records of any source: for one that cannot be read, whatever was raised, a
+    """Reads many records of any source: for one that cannot be read, whatever was raised, a
     RecordError that says where it stands. Libraries that decode raise dozens of kinds on damaged
     bytes.
     """
@@ -127,7 +127,7 @@ def check_indices(indices: Sequence[int], source: RecordSource) -> None:
 
 
 def fingerprint_file(file: File, num_records: int, num_probes: int = 64) -> str:
-    """Return 32 hex digits of size, number of records and `num_probes` evenly spread blocks of 4
+    """Returns 32 hex digits of size, number of records and `num_probes` evenly spread blocks of 4
     KiB.
     """
     digest = hashlib.blake2b(f"{file.size} bytes {num_records} records".encode(), digest_size=16)

@@ -20,7 +20,7 @@ class SourcePart(RecordSource):
         return self._source.read([self._records[index] for index in indices])
 
     def num_bytes(self, records: range) -> int | None:
-        """Return the bytes of consecutive records together, where the source knows them."""
+        """Returns the bytes of consecutive records together, where the source knows them."""
         of_source = getattr(self._source, "num_bytes", None)
         return None if of_source is None else of_source(self._records[records.start : records.stop])
 

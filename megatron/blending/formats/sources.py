@@ -35,7 +35,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 def open_source(path: str | os.PathLike[str]) -> RecordSource:
-    """Open a file, local or a URL, as its kind; ValueError if it is not such a file or is empty."""
+    """Opens a file, local or a URL, as its kind; ValueError if it is no such file or is empty."""
     location = os.fspath(path)
     if local_path(location) is not None and not is_file(location):
         fault = (

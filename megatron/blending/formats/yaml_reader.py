@@ -51,7 +51,7 @@ class Items(list[Any]):
 
 
 def read_yaml(path: str, text: str) -> Any:
-    """Return the value that `text`, the content of the file at `path`, stands for; ValueError
+    """Returns the value that `text`, the content of the file at `path`, stands for; ValueError
     naming file and line.
 
     About 40 microseconds per line where libyaml is there, 400 where not.
@@ -71,7 +71,7 @@ def read_yaml(path: str, text: str) -> Any:
 
 
 def _check_size(events: Iterable[Any]) -> None:
-    """Raise before anything is built of YAML that is deep, or has too many values with those that
+    """Raises before anything is built of YAML that is deep, or has too many values with those that
     aliases repeat.
     """
     sizes: dict[str | None, int] = {}
@@ -99,7 +99,7 @@ def _check_size(events: Iterable[Any]) -> None:
 
 
 def read_scalar(word: str) -> Scalar:
-    """Return what the plain scalar `word` means: `read_scalar("1e3") -> 1000.0`,
+    """Returns what the plain scalar `word` means: `read_scalar("1e3") -> 1000.0`,
     `read_scalar("012") -> 12`.
     """
     if word.lower() in _NULLS:
@@ -114,7 +114,7 @@ def read_scalar(word: str) -> Scalar:
 
 
 def as_tables(value: object) -> Any:
-    """Return dicts and lists as they would come from a file, all in its first line."""
+    """Returns dicts and lists as they would come from a file, all in its first line."""
     if isinstance(value, dict):
         table = Table({str(key): as_tables(item) for key, item in value.items()})
         table.line, table.lines = 1, dict.fromkeys(table, 1)

@@ -50,19 +50,19 @@ class ChunkLoader(Iterator[list[Any]]):
         self._begun = num_given
 
     def start(self) -> None:
-        """Start the workers: from this thread, before there are others."""
+        """Starts the workers: from this thread, before there are others."""
         if self._pool is None:
             self._pool = WorkerPool(self._server_of, self._config, self._ahead, FailureLog())
             self._pool.start(Start(cells=[_Begin(self.num_given)]))
             self._begun = self.num_given
 
     def hurry(self) -> None:
-        """Let a worker that gives nothing be an error within seconds; called from any thread."""
+        """Lets a worker that gives nothing be an error within seconds; called from any thread."""
         if (pool := self._pool) is not None:
             pool.hurry()
 
     def close(self) -> None:
-        """Stop the workers. The next chunk starts them again."""
+        """Stops the workers. The next chunk starts them again."""
         if self._pool is not None:
             self._pool.close()
         self._pool = None
@@ -109,7 +109,7 @@ class ChunkServer:
         self._made = self._chunks(start.cells[0].next)
 
     def next(self, lane: int = 0) -> Message:
-        """Make the next chunk. END for ever after the last one."""
+        """Makes the next chunk. END for ever after the last one."""
         chunk = next(self._made, None)
         if chunk is None:
             return Message(self._generation, 0, END)
@@ -120,7 +120,7 @@ class ChunkServer:
         return []
 
     def close(self) -> None:
-        """Do nothing, unlike the process that may stand in its place."""
+        """Does nothing, unlike the process that may stand in its place."""
 
     def _chunks(self, num_given: int) -> Iterator[list[Any]]:
         worker, num_workers, rank, num_ranks = self._part

@@ -43,16 +43,16 @@ class Server(Protocol):
     """Makes a worker's outputs, in its process or in the rank's own."""
 
     def start(self, start: Start) -> None:
-        """Begin again."""
+        """Begins again."""
 
     def next(self, lane: int = 0) -> Message:
-        """Make the next output of a lane."""
+        """Makes the next output of a lane."""
 
     def places(self) -> list[str]:
         """Returns where a person finds the records that the last output was made of, in order."""
 
     def close(self) -> None:
-        """Give up what it holds."""
+        """Gives up what it holds."""
 
 
 MakeServer = Callable[[Callable[[Failure], None]], Server]

@@ -66,7 +66,7 @@ def source_of(node: Any) -> SourceDataset:
 def loaded_for_training(
     kind: type, opened: Sequence[tuple[Any, Any, SourceEntry | Join]], repeat: bool = True
 ) -> LoadedDatasetList:
-    """Return sources (data set of one pass, share, entry) as often as a tree of a `kind`
+    """Returns sources (data set of one pass, share, entry) as often as a tree of a `kind`
     (`flattened`) says.
     """
     if kind is Epochized:
@@ -81,7 +81,7 @@ def loaded_for_training(
 
 
 def split_names(path: str) -> set[str]:
-    """Return the splits that a metadataset, or a prepared folder, says it has; a file has none."""
+    """Returns the splits that a metadataset, or a prepared folder, says it has; a file has none."""
     if is_metadataset(path):
         return set(parse_metadataset(path, read_yaml(path, read_text(path, ""))))
     return set(read_split_names(path)) if file_of(path) is None else set()

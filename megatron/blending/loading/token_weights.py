@@ -31,7 +31,7 @@ class KnowsBytes(RecordSource, Protocol):
     """Its index tells the sizes of its records."""
 
     def num_bytes(self, records: range) -> int | None:
-        """Return the bytes of consecutive records together; None where they are not known after
+        """Returns the bytes of consecutive records together; None where they are not known after
         all.
         """
 
@@ -41,7 +41,7 @@ def by_tokens(
     schedule: WeightSchedule | None,
     mean: Callable[[LoadedDataset], float],
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
-    """Return sources, and a schedule, with the weights in samples that give the weights that they
+    """Returns sources, and a schedule, with the weights in samples that give the weights that they
     have in tokens.
 
     mean: mean tokens per record of a source, such as by `mean_tokens`. It is asked only of sources
@@ -64,7 +64,7 @@ def by_tokens(
 
 
 def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -> tuple[float, ...]:
-    """Return weights in samples that give `weights` in tokens, where samples of each source have
+    """Returns weights in samples that give `weights` in tokens, where samples of each source have
     `mean_tokens`.
     """
     if len(weights) != len(mean_tokens):
@@ -113,7 +113,7 @@ def mean_tokens(loaded: LoadedDataset, count: Count) -> float:
 def _mean_by_bytes(
     source: RecordSource, places: Sequence[int], lengths: Sequence[int]
 ) -> float | None:
-    """Return the mean length of all, by how the lengths of a few follow their bytes; None where
+    """Returns the mean length of all, by how the lengths of a few follow their bytes; None where
     bytes don't tell.
     """
     if (
@@ -130,7 +130,7 @@ def _mean_by_bytes(
 
 
 def _on_line(sizes: Sequence[int], lengths: Sequence[int], size: float) -> float | None:
-    """Return the length at a size on the regression line; None where all sizes are equal."""
+    """Returns the length at a size on the regression line; None where all sizes are equal."""
     mean, mean_size = sum(lengths) / len(lengths), sum(sizes) / len(sizes)
     variance = sum((each - mean_size) ** 2 for each in sizes)
     if not variance:

@@ -93,7 +93,7 @@ class Sender:
             self._file.truncate(0)
 
     def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Put a large buffer aside: False tells the pickler so."""
+        """Puts a large buffer aside: False tells the pickler so."""
         if buffer.raw().nbytes < SMALL_BYTES:
             return True
         self._buffers.append(buffer)
@@ -114,19 +114,19 @@ class Sender:
 
 
 def is_shared(num_bytes: int) -> bool:
-    """Return whether buffers of so many bytes together go through shared memory."""
+    """Returns whether buffers of so many bytes together go through shared memory."""
     return num_bytes >= SHARED_BYTES and hasattr(os, "memfd_create")
 
 
 def aligned(num_bytes: int) -> int:
-    """Return how many bytes of shared memory a buffer takes: so that each begins where any type
+    """Returns how many bytes of shared memory a buffer takes: so that each begins where any type
     may.
     """
     return -(-num_bytes // 64) * 64
 
 
 def _reduced(value: "torch.Tensor") -> tuple[Any, ...] | str:
-    """Pickle a tensor: its bytes as a buffer, where it is a plain one, else in torch's own way."""
+    """Pickles a tensor: its bytes as a buffer, where it is a plain one, else in torch's own way."""
     import torch
 
     is_plain = (
@@ -155,7 +155,7 @@ def serve(
     put: Callable[[Message | Failure], None],
     ahead: int,
 ) -> None:
-    """Work until asked to stop. `get(whether to wait)` gives the next command or None, `put` sends
+    """Works until asked to stop. `get(whether to wait)` gives the next command or None, `put` sends
     an output.
     """
 
@@ -226,7 +226,7 @@ def process_main(
     reader: int,
     salt: tuple[int, str],
 ) -> None:
-    """Run a worker. `salt`: seed and name, for random numbers of functions that are not seeded for
+    """Runs a worker. `salt`: seed and name, for random numbers of functions that are not seeded for
     each sample.
     """
     # The end of the socket must be seen when the parent is gone, so no other process may hold it
@@ -278,6 +278,6 @@ def process_main(
 
 
 def remove(path: str) -> None:
-    """Remove a file that may be gone; or open, where that is an obstacle."""
+    """Removes a file that may be gone; or open, where that is an obstacle."""
     with contextlib.suppress(OSError):
         os.unlink(path)

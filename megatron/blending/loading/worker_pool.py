@@ -96,7 +96,7 @@ class WorkerProcess:
         self._tell(start)
 
     def next(self, lane: int = 0) -> Message | Failure:
-        """Return the next output of a lane, of the latest generation, or a sample that failed.
+        """Returns the next output of a lane, of the latest generation, or a sample that failed.
 
         RuntimeError if the worker died or hangs; where it failed, what it failed with.
         """
@@ -170,7 +170,7 @@ class WorkerProcess:
             logger.warning("%s", reported)
 
     def _error(self, text: str, pickled: bytes) -> Exception:
-        """Return what a worker failed with as what it was there, and where: the error that a run
+        """Returns what a worker failed with as what it was there, and where: the error that a run
         without workers has.
 
         But for StopIteration, which would end a loop in silence, and what cannot be pickled:
@@ -200,7 +200,7 @@ class WorkerProcess:
         return f"{self._named()} died: {how}{hint}"
 
     def _stack(self) -> str:
-        """Return where the process stands, by its own account."""
+        """Returns where the process stands, by its own account."""
         try:
             before = self._num_reported()
             if not before:
@@ -221,7 +221,7 @@ class WorkerProcess:
 
 
 def receive(connection: Connection) -> Any:
-    """Receive what a Sender sent. Arrays and tensors may be written to; large ones stay in shared
+    """Receives what a Sender sent. Arrays and tensors may be written to; large ones stay in shared
     memory.
     """
     pickled = connection.recv_bytes()

@@ -42,7 +42,7 @@ class Subset:
     to_share: Fraction = Fraction(1)
 
     def of(self, size: int) -> range:
-        """Return the records of a source of `size` that belong to the subset; ValueError if it is
+        """Returns the records of a source of `size` that belong to the subset; ValueError if it is
         not so large.
 
         Both ends are rounded down, so adjoining subsets share nothing and leave nothing out.
@@ -58,7 +58,7 @@ class Subset:
         )
 
     def __str__(self) -> str:
-        """Return nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to
+        """Returns nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to
         3/4".
         """
         records = f" [{self.start}, {'end' if self.end is None else self.end})"
@@ -70,7 +70,7 @@ class Subset:
         return "" if self == Subset() else records + shares
 
     def within(self, outer: "Subset") -> "Subset":
-        """Return the part `outer`, a subset in shares, of this one: 50-100 % of 0-50 % is 25-50
+        """Returns the part `outer`, a subset in shares, of this one: 50-100 % of 0-50 % is 25-50
         %."""
         width = self.to_share - self.from_share
         start = self.from_share + outer.from_share * width
@@ -162,7 +162,7 @@ def load_metadataset(
     settings: Reference | None = None,
     files: _Files | None = None,
 ) -> Node:
-    """Return the tree of `split` of the metadataset at `path`; a path that is data is a
+    """Returns the tree of `split` of the metadataset at `path`; a path that is data is a
     SourceEntry.
 
     `settings`: of the whole, as an outer metadataset would set them. `files`: content of files that
@@ -176,7 +176,7 @@ def load_metadataset(
 
 
 def flattened(node: Node) -> tuple[type, list[tuple[SourceEntry | Join, Fraction]]]:
-    """Return what the top of a tree is, and its sources with their shares of the whole, or
+    """Returns what the top of a tree is, and its sources with their shares of the whole, or
     repetitions per epoch.
 
     Shares multiply from level to level, each level normalised by its sum: 2 and 1 within 5 of 8 are
@@ -194,7 +194,7 @@ def flattened(node: Node) -> tuple[type, list[tuple[SourceEntry | Join, Fraction
 
 
 def source_entries(node: Node) -> Iterator[SourceEntry | Join]:
-    """Yield the sources of a tree, in order."""
+    """Yields the sources of a tree, in order."""
     if isinstance(node, (SourceEntry, Join)):
         yield node
     else:
@@ -325,7 +325,7 @@ def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
 
 
 def _combined(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
-    """Return what holds within `entry`, which says less than what is outside of it does."""
+    """Returns what holds within `entry`, which says less than what is outside of it does."""
     return replace(
         outer,
         subflavors={**entry.subflavors, **outer.subflavors},
@@ -337,8 +337,8 @@ def _combined(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
 
 
 def multiplied(outer: int | None, inner: int | None) -> int | None:
-    """Return what two multipliers, one within the other, come to: None (no shuffling) wins, then -1
-    (at random).
+    """Returns what two multipliers, one within the other, come to: None (no shuffling) wins, then
+    -1 (at random).
     """
     if outer is None or inner is None:
         return None

@@ -90,7 +90,7 @@ Entry = Reference | JoinEntry | Group
 
 
 def parse_metadataset(path: str, content: object) -> dict[str, Entry]:
-    """Return the entry of each split of a file; ValueError naming file, line, key and the nearest
+    """Returns the entry of each split of a file; ValueError naming file, line, key and the nearest
     right key.
     """
     place = Place(path, 1, "")
@@ -209,14 +209,14 @@ def _parse_common(place: Place, table: Table) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return the value without its lines: what users see of a file are dicts and lists."""
+    """Returns the value without its lines: what users see of a file are dicts and lists."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _parse_aux(place: Place, table: Table) -> dict[str, str]:
-    """Return where each named store is; a path into the plain file system as filesystem://PATH."""
+    """Returns where each named store is; a path into the plain file system as filesystem://PATH."""
     if table.get("aux") is None:
         return {}
     place = place.at("aux", table)
@@ -259,7 +259,7 @@ def _parse_join(place: Place, table: Table) -> JoinEntry:
 
 
 def _parse_joined(at: Place, given: Any) -> tuple[Reference, str]:
-    """Return a source of a join, and what becomes of samples that it lacks."""
+    """Returns a source of a join, and what becomes of samples that it lacks."""
     leg = at.table(given)
     at.check_keys(leg, (*_REFERENCE[:-1], "nonmatch"))
     nonmatch = at.text(leg, "nonmatch") or "error"

@@ -82,7 +82,7 @@ def name_of(entry: SourceEntry | Join) -> str:
 
 
 def file_of(path: str) -> str | None:
-    """Return the file of records that a path or URL means, None if it means a prepared folder.
+    """Returns the file of records that a path or URL means, None if it means a prepared folder.
 
     Token sequences may be named by either of their files, or by what these have in common; of a URL
     without suffix, which else is a folder, this asks the storage.
@@ -99,7 +99,7 @@ def file_of(path: str) -> str | None:
 
 
 def part_of(source: RecordSource, subset: Subset) -> RecordSource:
-    """Return the source itself, or the part of it that is asked for; ValueError if that is beyond
+    """Returns the source itself, or the part of it that is asked for; ValueError if that is beyond
     it, or empty.
     """
     if subset == EVERYTHING:

@@ -24,7 +24,7 @@ _PRECISION = 40
 
 
 def until_exhausted(weights: Sequence[Weight], sizes: Sequence[int | None]) -> Segments:
-    """Return segments that read each child once, in proportion to weights for as long as it lasts;
+    """Returns segments that read each child once, in proportion to weights for as long as it lasts;
     None: endless.
 
     A segment ends, maybe between two outputs, where a child runs out. Too long periods are rounded
@@ -72,7 +72,7 @@ def _period(sizes: Iterable[Fraction]) -> int:
 def _rounded_segments(
     exact: Sequence[Fraction], sizes: Sequence[int | None], is_by_size: bool
 ) -> Segments:
-    """Return segments of whole outputs, whose weights sum to 2**16 each: all is arithmetic of
+    """Returns segments of whole outputs, whose weights sum to 2**16 each: all is arithmetic of
     64-bit integers.
 
     Where a child has less left than its share of one output, that output is a segment in which it
@@ -104,7 +104,7 @@ def _rounded_segments(
 
 
 def _rounded(wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return whole numbers that sum to 2**16, by largest remainder; none but a 0 becomes 0."""
+    """Returns whole numbers that sum to 2**16, by largest remainder; none but a 0 becomes 0."""
     shift = max(int(wanted.sum()).bit_length() - 46, 0)  # 64 bits hold the products
     scaled = np.where(wanted > 0, np.maximum(wanted >> shift, 1), 0)
     whole, remainder = np.divmod(scaled * _PERIOD, scaled.sum())
@@ -119,7 +119,7 @@ def _rounded(wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _within(whole: npt.NDArray[np.int64], left: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return weights of one output that no child has too little for, the largest ones raised."""
+    """Returns weights of one output that no child has too little for, the largest ones raised."""
     whole = np.minimum(whole, left)
     order = np.argsort(-whole, kind="stable")
     room = (left - whole)[order]

@@ -44,7 +44,7 @@ class Grid(NamedTuple):
 def permute_indices(
     indices: npt.ArrayLike, size: int, seed: int, epoch: int
 ) -> npt.NDArray[np.int64]:
-    """Return where the permutation of range(size) that belongs to (seed, epoch) maps `indices`:
+    """Returns where the permutation of range(size) that belongs to (seed, epoch) maps `indices`:
     int64 of their shape.
 
     `size` may be anything from 1 to 10**12 and beyond. About 0.2 microseconds per index.
@@ -60,7 +60,7 @@ def permute_indices(
 
 
 def walk(index: Uints, size: Numbers, grid: Grid) -> Uints:
-    """Permute an array of indices, each under a grid of its own, or all under one."""
+    """Permutes an array of indices, each under a grid of its own, or all under one."""
     images = _permute_array(index, grid)
     beyond = np.flatnonzero(images >= size)
     while beyond.size:
@@ -74,7 +74,7 @@ def _at(value: Numbers, places: Ints) -> Numbers:
 
 
 def grid_sides(size: int) -> tuple[int, int]:
-    """Return rows and columns of the smallest grid for a size."""
+    """Returns rows and columns of the smallest grid for a size."""
     num_rows = math.isqrt(size - 1) + 1
     return num_rows, -(-size // num_rows)
 
@@ -85,7 +85,7 @@ def make_grid(size: int, seed: int, epoch: int) -> Grid:
 
 
 def _permute_array(cell: Uints, grid: Grid) -> Uints:
-    """Shift the row by a random number that the column decides, then the column likewise, four
+    """Shifts the row by a random number that the column decides, then the column likewise, four
     times over.
     """
     # To numpy's stubs an unsigned array and an int make a signed one.
@@ -104,7 +104,7 @@ def _permute_array(cell: Uints, grid: Grid) -> Uints:
 
 
 def mix_array(value: Uints, key: Numbers) -> Uints:
-    """Return numbers `value` of the splitmix64 sequences that start at `key`: 64 random bits each,
+    """Returns numbers `value` of the splitmix64 sequences that start at `key`: 64 random bits each,
     as uint64.
     """
     value = value * np.uint64(0x9E3779B97F4A7C15)

@@ -93,7 +93,7 @@ _Stretch = _Table | _Repeated
 
 
 def _choose(stretches: Sequence[_Table | _Repeated], positions: Ints) -> Choices:
-    """Return what stands at positions that the stretches have."""
+    """Returns what stands at positions that the stretches have."""
     starts = np.array([stretch.start for stretch in stretches])
     at = np.searchsorted(starts, positions, side="right") - 1
     children, numbers = np.empty_like(positions), np.empty_like(positions)
@@ -104,7 +104,7 @@ def _choose(stretches: Sequence[_Table | _Repeated], positions: Ints) -> Choices
 
 
 def _exact_stretches(shares: Shares, start: int, before: Ints, seed: int) -> Iterator[_Stretch]:
-    """Yield what comes from `start` on, where the shares begin."""
+    """Yields what comes from `start` on, where the shares begin."""
     place, counts = 0, np.zeros_like(before)
     for number, weights in enumerate(shares.weights):
         end = [*shares.starts[1:], NEVER][number]
@@ -134,7 +134,7 @@ def _exact_stretches(shares: Shares, start: int, before: Ints, seed: int) -> Ite
 def _exchanged(
     shares: Shares, start: int, end: int, counts: tuple[int, ...], seed: int, base: int
 ) -> Choices:
-    """Return some outputs, neighbours exchanged at random where their intervals allow it."""
+    """Returns some outputs, neighbours exchanged at random where their intervals allow it."""
     before = np.array(counts, np.int64)
     children, numbers, releases, deadlines = shares.order(start, end, before)
     draws = RandomState(salted_seed(seed, f"exchange {base + start}") & 0xFFFFFFFF)
@@ -151,7 +151,7 @@ def _exchanged(
 
 
 def _random_stretches(shares: Shares, start: int, before: Ints, seed: int) -> Iterator[_Stretch]:
-    """Yield outputs drawn independently: the counts of 2**16 together (multinomial), then put in a
+    """Yields outputs drawn independently: the counts of 2**16 together (multinomial), then put in a
     random order.
     """
     for weights, end in zip(
@@ -196,12 +196,12 @@ class Proportions:
         self._more = self._make(Shares(segments, none), 0, np.zeros(len(none), np.int64))
 
     def choose(self, positions: Ints) -> Choices:
-        """Return what stands at each of many positions."""
+        """Returns what stands at each of many positions."""
         self._reach(int(positions.max(initial=0)))
         return _choose(self._stretches, positions)
 
     def counts(self, position: int) -> list[int]:
-        """Return how many of the first outputs are each child's."""
+        """Returns how many of the first outputs are each child's."""
         self._reach(position)
         return self._stretches[bisect_right(self._starts, position) - 1].counts(position).tolist()
 

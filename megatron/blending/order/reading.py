@@ -25,7 +25,7 @@ _POSITIONS_ALONE = 512
 
 
 def salted_seed(seed: int, place: str) -> int:
-    """Return the seed of a node of a blend: sources of equal size would otherwise be read in
+    """Returns the seed of a node of a blend: sources of equal size would otherwise be read in
     lockstep.
     """
     return int.from_bytes(
@@ -69,7 +69,7 @@ class ReadingOrder(NamedTuple):
 def records_at(
     orders: Sequence[ReadingOrder], positions: Sequence[npt.NDArray[np.int64]]
 ) -> list[npt.NDArray[np.int64]]:
-    """Return which records several streams read at some positions of each.
+    """Returns which records several streams read at some positions of each.
 
     About 0.2 microseconds per position, or 0.5 where streams are asked for few each; and 200 per
     call.
@@ -118,7 +118,7 @@ class _Page(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def _page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[Any, ...]]:
-    """Return the page of an epoch and its round keys."""
+    """Returns the page of an epoch and its round keys."""
     size, window = order.epoch_length, min(order.window, order.epoch_length)
     length = min(order.slice_length, size)
     keys = make_grid(size, order.seed, epoch).round_keys
@@ -138,7 +138,7 @@ def _unshuffled(order: ReadingOrder, asked: npt.NDArray[np.int64]) -> npt.NDArra
 def _shuffled(
     pages: Sequence[Any], indices: Sequence[npt.NDArray[np.int64]]
 ) -> list[npt.NDArray[np.int64]]:
-    """Permute the `indices` of each page: of long parts one by one, of all others in one go."""
+    """Permutes the `indices` of each page: of long parts one by one, of all others in one go."""
     found: list[Any] = [None] * len(pages)
     short = []
     for at, ((page, keys), part) in enumerate(zip(pages, indices)):

@@ -77,13 +77,13 @@ class Shares:
         return slopes // length.denominator * length.numerator
 
     def at(self, output: int) -> list[Fraction]:
-        """Return each child's share of the first outputs."""
+        """Returns each child's share of the first outputs."""
         number = bisect_right(self.starts, output) - 1
         lines = zip(self._slopes[number].tolist(), self._offsets[number].tolist())
         return [Fraction(slope * output + offset, self.unit) for slope, offset in lines]
 
     def interval(self, child: int, output: int) -> tuple[int, int]:
-        """Return release and deadline of a child's output."""
+        """Returns release and deadline of a child's output."""
         if (child, output) in self._cut:
             return self._cut[child, output]
         if child not in self._lines:
@@ -101,7 +101,7 @@ class Shares:
         return release, deadline
 
     def first_cut(self, number: int) -> int:
-        """Return where the first output is released whose interval continues behind a segment."""
+        """Returns where the first output is released whose interval continues behind a segment."""
         if number + 1 == len(self.starts):
             return NEVER
         shares = self._at_starts[number + 1]
@@ -110,7 +110,7 @@ class Shares:
         return min([self.starts[number + 1], *released])
 
     def order(self, start: int, end: int, counts: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return (children, numbers, releases, deadlines) of some outputs, the earliest deadline
+        """Returns (children, numbers, releases, deadlines) of some outputs, the earliest deadline
         first.
 
         counts: each child's outputs before `start`.
@@ -121,7 +121,7 @@ class Shares:
         return children, numbers, releases, deadlines
 
     def advanced(self, start: int, end: int, counts: Ints) -> Ints:
-        """Return each child's outputs before `end`, given those before `start`."""
+        """Returns each child's outputs before `end`, given those before `start`."""
         return self._place(start, end, counts, None)
 
     def _place(self, start: int, end: int, counts: Ints, found: Ints | None) -> Ints:

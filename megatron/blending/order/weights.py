@@ -18,7 +18,7 @@ Weight = float | int | Fraction
 
 
 def integer_weights(weights: Sequence[Weight], max_period: int = MAX_PERIOD) -> tuple[int, ...]:
-    """Return whole numbers in the proportions of `weights`, as written in decimals: `(0.5, 0.3,
+    """Returns whole numbers in the proportions of `weights`, as written in decimals: `(0.5, 0.3,
     0.2) -> (5, 3, 2)`.
 
     Where they would sum to more than `max_period` they are rounded, by largest remainder; none but
@@ -42,7 +42,7 @@ def integer_weights(weights: Sequence[Weight], max_period: int = MAX_PERIOD) -> 
 
 
 def _rounded(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
-    """Return whole numbers that sum to `total`, in the proportions of shares, which sum to 1.
+    """Returns whole numbers that sum to `total`, in the proportions of shares, which sum to 1.
 
     `[9/16, 5/16, 2/16], 8 -> (5, 2, 1)`: 4, 2 and 1, and the largest remainder gets the one left.
     """
@@ -59,7 +59,7 @@ def _rounded(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
 
 
 def exact_weight(weight: Weight, number: int) -> Fraction:
-    """Return weight `number` as it is written in decimals; ValueError for what is none."""
+    """Returns weight `number` as it is written in decimals; ValueError for what is none."""
     is_number = isinstance(weight, (int, float, Rational)) or hasattr(weight, "__float__")
     if not is_number or isinstance(weight, bool) or not math.isfinite(weight):
         raise ValueError(f"weight {number} must be a number, but is {weight!r}")
@@ -120,7 +120,7 @@ class WeightSchedule:
                 )
 
     def segments(self) -> list[tuple[int, tuple[Weight, ...]]]:
-        """Return (first output, weights) of each stretch of constant weights."""
+        """Returns (first output, weights) of each stretch of constant weights."""
         found: list[tuple[int, tuple[Weight, ...]]] = []
         for (step, weights), (next_step, next_weights) in zip(self.points, self.points[1:]):
             num_pieces = min(self.num_pieces, next_step - step) if self.kind == "linear" else 1
@@ -139,7 +139,7 @@ class WeightSchedule:
 
 
 def _between(start: Sequence[Weight], end: Sequence[Weight], part: Fraction) -> tuple[Weight, ...]:
-    """Return weights on the way between two points, in 4096ths, or finer to a hundredth of the
+    """Returns weights on the way between two points, in 4096ths, or finer to a hundredth of the
     smallest.
     """
     if not part:

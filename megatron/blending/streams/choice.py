@@ -41,7 +41,7 @@ class ChoiceDataset(SavableDataset[Any]):
         return sum(len(child) for child in self.children)
 
     def counts(self, position: int) -> list[int]:
-        """Return how many of the first outputs are each child's; of a bound node."""
+        """Returns how many of the first outputs are each child's; of a bound node."""
         raise NotImplementedError
 
     def used(self, position: int) -> list[int]:
@@ -130,7 +130,7 @@ class BlendDataset(ChoiceDataset):
         return [(child, weight) for child, weight in enumerate(self._whole) if weight]
 
     def children_of(self, output: int, count: int) -> list[int]:
-        """Return the children of consecutive outputs, by the weights alone: where children are
+        """Returns the children of consecutive outputs, by the weights alone: where children are
         packs or groups, nobody knows beforehand when one runs out.
         """
         positions = np.arange(output, output + count, dtype=np.int64)
@@ -225,7 +225,7 @@ class ChoicePlan:
 
 
 def _by_child(children: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield (child, places where it stands), for each child that is there."""
+    """Yields (child, places where it stands), for each child that is there."""
     if not len(children):
         return
     order = np.argsort(children, kind="stable")

@@ -120,7 +120,7 @@ class ChunkPlan(RangesPlan):
         ]
 
     def _value(self, at: int) -> object:
-        """Make one of them: one by one it is found out which fail."""
+        """Makes one of them: one by one it is found out which fail."""
         try:
             return self.child.values(at, at + 1)[0]
         except Exception as error:

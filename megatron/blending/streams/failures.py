@@ -102,7 +102,7 @@ class Failures:
         self._silent_in_a_row = 0
 
     def succeeded(self, sources: Callable[[], Set[int]] | None = None) -> None:
-        """Note that something came out: failures of its sources (None: of any) are a new row from
+        """Notes that something came out: failures of its sources (None: of any) are a new row from
         here on.
         """
         self._silent_in_a_row = 0
@@ -120,7 +120,8 @@ class Failures:
         sample: object,
         sources: Callable[[], Set[int]] = frozenset,
     ) -> None:
-        """Count what `function` of a node did not take; raise FatalSampleError if that is too much.
+        """Counts what `function` of a node did not take; raises FatalSampleError if that is too
+        much.
 
         `error`: None or SkipSample where it said so, which is silent. `where()`: for a person to
         find the sample; `sources()`: numbers of those that it is made of.
@@ -168,7 +169,7 @@ class Failures:
     def announce(
         self, error: Exception | None, node: int, function: object, where: Any, sample: Any
     ) -> None:
-        """Log a sample that failed, ahead of `leave_out`, which counts it: for the case that the
+        """Logs a sample that failed, ahead of `leave_out`, which counts it: for the case that the
         rest of its block ends the process.
         """
         is_skip = error is None or isinstance(error, (SkipSample, FatalSampleError))
@@ -188,7 +189,7 @@ class Failures:
 
 
 def failure_tolerance_of(function: object) -> int | None:
-    """Return what `@stateless(failure_tolerance=...)` asked for; None if nothing did."""
+    """Returns what `@stateless(failure_tolerance=...)` asked for; None if nothing did."""
     tolerance: int | None = mark_of(function, "__failure_tolerance__")
     return tolerance
 
@@ -206,7 +207,7 @@ def log_exception(error: Exception, sample: object, sources: object = None) -> N
 
 
 def _sources_of(sample: object) -> list[Any] | None:
-    """Return the SourceInfos of a sample, or of several; None where it does not say."""
+    """Returns the SourceInfos of a sample, or of several; None where it does not say."""
     several = sample if isinstance(sample, list) else [sample]
     has = [
         one.get("__sources__") if isinstance(one, dict) else getattr(one, "__sources__", None)

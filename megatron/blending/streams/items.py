@@ -57,7 +57,7 @@ process.
 def failed(
     node: int, function: object, error: Exception, value: Any, entries: Entries
 ) -> SkipMarker:
-    """Return what stands in the place of a sample of which a function made an exception."""
+    """Returns what stands in the place of a sample of which a function made an exception."""
     marker = SkipMarker(node, function, error, value, entries)
     if (report := ON_FAILURE.get()) is not None:
         report(marker)
@@ -102,11 +102,11 @@ class Function(Protocol):
     """A node that changes single outputs."""
 
     def apply(self, value: Any, at: At, entries: Entries) -> Any:
-        """Return what becomes of one output; a SkipMarker where the function fails."""
+        """Returns what becomes of one output; a SkipMarker where the function fails."""
 
 
 def applied(node: Function, value: Any, at: At, entries: Entries) -> Any:
-    """Return what becomes of whatever stands at a position."""
+    """Returns what becomes of whatever stands at a position."""
     kind = type(value)
     if kind is MultiOutput:
         return MultiOutput(_each_applied(node, value, at, entries))
@@ -128,7 +128,7 @@ def _each_applied(node: Function, items: Iterable[Any], at: At, entries: Entries
 
 
 def called(user: UserFunction, value: Any, node: int, at: At, entries: Entries) -> Any:
-    """Return what a function of a user makes of one output; a MultiOutput of a generator."""
+    """Returns what a function of a user makes of one output; a MultiOutput of a generator."""
     try:
         made = user(value, at)
     except Exception as error:
@@ -141,7 +141,7 @@ def called(user: UserFunction, value: Any, node: int, at: At, entries: Entries) 
 def generated(
     generator: Iterator[Any], function: object, value: Any, node: int, entries: Entries
 ) -> Iterator[Any]:
-    """Yield what a generator of a user gives, and a SkipMarker if it fails on the way."""
+    """Yields what a generator of a user gives, and a SkipMarker if it fails on the way."""
     try:
         yield from generator
     except Exception as error:
@@ -149,7 +149,7 @@ def generated(
 
 
 def numbered(value: Any) -> Iterator[tuple[int | None, Any]]:
-    """Yield (part, output) of all outputs at a position; (None, item) for what is no output.
+    """Yields (part, output) of all outputs at a position; (None, item) for what is no output.
 
     >>> list(numbered(MultiOutput(["a", SkipMarker(3, len, None), "b"])))[::2]
     [(0, 'a'), (1, 'b')]
@@ -176,5 +176,5 @@ def _numbered_items(items: Iterable[Any], part: int) -> Iterator[tuple[int | Non
 
 
 def numbered_deferred(item: Deferred) -> Iterator[tuple[int | None, Any]]:
-    """Make a Deferred, and yield as `numbered` does."""
+    """Makes a Deferred, and yields as `numbered` does."""
     return _numbered_items(item.make(), item.number * PARTS_OF_DEFERRED)

@@ -68,12 +68,12 @@ class SameOutputs(SavableDataset[Any]):
         raise NotImplementedError
 
     def apply(self, value: Any, at: At, entries: Entries) -> Any:
-        """Return what becomes of one output; a SkipMarker where the function fails."""
+        """Returns what becomes of one output; a SkipMarker where the function fails."""
         raise NotImplementedError
 
     def apply_each(self, values: list[Any], child: Plan, start: int) -> list[Any]:
-        """Return what becomes of outputs that stand from place `start` of the child's plan on, by a
-        function that is not seeded.
+        """Returns what becomes of outputs that stand from place `start` of the child's plan on, by
+        a function that is not seeded.
         """
         raise NotImplementedError
 

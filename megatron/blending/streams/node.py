@@ -34,10 +34,10 @@ class Plan(Protocol):
     length: int
 
     def values(self, start: int, end: int) -> list[Any]:
-        """Return what stands at some of the planned positions."""
+        """Returns what stands at some of the planned positions."""
 
     def entries(self, start: int, end: int) -> list[tuple[Any, int]]:
-        """Return the sources that these are made of, each with the position that is read."""
+        """Returns the sources that these are made of, each with the position that is read."""
 
 
 class SourceOrder(Protocol):
@@ -84,13 +84,13 @@ class Binding:
     """True if the size of a pass was given for each rank; set by the tree."""
 
     def clone(self) -> "Binding":
-        """Return the same, for another copy of the tree."""
+        """Returns the same, for another copy of the tree."""
         return replace(self, nodes=[])
 
     def user_function(
         self, function: Callable[..., Any], node: "SavableDataset[Any]", role: str
     ) -> UserFunction:
-        """Return a function of a node as it is to be called."""
+        """Returns a function of a node as it is to be called."""
         return UserFunction(function, self.seed, f"{node.number} {role}")
 
     def seed_at(self, place: str) -> int:
@@ -128,7 +128,7 @@ class SavableDataset(Generic[T_co]):
     """Numbers of the children on the way from the root, where there are several: "0.2"."""
 
     def __len__(self) -> int:
-        """Return the outputs of one pass over the data, also where it is repeated for ever."""
+        """Returns the outputs of one pass over the data, also where it is repeated for ever."""
         return len(self.children[0])
 
     def __iter__(self) -> Iterator[T_co]:
@@ -152,7 +152,7 @@ class SavableDataset(Generic[T_co]):
     def bind(
         self, binding: Binding, place: str = "", is_outermost: bool = True
     ) -> "SavableDataset[T_co]":
-        """Return a copy of the tree whose nodes know their places. `is_outermost`: its outputs are
+        """Returns a copy of the tree whose nodes know their places. `is_outermost`: its outputs are
         the loader's.
         """
         twin = copy.copy(self)
@@ -178,7 +178,7 @@ class SavableDataset(Generic[T_co]):
         return twin
 
     def found_config(self) -> WorkerConfig | None:
-        """Return the first worker_config in the tree, from here down; None if there is none."""
+        """Returns the first worker_config in the tree, from here down; None if there is none."""
         if self.worker_config is not None:
             return self.worker_config
         return next(
@@ -190,22 +190,22 @@ class SavableDataset(Generic[T_co]):
         return {**self.__dict__, "worker_config": None}
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
-        """Take what a bound node needs; its children are bound."""
+        """Takes what a bound node needs; its children are bound."""
 
     def plan(self, positions: Ints, block: Block) -> Plan:
         raise NotImplementedError
 
     def used(self, position: int) -> list[int]:
-        """Return how many positions of each child the first `position` ones are made of."""
+        """Returns how many positions of each child the first `position` ones are made of."""
         return [position]
 
     def signature(self) -> list[Any]:
-        """Return what must be equal for a saved state to mean the same, apart from the children."""
+        """Returns what must be equal for a saved state to mean the same, children apart."""
         return [type(self).__name__]
 
 
 def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
-    """Return pairs of (data set, weight), given one by one or as one tuple of them; ValueError for
+    """Returns pairs of (data set, weight), given one by one or as one tuple of them; ValueError for
     anything else.
     """
     if (

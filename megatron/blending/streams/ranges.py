@@ -24,7 +24,7 @@ class RangesPlan:
         self.child = node.children[0].plan(self.positions, block)
 
     def child_range(self, place: int) -> tuple[int, int]:
-        """Return where in the child's plan a position starts and ends."""
+        """Returns where in the child's plan a position starts and ends."""
         return int(self._ends[place - 1]) if place else 0, int(self._ends[place])
 
     def entries(self, start: int, end: int) -> list[tuple[Any, int]]:

@@ -35,7 +35,7 @@ def stateless(
 def stateless(
     function: Any = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None
 ) -> Any:
-    """Mark a function as one whose result depends on its arguments alone.
+    """Marks a function as one whose result depends on its arguments alone.
 
     `restore_seeds`: the generators of random, numpy and torch are seeded from the sample round each
     call, so that it may draw random numbers: equal whenever the sample is encoded again, different
@@ -89,7 +89,7 @@ class UserFunction:
         return _seeded_values(made, seed) if type(made) is GeneratorType else made
 
     def each(self, values: Sequence[Any], positions: Iterable[int]) -> list[Any]:
-        """Call it with each of many values; any exception is raised."""
+        """Calls it with each of many values; any exception is raised."""
         return list(map(self, values, positions) if self.is_seeded else map(self.function, values))
 
     def _seed(self, origin: object) -> int:
@@ -99,7 +99,7 @@ class UserFunction:
 
 
 def mark_of(function: object, name: str) -> Any:
-    """Return what `@stateless` said of a function, also if arguments were bound to it since; None
+    """Returns what `@stateless` said of a function, also if arguments were bound to it since; None
     if nothing.
     """
     while isinstance(function, functools.partial):
@@ -108,7 +108,7 @@ def mark_of(function: object, name: str) -> Any:
 
 
 def _seeded_values(values: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Yield what a generator gives, whose code runs only now: value n is made with generators
+    """Yields what a generator gives, whose code runs only now: value n is made with generators
     seeded by `seed` + n.
     """
     for number in itertools.count():
@@ -121,7 +121,7 @@ def _seeded_values(values: Iterator[Any], seed: int) -> Iterator[Any]:
 
 
 def restore_key_of(sample: object) -> Any:
-    """Return where a sample says it came from; () if it says nothing."""
+    """Returns where a sample says it came from; () if it says nothing."""
     return (
         sample.get("__restore_key__", ())
         if isinstance(sample, Mapping)
@@ -130,14 +130,14 @@ def restore_key_of(sample: object) -> Any:
 
 
 def _first(value: object) -> object:
-    """Return the sample, or the first of several."""
+    """Returns the sample, or the first of several."""
     while isinstance(value, list) and value:
         value = value[0]
     return value
 
 
 def _index_of(key: Any) -> int | None:
-    """Return the position in the stream of its source that the key of a (first) sample says; None
+    """Returns the position in the stream of its source that the key of a (first) sample says; None
     if it says none.
     """
     while isinstance(key, tuple) and key and isinstance(key[0], tuple):
@@ -146,7 +146,7 @@ def _index_of(key: Any) -> int | None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of random, numpy and (if it was imported) torch on the CPU, with 32
+    """Seeds the generators of random, numpy and (if it was imported) torch on the CPU, with 32
     bits."""
     random.seed(seed)
     np.random.seed(seed)
@@ -158,7 +158,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of random, numpy and (if it was imported) torch on the CPU, for as long
+    """Seeds the generators of random, numpy and (if it was imported) torch on the CPU, for as long
     as it is entered.
     """
     torch = sys.modules.get("torch")

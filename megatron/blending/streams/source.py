@@ -123,7 +123,7 @@ class SourcePlan:
         self._records = records
 
     def record(self, at: int) -> int:
-        """Return the number of the record that stands at a place of the plan."""
+        """Returns the number of the record that stands at a place of the plan."""
         if self._records is None:
             self._block.settle()
         return int(self._records[at])

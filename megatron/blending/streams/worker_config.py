@@ -193,7 +193,7 @@ def check_worker_config(value: object) -> None:
 
 
 def _distributed(group: object) -> tuple[int, int]:
-    """Return (rank, world size) of torch.distributed, which is not imported for it."""
+    """Returns (rank, world size) of torch.distributed, which is not imported for it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1

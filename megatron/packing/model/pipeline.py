@@ -86,7 +86,7 @@ class PackedPasses:
         return PackedLosses(losses, batch, waiting)
 
     def close(self) -> None:
-        """End what prepares batches ahead; before the process groups are destroyed.
+        """Ends what prepares batches ahead; before the process groups are destroyed.
 
         After an error of this rank alone others may never prepare theirs, so it waits a minute and
         no longer.
@@ -169,7 +169,7 @@ def _only(data_iterator: object) -> Any:
 
 
 def check_config(config: TransformerConfig, device: torch.device) -> None:
-    """Raise ValueError for a config under which packs would be weighted wrongly, mixed up, or hang
+    """Raises ValueError for a config under which packs would be weighted wrongly, mixed up, or hang
     on `device`.
     """
     pipeline = config.pipeline_model_parallel_size > 1
@@ -209,7 +209,7 @@ def check_config(config: TransformerConfig, device: torch.device) -> None:
 
 
 def require(demands: Sequence[tuple[Any, str]]) -> None:
-    """Raise ValueError for the first that does not hold: `[(config.bf16, "bf16=True: why")]`."""
+    """Raises ValueError for the first that does not hold: `[(config.bf16, "bf16=True: why")]`."""
     for holds, demand in demands:
         if not holds:
             raise ValueError(f"sequence packing needs TransformerConfig {demand}")

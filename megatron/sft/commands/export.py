@@ -79,7 +79,7 @@ def export(
     most_bytes_per_file: int,
     source: str | None = None,
 ) -> None:
-    """Write `folder`, whole or not at all; ValueError where the checkpoint has no HuggingFace
+    """Writes `folder`, whole or not at all; ValueError where the checkpoint has no HuggingFace
     form."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     import torch

@@ -155,7 +155,7 @@ class _Report:
                 print(marked(sample, self._tokenizer.show, *self._marks), end="\n\n")
 
     def summary(self, counts: Counts) -> None:
-        """Print a line per source, and why records make no sample."""
+        """Prints a line per source, and why records make no sample."""
         width = max(map(len, self._names), default=0)
         print(
             f"{'':{width}}  samples   trained  length: mean   median      90%      max  truncated  "

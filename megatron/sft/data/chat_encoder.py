@@ -71,20 +71,20 @@ class Tokenizer(Protocol):
         """Differs between tokenizers that give some id another meaning."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone, without any that begin or end a document. SampleError if
+        """Returns the ids of `text` alone, without any that begin or end a document. SampleError if
         it has none.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return text for a person to read: white space at its end and special tokens may be left
+        """Returns text for a person to read: white space at its end and special tokens may be left
         out.
         """
 
     def show(self, ids: Sequence[int]) -> str:
-        """Return text for a person to read, with the names of special tokens."""
+        """Returns text for a person to read, with the names of special tokens."""
 
     def encode_passage(self, passage: Passage) -> ChatTokens:
-        """Return a document: begun as the tokenizer begins one, and ended by `eod`, which is
+        """Returns a document: begun as the tokenizer begins one, and ended by `eod`, which is
         trained.
         """
 
@@ -93,10 +93,10 @@ class Tokenizer(Protocol):
         """Relation of each turn's context, when it is generated, to `encode_chat`."""
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
-        """Return the whole conversation. SampleError if this one does not fit the format."""
+        """Returns the whole conversation. SampleError if this one does not fit the format."""
 
     def encode_turns(self, conversation: Conversation) -> list[ChatTokens]:
-        """Return each of the assistant's turns that has a weight behind what it is generated from;
+        """Returns each of the assistant's turns that has a weight behind what it is generated from;
         all in one where that is what one rendering has.
         """
 
@@ -153,7 +153,7 @@ class ChatEncoder:
             )
 
     def encode(self, record: Mapping[str, Any], weight: float = 1.0) -> EncodedSample | Dropped:
-        """Return the sample that `record` holds, its loss scaled by `weight`; `records.formats`
+        """Returns the sample that `record` holds, its loss scaled by `weight`; `records.formats`
         says what it may look like.
 
         Keys that are not read are logged, each once.
@@ -208,17 +208,17 @@ class ChatEncoder:
         )
 
     def _turns(self, path: Conversation | Passage) -> list[ChatTokens]:
-        """Return the sequences that a path is trained as."""
+        """Returns the sequences that a path is trained as."""
         if isinstance(path, Passage) or self.train_turns == "all":
             return [self._tokens(path)]
         return self.tokenizer.encode_turns(only_last(path) if self.train_turns == "last" else path)
 
     def read(self, record: Mapping[str, Any]) -> Reading:
-        """Return what `record` says."""
+        """Returns what `record` says."""
         return read_record(record, self.columns)
 
     def list_unread(self, record: Mapping[str, Any]) -> None:
-        """Log the keys of `record` that are not read, as `encode` does: before it is copied to
+        """Logs the keys of `record` that are not read, as `encode` does: before it is copied to
         processes that read.
         """
         self._list(self.read(record).unread)

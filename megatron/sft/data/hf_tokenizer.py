@@ -142,7 +142,7 @@ def _place(encoding: Any, token: int) -> tuple[int, int]:
 def build_hugging_face(
     tokenizer_model: str | None, choice: TemplateChoice = AS_RELEASED
 ) -> HuggingFaceTokenizer:
-    """Read a tokenizer from its folder, with the chat template that is chosen.
+    """Reads a tokenizer from its folder, with the chat template that is chosen.
 
     ValueError where one of them cannot be read.
     """

@@ -44,7 +44,7 @@ class SampleSet:
 def concatenated(
     names: Sequence[str], sources: Sequence[SourceDataset], seed: int | None = None
 ) -> SampleSet:
-    """Return sources, which are not shuffled, one after the other; with a seed, each pass in an
+    """Returns sources, which are not shuffled, one after the other; with a seed, each pass in an
     order of its own over all of them.
     """
     dataset: SavableDataset[Any] | None = ConcatDataset(*sources) if sources else None
@@ -62,8 +62,8 @@ def blended(
     mode: BlendMode,
     schedule: WeightSchedule | None = None,
 ) -> SampleSet:
-    """Return sources in the proportions of a metadataset, each read pass by pass in an order of its
-    own.
+    """Returns sources in the proportions of a metadataset, each read pass by pass in an order of
+    its own.
 
     loaded: each source with its weight in samples; shares: what the user said of each; schedule:
     weights over steps, instead.

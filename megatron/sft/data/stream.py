@@ -107,17 +107,17 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         return Counts(self._table.copy())
 
     def start(self) -> None:
-        """Start the worker processes: before there are threads, which a fork would copy in the
+        """Starts the worker processes: before there are threads, which a fork would copy in the
         middle of their work.
         """
         self._loader.start()
 
     def hurry(self) -> None:
-        """Let a worker that gives nothing be an error soon; called from any thread."""
+        """Lets a worker that gives nothing be an error soon; called from any thread."""
         self._loader.hurry()
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Ends the worker processes."""
         self._loader.close()
 
     def __next__(self) -> list[Mapping[str, Any]]:

@@ -45,7 +45,7 @@ def build_tokenizer(
     vocab_size: int | None = None,
     template: TemplateChoice = AS_RELEASED,
 ) -> Tokenizer:
-    """Build the tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size name, with the
+    """Builds the tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size name, with the
     chat template that is chosen.
 
     ValueError if they are wrong.

@@ -85,7 +85,7 @@ _installed: list[Change] = []
 
 
 def install() -> list[Change]:
-    """Make megatron-core run on CPU; returns all that was changed (empty where CUDA is).
+    """Makes megatron-core run on CPU; returns all that was changed (empty where CUDA is).
     Idempotent.
 
     Raises RuntimeError for a megatron-core that was not checked.
@@ -138,7 +138,7 @@ def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
 def rewrite(
     function: types.FunctionType, literals: Mapping[str, str], names: Mapping[str, str]
 ) -> list[Change]:
-    """Let `function` read other string literals and other names of globals and attributes, in
+    """Lets `function` read other string literals and other names of globals and attributes, in
     place.
     """
     code, changed = _rewritten(function.__code__, literals, names)

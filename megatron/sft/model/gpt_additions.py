@@ -18,7 +18,7 @@ from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
 def prepare_config(transformer_config: TransformerConfig, model: ModelConfig) -> None:
-    """Tell megatron-core's attention by how much yarn raises scores; it reads that by name, but in
+    """Tells megatron-core's attention by how much yarn raises scores; it reads that by name, but in
     fused kernels.
     """
     if (
@@ -33,7 +33,7 @@ def prepare_config(transformer_config: TransformerConfig, model: ModelConfig) ->
 
 
 def add_to_gpt(gpt: GPTModel, model: ModelConfig, vocab_size: int) -> None:
-    """Scale rotary frequencies and embeddings, and keep the vocabulary's padding out of the
+    """Scales rotary frequencies and embeddings, and keep the vocabulary's padding out of the
     softmax, as asked for.
     """
     if model.rope_scaling is not None and model.position_embedding_type == "rope":

@@ -139,7 +139,7 @@ class LoraConfig:
         return part.split(".", 1)[0] != left_out
 
     def check_layout(self, tensor_parallel_size: int, num_query_groups: int) -> None:
-        """Raise ValueError where ranks would hold unequal shares of an adapter."""
+        """Raises ValueError where ranks would hold unequal shares of an adapter."""
         if tensor_parallel_size > num_query_groups and len(self.targets_in("qkv")) in (1, 2):
             raise ValueError(
                 "--lora-target-modules must have q_proj, k_proj and v_proj, or none of them, with "

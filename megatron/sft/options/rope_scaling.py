@@ -50,7 +50,7 @@ class RopeScaling(NamedTuple):
 
 
 def parse_rope_scaling(text: str) -> RopeScaling:
-    """Read --rope-scaling; ValueError where it is no JSON object or holds what cannot be computed
+    """Reads --rope-scaling; ValueError where it is no JSON object or holds what cannot be computed
     exactly.
     """
     try:
@@ -138,7 +138,7 @@ def is_positive(value: object) -> bool:
 
 
 def _check_attention_factor(fields: Mapping[str, Any], scaling: RopeScaling, where: str) -> None:
-    """Refuse one that megatron-core would not compute from the factor alone."""
+    """Refuses one that megatron-core would not compute from the factor alone."""
     usual = yarn_attention_factor(scaling)
     given = fields.get("attention_factor")
     if given is not None and abs(given - usual) > 1e-12:

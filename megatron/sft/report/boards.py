@@ -19,16 +19,16 @@ class Board(Protocol):
     """Draws numbers over steps."""
 
     def add(self, values: Mapping[str, float], iteration: int) -> None:
-        """Draw a point of each curve."""
+        """Draws a point of each curve."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Sends what is left."""
 
 
 def open_boards(
     output: OutputConfig, run_dir: Path, resume_iteration: int | None, options: Mapping[str, Any]
 ) -> list[Board]:
-    """Return the boards that are asked for; ValueError where one cannot be had.
+    """Returns the boards that are asked for; ValueError where one cannot be had.
 
     resume_iteration: steps done by the run that is continued, None for a new one; options: all of
     the run's, to be shown beside its curves.

@@ -32,8 +32,8 @@ class NonFiniteError(AgreedError):
 
 
 def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], where: str) -> None:
-    """Raise NonFiniteError unless the loss of a pass over a global batch is finite; collective only
-    if it is not.
+    """Raises NonFiniteError unless the loss of a pass over a global batch is finite; collective
+    only if it is not.
 
     losses: this rank's, by microbatch; names: of the sources; where: "step 3", as the message
     begins.
@@ -59,7 +59,7 @@ def guard_step(
     where: Callable[[], str],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make `optimizer.step` raise NonFiniteError, the weights as they were, if the norm that it
+    """Makes `optimizer.step` raise NonFiniteError, the weights as they were, if the norm that it
     clips by is not finite.
 
     megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or

@@ -55,7 +55,7 @@ class Reduced(NamedTuple):
 
     @property
     def token_accuracy(self) -> float:
-        """Share of loss tokens whose label is the likeliest word; NaN where nobody looked."""
+        """Shares of loss tokens whose label is the likeliest word; NaN where nobody looked."""
         return self.num_right_tokens / self.num_loss_tokens if self.num_loss_tokens else math.nan
 
     def by_source(self, names: Sequence[str]) -> dict[str, SourceMetrics]:

@@ -62,7 +62,7 @@ class StepBatch(NamedTuple):
         return sum(row.tokens.numel() for row in self.rows)
 
     def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
-        """Return what megatron-core's schedules iterate over: with virtual stages a list, an
+        """Returns what megatron-core's schedules iterate over: with virtual stages a list, an
         iterator for each.
         """
         if self.packed is not None:

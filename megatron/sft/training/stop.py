@@ -46,7 +46,7 @@ class StopRules:
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask for a stop: SIGINT, SIGTERM, and SIGHUP unless it is ignored, as
+    """Returns the signals that ask for a stop: SIGINT, SIGTERM, and SIGHUP unless it is ignored, as
     by nohup.
 
     torchrun handles SIGHUP even under nohup: it passes the signal on to its ranks and kills them 30

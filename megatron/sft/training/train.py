@@ -341,7 +341,7 @@ class Trainer:
         check_loss(self._reduction.result(), self._losses, self._names, self._step_name())
 
     def _update(self) -> tuple[float, float, bool]:
-        """Change the weights: learning rate of this step, gradient norm, whether they were
+        """Changes the weights: learning rate of this step, gradient norm, whether they were
         changed."""
         _, optimizer, scheduler, _ = self._training
         # Read before the scheduler steps: it is this step's rate, not the next one's.

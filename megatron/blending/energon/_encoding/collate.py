@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def generic_batch(values: Sequence[Any]) -> Any:
-    """Stack tensors, padded; go into dicts, dataclasses and named tuples of one form; anything else
-    becomes a list.
+    """Stacks tensors, padded; goes into dicts, dataclasses and named tuples of one form; anything
+    else becomes a list.
 
     `[{"a": "x"}, {"a": "y"}] -> {"a": ["x", "y"]}`.
     """
@@ -34,7 +34,7 @@ def generic_concat(values: Sequence[Any]) -> Any:
 
 
 def homogeneous_concat_mix(samples: Sequence[Any]) -> Any:
-    """Make one batch of several of the same type: a `batch_mix_fn` of MixBatchDataset. ValueError
+    """Makes one batch of several of the same type: a `batch_mix_fn` of MixBatchDataset. ValueError
     if types differ.
     """
     first = type(samples[0])
@@ -53,14 +53,14 @@ def batch_list(values: Sequence[Any]) -> list[Any]:
 
 
 def batch_stack(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Stack tensors of equal shape along a new first dimension."""
+    """Stacks tensors of equal shape along a new first dimension."""
     import torch
 
     return torch.stack(list(values))
 
 
 def batch_pad_stack(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Stack tensors along a new first dimension; smaller ones get zeros at the end of each
+    """Stacks tensors along a new first dimension; smaller ones get zeros at the end of each
     dimension.
     """
     import torch
@@ -71,7 +71,7 @@ def batch_pad_stack(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
 
 
 def concat_pad(batch: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Concatenate along the first dimension; in the others, smaller tensors get zeros at the end.
+    """Concatenates along the first dimension; in the others, smaller tensors get zeros at the end.
 
     Shapes `[2, 3]` and `[1, 5]` give `[3, 5]`.
     """
@@ -83,7 +83,7 @@ def concat_pad(batch: "Sequence[torch.Tensor]") -> "torch.Tensor":
 
 
 def map_tensors(value: object, change: "Callable[[torch.Tensor], torch.Tensor]") -> Any:
-    """Return `value` with each tensor in it changed; lists, dicts, tuples and dataclasses are
+    """Returns `value` with each tensor in it changed; lists, dicts, tuples and dataclasses are
     copied on the way.
     """
     if is_tensor(value):
@@ -104,7 +104,7 @@ def map_tensors(value: object, change: "Callable[[torch.Tensor], torch.Tensor]")
 
 
 def pinned(value: T) -> T:
-    """Return a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
+    """Returns a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
     if hasattr(value, "pin_memory"):
         return value.pin_memory()
     return map_tensors(value, lambda tensor: tensor.pin_memory())
@@ -117,7 +117,7 @@ def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
 
 
 def _collated(values: Sequence[Any], join: Callable[[Any], Any]) -> Any:
-    """Return one value of the type of the first, or a list where they are not of one form."""
+    """Returns one value of the type of the first, or a list where they are not of one form."""
     first = values[0]
     kind = type(first)
     if kind is str or any(type(value) is not kind and not is_tensor(value) for value in values):
@@ -143,7 +143,7 @@ def _collated(values: Sequence[Any], join: Callable[[Any], Any]) -> Any:
 
 
 def _field(name: str, values: list[Any], join: Callable[[Any], Any]) -> Any:
-    """Collate a field; what says where samples came from is a list whatever it holds, or None if
+    """Collates a field; what says where samples came from is a list whatever it holds, or None if
     there is nothing.
     """
     if name.startswith("__"):
@@ -152,7 +152,7 @@ def _field(name: str, values: list[Any], join: Callable[[Any], Any]) -> Any:
 
 
 def _padded(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Concatenate along the first dimension into zeros that are as large as the largest in every
+    """Concatenates along the first dimension into zeros that are as large as the largest in every
     other.
     """
     shapes = [value.shape[1:] for value in values]

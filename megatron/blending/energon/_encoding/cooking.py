@@ -56,7 +56,7 @@ class Cooker:
 
 
 def cooker(function: Any = None, *, need_cache: bool = False, need_primary: bool = False) -> Any:
-    """Ask for more arguments of a cook function: `cache`, which reads stores, and `primary`, its
+    """Asks for more arguments of a cook function: `cache`, which reads stores, and `primary`, its
     own source by name.
     """
     if function is None:
@@ -76,7 +76,7 @@ class DirectCache:
         return Lazy(store, name)
 
     def to_cache(self, data: object, name: str) -> "Lazy":
-        """Return what stands for data that was made: the data itself, as nothing is kept
+        """Returns what stands for data that was made: the data itself, as nothing is kept
         elsewhere."""
         return Lazy(_Kept(data), name)
 
@@ -110,7 +110,7 @@ def choose_cook(
     primary: object,
     where: str,
 ) -> Callable[[Any], Any] | None:
-    """Return the function from crude sample to sample for a source, or None if the encoder has no
+    """Returns the function from crude sample to sample for a source, or None if the encoder has no
     cookers at all.
 
     The first cooker that matches; ValueError, starting with `where`, if none does.

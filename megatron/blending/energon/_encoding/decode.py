@@ -102,7 +102,7 @@ class SampleDecoder:
 
 
 def _media(name: str) -> ModuleType:
-    """Import a module that only media need: whoever reads text never does."""
+    """Imports a module that only media need: whoever reads text never does."""
     return import_module(f"megatron.blending.energon._media.{name}")
 
 

@@ -46,7 +46,7 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
             return converted(sample, self._encoded_sample_type)
 
     def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
-        """Return a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the
+        """Returns a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the
         samples' own.
 
         `batch_type` is passed over if `encode_batch` is there to make it and samples have fields
@@ -86,7 +86,7 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
 
 @contextmanager
 def types_must_fit() -> Iterator[None]:
-    """End the run where types do not fit: what fits no sample must not be left out as one sample
+    """Ends the run where types do not fit: what fits no sample must not be left out as one sample
     that fails.
     """
     try:

@@ -17,7 +17,7 @@ class FieldError(ValueError):
 
 
 def field_names(value: object) -> list[str]:
-    """Return the names of the fields of an object, or of those of a class; FieldError if it has
+    """Returns the names of the fields of an object, or of those of a class; FieldError if it has
     none.
     """
     if isinstance(value, Mapping):
@@ -39,7 +39,7 @@ def has_fields(value: object) -> bool:
 
 
 def required_names(kind: Any) -> set[str]:
-    """Return the fields of a class that have no default; a dict needs none."""
+    """Returns the fields of a class that have no default; a dict needs none."""
     if issubclass(kind, Mapping):
         return set()
     if not dataclasses.is_dataclass(kind):
@@ -63,7 +63,7 @@ def batch_samples(
     default_action: Action = generic_batch,
     **fields: Any,
 ) -> Any:
-    """Return a `batch_type` of `samples`: each of its fields collated from theirs, except those
+    """Returns a `batch_type` of `samples`: each of its fields collated from theirs, except those
     given as `fields`.
 
     `actions` say for fields by name how several values become one. A dict holds all that the first
@@ -91,7 +91,7 @@ def batch_samples(
 
 
 def converted(value: object, kind: Any) -> Any:
-    """Return `value` as a `kind`, by the names of fields; FieldError for one without default that
+    """Returns `value` as a `kind`, by the names of fields; FieldError for one without default that
     it lacks.
     """
     names = field_names(value)
@@ -121,8 +121,8 @@ def _missing(name: str, kind: type, value: object) -> FieldError:
 
 
 def _column(name: str, values: list[Any], action: Action) -> object:
-    """Collate a field of all samples; what says where they came from is listed, or None if there is
-    nothing to say.
+    """Collates a field of all samples; what says where they came from is listed, or None if there
+    is nothing to say.
     """
     if not name.startswith("__"):
         return action(values)

@@ -90,7 +90,7 @@ class WebdatasetFileStore(FileStore):
 
 
 def open_store(path: str, decode: Decode, where: str) -> FileStore:
-    """Open what an `aux` of a metadataset names; ValueError, starting with `where`, if there is no
+    """Opens what an `aux` of a metadataset names; ValueError, starting with `where`, if there is no
     such thing.
     """
     if path.startswith(FILE_SYSTEM):

@@ -47,7 +47,7 @@ class JoinSource(RecordSource):
     def _found(
         self, number: int, keys: Sequence[str]
     ) -> dict[str, tuple[int, Record | RecordError]]:
-        """Return index and record of each key that source `number` has."""
+        """Returns index and record of each key that source `number` has."""
         source = self._sources[number]
         found = source.find(keys)
         records = source.read(list(found.values()))

@@ -103,7 +103,7 @@ class FileLoad(_Cooks):
         return sample
 
     def many(self, records: Iterable[Record], restore_keys: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Return the samples of many records, or exceptions of the cooker in their places: in one
+        """Returns the samples of many records, or exceptions of the cooker in their places: in one
         loop, as calls would cost a fifth more.
         """
         path, first, is_json = self.path, self.first, self.is_json

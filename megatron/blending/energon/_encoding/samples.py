@@ -35,7 +35,7 @@ _all_basic = itemgetter(*BASIC_KEYS)
 
 @dataclass_transform(kw_only_default=True)
 def edataclass(cls: T) -> T:
-    """Make a class of samples or batches: a dataclass by keyword only, compared by identity.
+    """Makes a class of samples or batches: a dataclass by keyword only, compared by identity.
 
     The class keeps no defaults as attributes, so that a plain `@dataclass` derived from it may
     declare its fields again, without defaults, before its own.
@@ -51,16 +51,16 @@ class _Fields:
     """Samples and batches have this in common."""
 
     def pin_memory(self) -> Self:
-        """Return a copy whose tensors lie in page-locked memory."""
+        """Returns a copy whose tensors lie in page-locked memory."""
         return map_tensors(self, lambda tensor: tensor.pin_memory())
 
     def to_device(self, device: torch.device | str | int) -> Self:
-        """Return a copy whose tensors are on `device`, sent without a wait for the copy."""
+        """Returns a copy whose tensors are on `device`, sent without a wait for the copy."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     @classmethod
     def extend(cls, src: object, **changes: object) -> Self:
-        """Return an object of this class with the fields of `src`, which may be of a parent class,
+        """Returns an object of this class with the fields of `src`, which may be of a parent class,
         and `changes`.
         """
         has = {name: getattr(src, name) for name in field_names(cls) if hasattr(src, name)}
@@ -78,12 +78,12 @@ class Sample(_Fields):
 
     @classmethod
     def derive_from(cls, base_sample: object, **own: object) -> Self:
-        """Return a sample with fields of its `own` that came from where `base_sample` came from."""
+        """Returns a sample with fields of its `own` that came from where `base_sample` did."""
         return cls(**{**basic_sample_keys(base_sample), **own})
 
     @classmethod
     def from_joined(cls, *samples: object, **named_samples: object) -> Self:
-        """Return one sample of those that a join found, in the order or by the names that it has
+        """Returns one sample of those that a join found, in the order or by the names that it has
         them.
 
         By default it has the fields of all, of which the last one's count; where they come from is
@@ -202,7 +202,7 @@ class Batch(_Fields):
 
     @classmethod
     def from_samples(cls, samples: Sequence[Any], **own: Any) -> Self:
-        """Return a batch whose every field is that of the samples, stacked with zeros where shapes
+        """Returns a batch whose every field is that of the samples, stacked with zeros where shapes
         differ, or listed.
 
         `own` fields are taken as they are. ValueError for a field that has no default and that the
@@ -212,7 +212,7 @@ class Batch(_Fields):
 
     @classmethod
     def derive_from(cls, base_batch: object, **own: object) -> Self:
-        """Return a batch with fields of its `own` of the same samples as `base_batch`."""
+        """Returns a batch with fields of its `own` of the same samples as `base_batch`."""
         return cls(**{**basic_sample_keys(base_batch), **own})
 
 

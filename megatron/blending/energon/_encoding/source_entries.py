@@ -167,13 +167,13 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
 
 
 def _joiner(join: Join, reading: Reading) -> Callable[..., Any]:
-    """Return the function of a joiner, or `from_joined` of its class."""
+    """Returns the function of a joiner, or `from_joined` of its class."""
     kind = _imported(*join.joiner, reading.allow_code)
     return getattr(kind, "from_joined", kind)
 
 
 def _decoder(reading: Reading) -> Decode:
-    """Return what the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
+    """Returns what the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
     decoder = reading.encoder.decoder if reading.decoder is UNSAID else reading.decoder
     if decoder is None:
         return keep_bytes

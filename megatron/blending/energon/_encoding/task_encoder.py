@@ -56,55 +56,55 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     """
 
     def encode_sample(self, sample: T_sample) -> T_encoded_sample:
-        """Return what the model's input is made of; raise SkipSample to leave it out. A generator
+        """Returns what the model's input is made of; raise SkipSample to leave it out. A generator
         gives several.
         """
         return sample  # type: ignore[return-value]
 
     def preencode_sample(self, sample: T_sample) -> Any:
-        """Return what `select_samples_to_pack` chooses by: the cheap part of encoding, where there
+        """Returns what `select_samples_to_pack` chooses by: the cheap part of encoding, where there
         is packing.
         """
         return sample
 
     def sample_length(self, sample: T_sample) -> int:
-        """Return about how long an unencoded sample will be, without encoding it; for `pack_by =
+        """Returns about how long an unencoded sample will be, without encoding it; for `pack_by =
         "lengths"`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define sample_length")
 
     def postencode_sample(self, sample: Any) -> T_encoded_sample:
-        """Finish a sample of `preencode_sample` that was chosen."""
+        """Finishes a sample of `preencode_sample` that was chosen."""
         return sample
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        """Return groups of these samples, each to be one pack; those in no group are offered again
+        """Returns groups of these samples, each to be one pack; those in no group are offered again
         with the rest of their block.
         """
         raise NotImplementedError(f"{type(self).__name__} must define select_samples_to_pack")
 
     def pack_selected_samples(self, samples: list[Any]) -> Any:
-        """Return one sample made of a group."""
+        """Returns one sample made of a group."""
         raise NotImplementedError(f"{type(self).__name__} must define pack_selected_samples")
 
     def batch_group_criterion(self, sample: Any) -> tuple[Hashable, int | None]:
-        """Return (key, batch size or None for that asked for): only samples of equal key share a
+        """Returns (key, batch size or None for that asked for): only samples of equal key share a
         batch.
         """
         raise NotImplementedError(f"{type(self).__name__} must define batch_group_criterion")
 
     def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
-        """Return one batch: of the samples' own type, with tensors stacked, smaller ones padded,
+        """Returns one batch: of the samples' own type, with tensors stacked, smaller ones padded,
         the rest in lists.
         """
         return self._batch(samples, type(samples[0]))
 
     def encode_batch(self, batch: T_raw_batch) -> T_batch:
-        """Return what the training loop gets."""
+        """Returns what the training loop gets."""
         return batch  # type: ignore[return-value]
 
     def num_tokens(self, sample: T_encoded_sample) -> int:
-        """Return the length of an encoded sample, for weights by tokens: that of its `tokens`."""
+        """Returns the length of an encoded sample, for weights by tokens: that of its `tokens`."""
         tokens = (
             sample.get("tokens") if isinstance(sample, Mapping) else getattr(sample, "tokens", None)
         )
@@ -146,7 +146,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         actions: Mapping[str, Callable[[list[Any]], Any]] | None = None,
         default_action: Callable[[list[Any]], Any] = generic_batch,
     ) -> Any:
-        """Return a `result_type` of samples; `actions` say for fields by name how several values
+        """Returns a `result_type` of samples; `actions` say for fields by name how several values
         become one.
         """
         if not has_fields(result_type):
@@ -158,7 +158,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     def build_encode_sample(
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig | None = None
     ) -> SavableDataset[Any]:
-        """Return `dataset` with the steps that encode its samples."""
+        """Returns `dataset` with the steps that encode its samples."""
         check_encoder(self)
         step = self._encoding_step()
         if step is None:
@@ -176,7 +176,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None,
         worker_config: WorkerConfig | None = None,
     ) -> SavableDataset[Any]:
-        """Return `dataset` packed, or merely post-encoded where `packing_buffer_size` is None."""
+        """Returns `dataset` packed, or merely post-encoded where `packing_buffer_size` is None."""
         check_encoder(self, packing_buffer_size)
         post_encode = self.postencode_sample if self.uses("postencode_sample") else None
         if packing_buffer_size is None:
@@ -204,7 +204,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         )
 
     def _encode_whole(self, sample: Any) -> Any:
-        """Encode a sample of which only the length was known."""
+        """Encodes a sample of which only the length was known."""
         step = self._encoding_step()
         encoded = sample if step is None else getattr(self, step)(sample)
         return self.postencode_sample(encoded) if self.uses("postencode_sample") else encoded
@@ -218,7 +218,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig | None = None,
     ) -> SavableDataset[Any]:
-        """Return `dataset` in batches; of samples as they are, or packs, where `batch_size` is
+        """Returns `dataset` in batches; of samples as they are, or packs, where `batch_size` is
         None.
 
         Samples that no function has touched on the way here are encoded first, so that an
@@ -268,7 +268,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         weight_schedule: WeightSchedule | None = None,
         repeat: bool = True,
     ) -> SavableDataset[Any]:
-        """Return the training stream. A hook: it is called with those of these arguments that its
+        """Returns the training stream. A hook: it is called with those of these arguments that its
         signature takes.
 
         `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight).
@@ -301,7 +301,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         limit: int | None = None,
     ) -> SavableDataset[Any]:
-        """Return the validation stream: the sources one after the other, weights ignored; at most
+        """Returns the validation stream: the sources one after the other, weights ignored; at most
         `limit` batches.
         """
         first = datasets[0][0]
@@ -327,7 +327,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         batch_drop_last: bool,
         packing_buffer_size: int | None,
     ) -> SavableDataset[Any]:
-        """Return `dataset` encoded and batched, by the two methods that users override."""
+        """Returns `dataset` encoded and batched, by the two methods that users override."""
         return self.build_batch(
             self.build_encode_sample(dataset, worker_config=worker_config),
             batch_size=batch_size,

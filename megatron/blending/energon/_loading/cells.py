@@ -24,7 +24,7 @@ class CellState(NamedTuple):
     taken: Sequence[Row] = ()
 
     def cells(self, num_ranks: int, size: int | None) -> Iterator[tuple[int, int]]:
-        """Yield (cell, outputs given before) of all cells that are left, `size` of a pass."""
+        """Yields (cell, outputs given before) of all cells that are left, `size` of a pass."""
         for cell, given in self.unfinished:
             yield cell, given
         cell, rows = self.next, self.taken
@@ -36,7 +36,7 @@ class CellState(NamedTuple):
             cell += num_ranks
 
     def after(self, cell: int, given: int, is_finished: bool, num_ranks: int) -> "CellState":
-        """Return the state when so many outputs of a cell were given."""
+        """Returns the state when so many outputs of a cell were given."""
         known = [number for number, _ in self.unfinished]
         if cell in known:
             left, following = list(self.unfinished[known.index(cell) + 1 :]), self.next
@@ -48,7 +48,7 @@ class CellState(NamedTuple):
 
 
 def dealt_again(states: Sequence[CellState], rank: int, num_ranks: int) -> CellState:
-    """Return where a rank begins that continues from the states of all ranks of another number."""
+    """Returns where a rank begins that continues from the states of all ranks of another number."""
     row = [state.next for state in states]
     first = min(row)
     rows = [list(one) for one in {tuple(one) for state in states for one in state.taken}]

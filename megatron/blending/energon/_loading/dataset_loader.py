@@ -32,7 +32,7 @@ class DatasetLoaderInterface:
     """Something that sources can be read from."""
 
     def node(self, split_part: str, settings: Reference) -> Node:
-        """Return the tree of sources of a split; `settings`: what holds for all of it."""
+        """Returns the tree of sources of a split; `settings`: what holds for all of it."""
         raise NotImplementedError
 
     def get_datasets(
@@ -46,7 +46,7 @@ class DatasetLoaderInterface:
         reading: Reading | None = None,
         repeat: bool = True,
     ) -> LoadedDatasetList:
-        """Return the sources, opened: for training endless, unless repetitions say how often each
+        """Returns the sources, opened: for training endless, unless repetitions say how often each
         is read per epoch.
         """
         settings = Reference(

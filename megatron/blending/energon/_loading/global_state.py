@@ -14,7 +14,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 
 def gather_states(state: State, config: WorkerConfig, global_dst_rank: int) -> list[State] | None:
-    """Return the states of all ranks, in order, on the process of that number among all; None
+    """Returns the states of all ranks, in order, on the process of that number among all; None
     elsewhere.
     """
     if config.num_ranks == 1:
@@ -28,7 +28,7 @@ def gather_states(state: State, config: WorkerConfig, global_dst_rank: int) -> l
 def send_states(
     states: Sequence[State] | None, config: WorkerConfig, src_rank: int | None
 ) -> Sequence[State]:
-    """Return the states that rank `src_rank` of the data-parallel group has; one's own where that
+    """Returns the states that rank `src_rank` of the data-parallel group has; one's own where that
     is None.
     """
     if src_rank is None or config.num_ranks == 1:

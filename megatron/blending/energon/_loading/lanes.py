@@ -51,7 +51,7 @@ def has_counted(node: SavableDataset[Any]) -> bool:
 
 
 def lanes_of(root: SavableDataset[Any]) -> list[Lane]:
-    """Return the lanes of a bound tree, numbered in its order."""
+    """Returns the lanes of a bound tree, numbered in its order."""
     found: list[Lane] = []
     _find(root, None if root.continues_across_epochs else Fraction(1), (), found)
     return found

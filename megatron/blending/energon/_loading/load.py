@@ -83,7 +83,7 @@ def get_train_dataset(
     allow_code: bool = False,
     **options: object,
 ) -> SavableDataset[Any]:
-    """Return the training stream of a path, as a data set to iterate over, to give to a loader, or
+    """Returns the training stream of a path, as a data set to iterate over, to give to a loader, or
     to blend.
 
     `proportions`: "exact", each source at every moment within a sample of its share, or "random".
@@ -147,7 +147,7 @@ def get_val_dataset(
     allow_code: bool = False,
     **options: object,
 ) -> SavableDataset[Any]:
-    """Return the sources of a path one after the other, each in its own order, once; at most
+    """Returns the sources of a path one after the other, each in its own order, once; at most
     `limit` batches.
     """
     build, sources = _validation(**locals())
@@ -157,7 +157,7 @@ def get_val_dataset(
 def get_val_datasets(
     path: Path | DatasetLoaderInterface, **options: object
 ) -> list[tuple[Any, Any]]:
-    """Return a validation stream for each source of a path, with the source itself: to tell their
+    """Returns a validation stream for each source of a path, with the source itself: to tell their
     losses apart.
 
     `options`: those of `get_val_dataset`.
@@ -178,7 +178,7 @@ def _validation(
     options: Mapping[str, Any],
     **asked: object,
 ) -> tuple[Callable[..., Any], list[LoadedDataset]]:
-    """Return what makes a validation stream of sources, and the sources. Takes all that the
+    """Returns what makes a validation stream of sources, and the sources. Takes all that the
     functions above do.
 
     `asked`: what only the encoder's hook uses.
@@ -207,7 +207,7 @@ def _weighted(
     schedule: WeightSchedule | None,
     encoder: Encoder,
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
-    """Return the sources and the schedule, with weights in samples."""
+    """Returns the sources and the schedule, with weights in samples."""
     if schedule is not None and not isinstance(schedule, WeightSchedule):
         raise ValueError(f"weight_schedule must be a WeightSchedule, but is {schedule!r}")
     if schedule is not None and loaded.blend_mode is not DatasetBlendMode.DATASET_WEIGHT:
@@ -239,7 +239,7 @@ def _mean_tokens(encoder: Encoder, loaded: LoadedDataset) -> float:
 def _loader(
     path: Path | DatasetLoaderInterface, options: Mapping[str, Any], function: Callable[..., Any]
 ) -> DatasetLoaderInterface:
-    """Return what gives the sources; `options`: what `function` was given besides its own
+    """Returns what gives the sources; `options`: what `function` was given besides its own
     arguments.
     """
     own = [
@@ -258,7 +258,7 @@ def _loader(
 
 
 def _decoder(encoder: Encoder, options: dict[str, Any], allow_code: bool) -> Any:
-    """Take out of `options` what energon's older users say of decoding there, and return the
+    """Takes out of `options` what energon's older users say of decoding there, and returns the
     decoder that it means.
     """
     for name, way in _UNREAD.items():
@@ -279,7 +279,7 @@ def _decoder(encoder: Encoder, options: dict[str, Any], allow_code: bool) -> Any
 
 
 def _check(encoder: Encoder, asked: Mapping[str, Any]) -> None:
-    """Check what training and validation have in common; `asked` may hold more."""
+    """Checks what training and validation have in common; `asked` may hold more."""
     check_encoder(encoder, asked["packing_buffer_size"])
     if not isinstance(asked["split_part"], str) or not asked["split_part"]:
         raise ValueError(f"split_part must be the name of a split, but is {asked['split_part']!r}")
@@ -292,7 +292,7 @@ def _check(encoder: Encoder, asked: Mapping[str, Any]) -> None:
 
 
 def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> SavableDataset[Any]:
-    """Call a method that users override with those of the arguments that its signature takes.
+    """Calls a method that users override with those of the arguments that its signature takes.
 
     ValueError if it asks for others, or takes none of `_WITHOUT_EFFECT` that is given.
     """

@@ -33,7 +33,7 @@ def get_loader(
     pin_memory: bool | None = None,
     **ignored: object,
 ) -> "Loader[T_co]":
-    """Return an iterable over this rank's batches.
+    """Returns an iterable over this rank's batches.
 
     Of endless data each `for` continues where the last one stopped; of finite data each is a new
     pass. `worker_config`: by default that of the data sets, else one without workers.

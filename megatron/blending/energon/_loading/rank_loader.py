@@ -93,7 +93,7 @@ class Loader(Generic[T_co]):
         self._begin_pass(0)
 
     def __len__(self) -> int:
-        """Return the batches of one pass on this rank; of endless data, of one pass over it."""
+        """Returns the batches of one pass on this rank; of endless data, of one pass over it."""
         ranks, root = self.config.num_ranks, self._stream.root
         if root.continues_across_epochs:
             return max(1, (root.size or 0) // ranks)
@@ -126,7 +126,7 @@ class Loader(Generic[T_co]):
     # torch.load(weights_only=True), will do.
 
     def state_dict(self) -> State:
-        """Return where this rank stands.
+        """Returns where this rank stands.
 
         A few hundred bytes, some tens per source, and some for each sample that waits for others to
         fill a batch.
@@ -152,7 +152,7 @@ class Loader(Generic[T_co]):
         )
 
     def load_state_dict(self, state: State | Sequence[State], *, on_change: str = "error") -> None:
-        """Continue from a state, or from the states of all ranks, whose number then does not
+        """Continues from a state, or from the states of all ranks, whose number then does not
         matter; at any time.
 
         If the state is of another stream: ValueError naming what differs; or, with
@@ -197,8 +197,8 @@ class Loader(Generic[T_co]):
             self.load_state_dict(state, on_change=on_change)
 
     def save_state_global(self, global_dst_rank: int) -> list[State] | None:
-        """Return the states of all ranks on one of them, by its number among all processes; None on
-        the others.
+        """Returns the states of all ranks on one of them, by its number among all processes; None
+        on the others.
 
         They are gathered over torch.distributed, by the process group of the WorkerConfig: all
         ranks call it.
@@ -211,7 +211,7 @@ class Loader(Generic[T_co]):
     def restore_state_global(
         self, state: Sequence[State] | None, *, src_rank: int | None = None
     ) -> None:
-        """Continue from what `save_state_global` gave, on any number of ranks.
+        """Continues from what `save_state_global` gave, on any number of ranks.
 
         `src_rank`: the only data-parallel rank that has it, which sends it to the others; None: all
         have it.
@@ -225,7 +225,7 @@ class Loader(Generic[T_co]):
         return True
 
     def restore_sample(self, restore_key: Sequence[Any]) -> T_co:
-        """Make an output again from its `__restore_key__`, to look into it; the stream stays where
+        """Makes an output again from its `__restore_key__`, to look into it; the stream stays where
         it stands.
         """
         return self._stream.sample_again(restore_key)
@@ -253,18 +253,18 @@ class Loader(Generic[T_co]):
         return [max(counts.get(worker, (0, 0)) for counts in lanes) for worker in workers]
 
     def start(self) -> None:
-        """Start the workers now rather than with the first batch: from this thread, before there
+        """Starts the workers now rather than with the first batch: from this thread, before there
         are others.
         """
         self._started()
 
     def hurry(self) -> None:
-        """Let a worker that gives nothing be an error within seconds; called from any thread."""
+        """Lets a worker that gives nothing be an error within seconds; called from any thread."""
         if (pool := self._pool) is not None:
             pool.hurry()
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stops the workers."""
         if self._pool is not None:
             self._pool.close()
         self._pool = None
@@ -311,8 +311,8 @@ class Loader(Generic[T_co]):
         return value
 
     def _check_end(self) -> None:
-        """Raise StopIteration where a pass or epoch has a number of outputs, and this rank gave its
-        own.
+        """Raises StopIteration where a pass or epoch has a number of outputs, and this rank gave
+        its own.
         """
         root, ranks = self._stream.root, self.config.num_ranks
         if root.continues_across_epochs:
@@ -340,7 +340,7 @@ class Loader(Generic[T_co]):
             self._is_started = True
 
     def _server_of(self, worker: int) -> MakeServer:
-        """Return what makes a worker's server. Workers bind the tree for themselves, as what is
+        """Returns what makes a worker's server. Workers bind the tree for themselves, as what is
         bound grows large.
         """
         config, stream = self.config, self._stream
@@ -354,7 +354,7 @@ class Loader(Generic[T_co]):
 
 
 def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
-    """Return the tree as the rank has it."""
+    """Returns the tree as the rank has it."""
     return dataset.bind(binding.clone())
 
 
@@ -365,6 +365,6 @@ def _server(
     config: WorkerConfig,
     report: Callable[[Failure], None],
 ) -> Server:
-    """Make a server where it works; `config` is what user code finds there."""
+    """Makes a server where it works; `config` is what user code finds there."""
     WorkerConfig.active_worker_config, WorkerConfig._worker = config, part[0]
     return Server(lanes_of(tree()), *part, Failures(*handling, report))

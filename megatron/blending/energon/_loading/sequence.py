@@ -45,7 +45,7 @@ class Outputs(Protocol):
     """Outputs of a part of the stream on this rank, in order."""
 
     def next(self) -> Sample | None:
-        """Return the next output with its reference; None after the last one of a pass."""
+        """Returns the next output with its reference; None after the last one of a pass."""
 
 
 class Gatherer:
@@ -64,7 +64,7 @@ class Gatherer:
         self._saved: Held = {}
 
     def take(self, node: CollectingDataset, samples: Sequence[Sample]) -> None:
-        """Add samples to those that wait for a node."""
+        """Adds samples to those that wait for a node."""
         for sample in samples:
             for group in self._collectors[node.number].add(sample):
                 self._make(node, group)
@@ -73,7 +73,7 @@ class Gatherer:
         self.take(self._nodes[left.node], left.samples)
 
     def finish(self) -> None:
-        """Make what is there, as no more samples come: innermost nodes first, which give others
+        """Makes what is there, as no more samples come: innermost nodes first, which give others
         more.
         """
         for number in sorted(self._nodes, reverse=True):
@@ -92,11 +92,11 @@ class Gatherer:
         return {number: refs for number, refs in held.items() if refs}
 
     def restore(self, held: Held) -> None:
-        """Hold what a state says. Samples are made again when the next output is asked for."""
+        """Holds what a state says. Samples are made again when the next output is asked for."""
         self._saved = held
 
     def remake(self) -> None:
-        """Make again what a state said is held."""
+        """Makes again what a state said is held."""
         saved, self._saved = self._saved, {}
         for number, refs in saved.items():
             if not number:
@@ -116,7 +116,7 @@ class Gatherer:
         return made
 
     def _make(self, node: CollectingDataset, group: Group | SkipMarker) -> None:
-        """Make the outputs of a group, and bring them up to where they are asked for: the top, or
+        """Makes the outputs of a group, and brings them up to where they are asked for: the top, or
         the next node that collects samples.
         """
         if isinstance(group, SkipMarker):
@@ -168,7 +168,7 @@ class LaneSequence:
         self._is_over = False
 
     def start(self, pool: WorkerPool, pass_number: int) -> None:
-        """Begin to take from workers that begin at this sequence's state."""
+        """Begins to take from workers that begin at this sequence's state."""
         self._pool, self._begun = pool, self._state
         self._first = pass_number * (self.lane.size or 0)
         self._turn, self._heads = 0, {}
@@ -193,7 +193,7 @@ class LaneSequence:
         return gatherer.ready.popleft()
 
     def _taken(self) -> Message | None:
-        """Take the next message in the order of turns; None at the end."""
+        """Takes the next message in the order of turns; None at the end."""
         workers = len(self._pool)
         while True:
             worker = self._turn % workers
@@ -359,12 +359,12 @@ class RankSequence:
 
 
 def share_of(total: int, rank: int, num_ranks: int) -> int:
-    """Return how many of some outputs are a rank's, where they are dealt one by one."""
+    """Returns how many of some outputs are a rank's, where they are dealt one by one."""
     return max(0, total) // num_ranks + (rank < max(0, total) % num_ranks)
 
 
 def _collecting(top: SavableDataset[Any]) -> Iterator[CollectingDataset]:
-    """Yield the nodes at and below one that collect samples."""
+    """Yields the nodes at and below one that collect samples."""
     if isinstance(top, CollectingDataset):
         yield top
     for child in top.children:

@@ -63,7 +63,7 @@ class Server:
         self._cell: _Cell | None = None
 
     def start(self, start: Start) -> None:
-        """Begin again, with the first turn of this worker."""
+        """Begins again, with the first turn of this worker."""
         self._start = start
         self._streams = [
             self._dealt(lane, cells) if lane.is_dealt_by_output else self._made(lane, cells)
@@ -71,7 +71,7 @@ class Server:
         ]
 
     def next(self, lane: int = 0) -> Message:
-        """Make the next output of a lane. One of END for ever after the last one of the pass."""
+        """Makes the next output of a lane. One of END for ever after the last one of the pass."""
         before = ON_FAILURE.set(self._announce)
         try:
             message = next(self._streams[lane], None)
@@ -87,7 +87,7 @@ class Server:
         return [source.describe(one) for source, one in self._cell.plan.entries(at, at + 1)]
 
     def close(self) -> None:
-        """Do nothing, unlike the worker process that may stand in the place of a server."""
+        """Does nothing, unlike the worker process that may stand in the place of a server."""
 
     def _message(
         self,
@@ -103,7 +103,7 @@ class Server:
         return Message(self._start.generation, lane.index, turn, *cell, items, *ends, *counts)
 
     def _made(self, lane: Lane, state: CellState) -> Iterator[Message]:
-        """Yield the outputs of every num_workers-th cell."""
+        """Yields the outputs of every num_workers-th cell."""
         cells = state.cells(self._num_ranks, lane.size)
         turns = islice(enumerate(cells), self._worker, None, self._num_workers)
         for cell in self._cells(lane, turns):
@@ -129,7 +129,7 @@ class Server:
                 yield self._message(lane, cell.turn, done, [*last, *leftovers])
 
     def _dealt(self, lane: Lane, state: CellState) -> Iterator[Message]:
-        """Yield every num_workers-th of the outputs, where all workers plan all cells."""
+        """Yields every num_workers-th of the outputs, where all workers plan all cells."""
         turn = 0
         for cell in self._cells(lane, enumerate(state.cells(self._num_ranks, lane.size))):
             for item in cell.value:
@@ -157,7 +157,7 @@ class Server:
                     yield self._message(lane, turn - 1, done, made, (True, item.is_last))
 
     def _cells(self, lane: Lane, turns: Iterator[tuple[int, tuple[int, int]]]) -> Iterator[_Cell]:
-        """Yield what stands at cells. They are planned together: few at first, so that the first
+        """Yields what stands at cells. They are planned together: few at first, so that the first
         output comes soon.
         """
         length, first = _FIRST_PLANNED, self._start.pass_number * (lane.size or 0)
@@ -187,7 +187,7 @@ class Server:
 
 
 def leave_out(failures: Failures, hole: SkipMarker) -> None:
-    """Count a sample that makes nothing; FatalSampleError if that is too much."""
+    """Counts a sample that makes nothing; FatalSampleError if that is too much."""
 
     def sources() -> set[int]:
         return {source.number for source, _ in hole.entries()}
@@ -197,13 +197,13 @@ def leave_out(failures: Failures, hole: SkipMarker) -> None:
 
 
 def place_of(hole: SkipMarker) -> str:
-    """Return where a person finds the (first) record of a sample."""
+    """Returns where a person finds the (first) record of a sample."""
     found = hole.entries()
     return found[0][0].describe(found[0][1]) if found else f"node {hole.node}"
 
 
 def _sources(cell: _Cell, skipped: Sequence[SkipMarker]) -> set[int]:
-    """Return the numbers of the sources of which something came out at a cell."""
+    """Returns the numbers of the sources of which something came out at a cell."""
     left = {(id(source), position) for hole in skipped for source, position in hole.entries()}
     return {
         source.number

@@ -69,7 +69,7 @@ def _check_records(before: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
-    """Return the state that a rank continues from: its own, or one made of those of all ranks of
+    """Returns the state that a rank continues from: its own, or one made of those of all ranks of
     another number.
 
     ValueError if ranks are missing, or were saved at different points.
@@ -117,7 +117,7 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
 
 
 def _held_again(held: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Deal the samples that wait: neighbours stay together, so that most batches are whole."""
+    """Deals the samples that wait: neighbours stay together, so that most batches are whole."""
     dealt: dict[str, Any] = {}
     for name in {name for one in held for name in one}:
         numbers = {number for one in held for number in one.get(name, {})}
@@ -130,7 +130,7 @@ def _held_again(held: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> di
 
 
 def _counts_again(counts: Sequence[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
-    """Return what ranks count: blends count a rank's own outputs, limits those of all before."""
+    """Returns what ranks count: blends count a rank's own outputs, limits those of all before."""
     merged: dict[str, Any] = {}
     for name in {name for one in counts for name in one}:
         values = [one[name] for one in counts if name in one]
@@ -163,7 +163,7 @@ def _check_point(states: Sequence[State]) -> None:
 
 
 def _without_names(stream: State) -> list[Any]:
-    """Leave out names, for data may be moved: its fingerprint tells that it is the same."""
+    """Leaves out names, for data may be moved: its fingerprint tells that it is the same."""
     return [
         stream["seed"],
         stream["shape"],
@@ -206,7 +206,7 @@ def _as_states(given: object) -> list[State]:
 
 
 def checked_states(given: object) -> list[State]:
-    """Return what `load_state_dict` was given as a list; ValueError if it is damaged, or has two
+    """Returns what `load_state_dict` was given as a list; ValueError if it is damaged, or has two
     states of a rank.
     """
     states = _as_states(given)
@@ -235,7 +235,7 @@ def checked_states(given: object) -> list[State]:
 
 
 def with_checksum(state: State) -> State:
-    """Return a state as it is kept: plain lists, and a sum over all of it."""
+    """Returns a state as it is kept: plain lists, and a sum over all of it."""
     plain: State = json.loads(json.dumps(state))
     return {**plain, "checksum": _checksum(plain)}
 
@@ -253,7 +253,7 @@ def _damaged(how: str) -> ValueError:
 
 
 def compact(value: object) -> str:
-    """Return a value of ints, strings, None, lists and dicts with strings as keys as text; tuples
+    """Returns a value of ints, strings, None, lists and dicts with strings as keys as text; tuples
     become lists.
     """
     return base64.b85encode(
@@ -262,7 +262,7 @@ def compact(value: object) -> str:
 
 
 def expanded(text: str) -> Any:
-    """Return what `compact` made the text of; ValueError if it is not such a text, by its
+    """Returns what `compact` made the text of; ValueError if it is not such a text, by its
     checksum."""
     try:
         return json.loads(zlib.decompress(base64.b85decode(text)))

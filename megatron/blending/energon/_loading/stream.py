@@ -38,13 +38,13 @@ class Stream:
         return self.root.size is not None and not self.root.continues_across_epochs
 
     def described(self) -> str:
-        """Return what tells this stream from others, as a short text."""
+        """Returns what tells this stream from others, as a short text."""
         if self._description is None:
             self._description = compact(describe_stream(self.root, self.binding))
         return self._description
 
     def source_positions(self, cells: Sequence[int]) -> list[int]:
-        """Return how many records of each source were taken when so many cells of each lane were:
+        """Returns how many records of each source were taken when so many cells of each lane were:
         exact where all of them are finished.
         """
         found = [
@@ -58,13 +58,13 @@ class Stream:
         check_stream(saved, describe_stream(self.root, self.binding))
 
     def continue_as(self, saved: State) -> None:
-        """Become the saved stream, which is one of the same data, with its orders."""
+        """Becomes the saved stream, which is one of the same data, with its orders."""
         places = {row[3]: row for row in saved["sources"]}
         salts, bases = ({place: row[column] for place, row in places.items()} for column in (4, 5))
         self._bind(salts, bases)
 
     def continue_by_name(self, state: State, difference: str) -> None:
-        """Become a stream whose sources begin where those of their names stood in a state of
+        """Becomes a stream whose sources begin where those of their names stood in a state of
         another stream.
         """
         if self.is_finite:
@@ -77,7 +77,7 @@ class Stream:
         self._bind(salts, bases)
 
     def sample_again(self, key: Sequence[Any]) -> Any:
-        """Make an output again from its `__restore_key__`; it raises what the functions raise."""
+        """Makes an output again from its `__restore_key__`; it raises what the functions raise."""
         try:
             return _from_key(self.root, key)
         except (TypeError, IndexError, StopIteration) as error:
@@ -93,7 +93,7 @@ class Stream:
 
 
 def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
-    """Return what makes the stream of a bound tree what it is.
+    """Returns what makes the stream of a bound tree what it is.
 
     Of each source: name, fingerprint, number of records, place, the place that its order is of,
     where it began.
@@ -122,7 +122,7 @@ def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
 
 
 def source_positions(root: SavableDataset[Any], position: int) -> list[int]:
-    """Return how many records of each source the first positions are made of."""
+    """Returns how many records of each source the first positions are made of."""
     if isinstance(root, SourceDataset):
         return [root.base + position]
     return [
@@ -133,7 +133,7 @@ def source_positions(root: SavableDataset[Any], position: int) -> list[int]:
 
 
 def remapped(state: State, now: State) -> tuple[dict[str, str], dict[str, int], str]:
-    """Return for a changed stream: by place of each source the place that its order is of, and
+    """Returns for a changed stream: by place of each source the place that its order is of, and
     where it continues.
 
     Sources are recognised by name, those of one name by their order. The text says what became of
@@ -170,8 +170,8 @@ def sources_of(root: SavableDataset[Any]) -> list[SourceDataset]:
 
 
 def _from_key(node: Any, key: Any) -> Any:
-    """Return an output of a tree from its key: that of a record, or a tuple of those of what it was
-    made of.
+    """Returns an output of a tree from its key: that of a record, or a tuple of those of what it
+    was made of.
     """
     if isinstance(node, SourceDataset):
         if len(key) != 3 or not isinstance(key[2], int):
@@ -205,7 +205,7 @@ def _from_key(node: Any, key: Any) -> Any:
 
 
 def _towards(root: SavableDataset[Any], place: str) -> int | None:
-    """Return the number of the child that stands on the way to a place."""
+    """Returns the number of the child that stands on the way to a place."""
     # Of a node with one child both may have the same place.
     on_the_way = (
         not child.place or (place + ".").startswith(child.place + ".") for child in root.children

@@ -53,7 +53,7 @@ class AVDecoder:
         return self.get_clips(video_clip_ranges=_EVERYTHING, audio_clip_ranges=_EVERYTHING)
 
     def get_frames(self, video_decode_audio: bool = False) -> AVData:
-        """Decode all of the video, with its audio if asked to; of a file without video, the
+        """Decodes all of the video, with its audio if asked to; of a file without video, the
         audio."""
         with self._open() as container:
             has_video, has_audio = bool(container.streams.video), bool(container.streams.audio)
@@ -70,7 +70,7 @@ class AVDecoder:
         audio_unit: str = "seconds",
         video_out_frame_size: tuple[int, int] | None = None,
     ) -> AVData:
-        """Decode parts of both; of what has no ranges, nothing."""
+        """Decodes parts of both; of what has no ranges, nothing."""
         video: Clips = ([], [])
         audio: Clips = ([], [])
         if video_clip_ranges is not None:
@@ -85,7 +85,7 @@ class AVDecoder:
         video_unit: str = "seconds",
         video_out_frame_size: tuple[int, int] | None = None,
     ) -> Clips:
-        """Decode the frames that are shown at any time from start to end, both included, or of
+        """Decodes the frames that are shown at any time from start to end, both included, or of
         these numbers.
 
         `video_unit`: "seconds" or "frames"; `video_out_frame_size`: (width, height).
@@ -112,7 +112,7 @@ class AVDecoder:
     def get_audio_clips(
         self, audio_clip_ranges: Sequence[Range], audio_unit: str = "seconds"
     ) -> Clips:
-        """Decode the samples from start to end, the end not included. `audio_unit`: "seconds" or
+        """Decodes the samples from start to end, the end not included. `audio_unit`: "seconds" or
         "samples".
         """
         clips, times = [], []
@@ -155,7 +155,7 @@ def _numbers_per_second(unit: str, counted: str, rate: float) -> float:
 
 
 def _frames_shown(container: Any, stream: Any, begin: float, end: float) -> Iterator[Any]:
-    """Yield the frames of a stream that are shown at any time from `begin` to `end`, both
+    """Yields the frames of a stream that are shown at any time from `begin` to `end`, both
     included."""
     if begin > 0:
         container.seek(int(begin / stream.time_base), stream=stream, backward=True)
@@ -182,6 +182,6 @@ def _pixels(frame: Any, size: tuple[int, int] | None) -> np.ndarray:
 
 
 def _channels(frame: Any) -> np.ndarray:
-    """Return [channels, samples], whether they are stored one after the other or taking turns."""
+    """Returns [channels, samples], whether they are stored one after the other or taking turns."""
     samples = frame.to_ndarray()
     return samples if frame.format.is_planar else samples.reshape(-1, frame.layout.nb_channels).T

@@ -20,7 +20,7 @@ IMAGE_MODES: dict[str, tuple[str, bool, str]] = {
 
 
 def decode_image(content: bytes, mode: str) -> object:
-    """Decode as one of IMAGE_MODES: "torchrgb" is a float32 tensor of shape [3, height, width] in
+    """Decodes as one of IMAGE_MODES: "torchrgb" is a float32 tensor of shape [3, height, width] in
     [0, 1].
     """
     kind, is_float, channels = IMAGE_MODES[mode]

@@ -45,13 +45,13 @@ class Collector(Protocol):
     """Takes samples in order, and gives them back in groups."""
 
     def add(self, sample: Sample) -> Iterable[Group | SkipMarker]:
-        """Take one more. Returns the groups that are complete with it."""
+        """Takes one more. Returns the groups that are complete with it."""
 
     def finish(self) -> Iterable[Group | SkipMarker]:
-        """Return what else can be made of what is held, as no more samples come."""
+        """Returns what else can be made of what is held, as no more samples come."""
 
     def held(self) -> list[Sample]:
-        """Return the samples that are in no group yet."""
+        """Returns the samples that are in no group yet."""
 
 
 class CollectingDataset(SavableDataset[Any]):
@@ -97,7 +97,7 @@ class CollectingDataset(SavableDataset[Any]):
         self.size = self.num_positions
 
     def collector(self, is_of_rank: bool = False) -> Collector:
-        """Return what takes samples: of one block, or those that wait on a rank."""
+        """Returns what takes samples: of one block, or those that wait on a rank."""
         raise NotImplementedError
 
     def plan(self, positions: Ints, block: Block) -> "BlocksPlan":
@@ -126,7 +126,7 @@ class CollectingDataset(SavableDataset[Any]):
         return is_cut and not self.is_outermost
 
     def value(self, plan: "BlocksPlan", place: int) -> Any:
-        """Return what stands at a place of a plan."""
+        """Returns what stands at a place of a plan."""
         return MultiOutput(self.items(plan, place))
 
     def items(self, plan: "BlocksPlan", place: int) -> Iterator[Any]:
@@ -137,7 +137,7 @@ class CollectingDataset(SavableDataset[Any]):
     def collected(
         self, samples: Iterable[tuple[Ref | None, Any]], is_complete: bool
     ) -> Iterator[Any]:
-        """Yield what is made of samples, among which may be what passes through (without Ref)."""
+        """Yields what is made of samples, among which may be what passes through (without Ref)."""
         collector = self.collector()
         for ref, value in samples:
             if ref is None:
@@ -152,7 +152,7 @@ class CollectingDataset(SavableDataset[Any]):
             yield Leftover(self.number, left)
 
     def outputs_of(self, group: Group | SkipMarker) -> Iterator[Any]:
-        """Yield the outputs of a group, one unless `make` is a generator; a SkipMarker if it
+        """Yields the outputs of a group, one unless `make` is a generator; a SkipMarker if it
         fails.
         """
         if isinstance(group, SkipMarker):
@@ -182,7 +182,7 @@ class BlocksPlan(RangesPlan):
         return [self.node.value(self, place) for place in range(start, end)]
 
     def samples(self, place: int, values: list[Any]) -> Iterator[tuple[Ref | None, Any]]:
-        """Yield the samples at a position, each with its reference, of what the child gave."""
+        """Yields the samples at a position, each with its reference, of what the child gave."""
         number, first = self.node.children[0].number, self.child_range(place)[0]
         # From the end, so that each is gone once it is taken.
         values.reverse()
@@ -193,7 +193,7 @@ class BlocksPlan(RangesPlan):
 
 
 def keyed(made: Any, samples: list[Any]) -> Any:
-    """Give an output that has a `__restore_key__` those of what it was made of, whatever the
+    """Gives an output that has a `__restore_key__` those of what it was made of, whatever the
     function put there.
     """
     is_dict = isinstance(made, dict)

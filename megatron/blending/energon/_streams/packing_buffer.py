@@ -132,7 +132,7 @@ class PackingDataset(CollectingDataset):
         )
 
     def groups(self, samples: Group) -> Iterator[Group | SkipMarker]:
-        """Yield the groups that a block is packed in. A group is gone from the block when it is
+        """Yields the groups that a block is packed in. A group is gone from the block when it is
         taken.
         """
         left = samples
@@ -175,7 +175,7 @@ class PackingDataset(CollectingDataset):
             yield from super().outputs_of(done)
 
     def _single(self, samples: Group) -> Iterator[Group | SkipMarker]:
-        """Yield samples of which `pre_packer` chooses none any more, each as a pack if it fits."""
+        """Yields samples of which `pre_packer` chooses none any more, each as a pack if it fits."""
         fitting = self._fit([value for _, value in samples])
         for ref, value in samples:
             if id(value) in fitting:
@@ -192,7 +192,7 @@ class PackingDataset(CollectingDataset):
             yield SkipMarker(self.number, self.pre_packer, reason, value, entries)
 
     def _fit(self, values: list[Any]) -> set[int]:
-        """Return the ids of those that fit in a pack. Most often one call does for all of them."""
+        """Returns the ids of those that fit in a pack. Most often one call does for all of them."""
         if self.over_long == "alone":
             return set(map(id, values))
         fitting = self._chosen_of_copies(values)
@@ -271,7 +271,7 @@ def _same_sample(sample: Any) -> Any:
 
 
 def _parted(samples: Group, chosen: list[list[Any]]) -> tuple[list[Group], Group]:
-    """Return the samples of groups of values, and those of none. One object may stand there for
+    """Returns the samples of groups of values, and those of none. One object may stand there for
     several samples.
     """
     by_id: dict[int, list[Sample]] = {}

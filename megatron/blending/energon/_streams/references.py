@@ -24,14 +24,14 @@ from megatron.blending.streams.seeding import At
 
 
 def at_of(ref: Ref) -> At:
-    """Return where a sample stands among the outputs of its node, for `UserFunction`."""
+    """Returns where a sample stands among the outputs of its node, for `UserFunction`."""
     if isinstance(ref[2], int):
         return ref[1], ref[2]
     return (at_of(ref[2][0]), ref[1])
 
 
 def node_at(root: SavableDataset[Any], number: int) -> Any:
-    """Return a node of a bound tree; LookupError if it has none of that number."""
+    """Returns a node of a bound tree; LookupError if it has none of that number."""
     while root.number != number:
         root = child_towards(root, number)
     return root
@@ -45,7 +45,7 @@ def child_towards(node: SavableDataset[Any], number: int) -> SavableDataset[Any]
 
 
 def nodes_above(root: SavableDataset[Any], number: int) -> list[SavableDataset[Any]]:
-    """Return the nodes that stand above one, from its parent up to the root."""
+    """Returns the nodes that stand above one, from its parent up to the root."""
     found: list[SavableDataset[Any]] = []
     while root.number != number:
         found.insert(0, root)
@@ -54,7 +54,7 @@ def nodes_above(root: SavableDataset[Any], number: int) -> list[SavableDataset[A
 
 
 def raised(above: Sequence[SavableDataset[Any]], value: Any, at: At) -> Any:
-    """Return what the functions of nodes make of a value that comes from below them."""
+    """Returns what the functions of nodes make of a value that comes from below them."""
     for node in above:
         if isinstance(node, SameOutputs):
             value = applied(node, value, at, no_entries)
@@ -62,7 +62,7 @@ def raised(above: Sequence[SavableDataset[Any]], value: Any, at: At) -> Any:
 
 
 def entries_of(root: SavableDataset[Any], refs: Sequence[Ref]) -> list[tuple[Any, int]]:
-    """Return the sources that samples of a tree are made of, with the positions that are read."""
+    """Returns the sources that samples of a tree are made of, with the positions that are read."""
     found: list[tuple[Any, int]] = []
     for number, position, last in refs:
         node = node_at(root, number)
@@ -75,7 +75,7 @@ def entries_of(root: SavableDataset[Any], refs: Sequence[Ref]) -> list[tuple[Any
 
 
 def rebuilt(root: SavableDataset[Any], refs: Sequence[Ref]) -> Iterator[Any]:
-    """Yield the samples of references again, or a SkipMarker in the place of one that fails.
+    """Yields the samples of references again, or a SkipMarker in the place of one that fails.
 
     What stands at one position is made once, for all that refer to it one after the other.
     """
@@ -91,7 +91,7 @@ def rebuilt(root: SavableDataset[Any], refs: Sequence[Ref]) -> Iterator[Any]:
 
 
 def _outputs(root: SavableDataset[Any], ref: Ref) -> dict[int, Any]:
-    """Return all outputs of what a reference is a part of, by number."""
+    """Returns all outputs of what a reference is a part of, by number."""
     number, position, last = ref
     node = node_at(root, number)
     if isinstance(last, int):

@@ -19,7 +19,7 @@ _WIDE = 10_000
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand lists `{a,b}` and ranges `{00..15}`, `{0..10..2}`, `{a..e}`, also nested, the last
+    """Expands lists `{a,b}` and ranges `{00..15}`, `{0..10..2}`, `{a..e}`, also nested, the last
     brace fastest.
 
     Braces that hold neither stand for themselves. ValueError for more than a million names, or a
@@ -43,7 +43,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
-    """Return where the brace at `start` closes and what it offers; None if it is not closed or
+    """Returns where the brace at `start` closes and what it offers; None if it is not closed or
     offers nothing.
     """
     cuts = _cuts(pattern, start)
@@ -59,7 +59,7 @@ def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
 
 
 def _cuts(pattern: str, start: int) -> list[int] | None:
-    """Return the brace at `start`, its own commas, and where it closes; None if it does not.
+    """Returns the brace at `start`, its own commas, and where it closes; None if it does not.
 
     `"a{b,{c,d}}", 1 -> [1, 3, 9]`
     """
@@ -116,7 +116,7 @@ class _Run(NamedTuple):
 
 
 def collapse_numbers(names: Iterable[str]) -> list[str]:
-    """Write runs of names that count up in one of their numbers as a range: `["a1", "a2", "b"] ->
+    """Writes runs of names that count up in one of their numbers as a range: `["a1", "a2", "b"] ->
     ["a{1..2}", "b"]`.
 
     Order is kept. Names that hold braces or commas stay as they are.
@@ -137,7 +137,7 @@ def collapse_numbers(names: Iterable[str]) -> list[str]:
 
 
 def _joined(entry: str | _Run, name: str) -> _Run | None:
-    """Return the run that `entry` and then `name` make, None if they make none."""
+    """Returns the run that `entry` and then `name` make, None if they make none."""
     run = _starting_run(entry, name) if isinstance(entry, str) else entry
     if run is None:
         return None
@@ -153,7 +153,7 @@ def _joined(entry: str | _Run, name: str) -> _Run | None:
 
 
 def _starting_run(first: str, second: str) -> _Run | None:
-    """Return the run that `first` alone is, if it differs from `second` in one number."""
+    """Returns the run that `first` alone is, if it differs from `second` in one number."""
     numbers, others = list(_NUMBER.finditer(first)), _NUMBER.findall(second)
     if _NUMBER.split(first) != _NUMBER.split(second) or set("{},") & set(first):
         return None

@@ -64,7 +64,7 @@ class FieldMap:
         return {option.part for _, options in self._fields for option in options}
 
     def missing(self, record: Record, decode: Decode) -> dict[str, Missing]:
-        """Return for each field that is not there in a record what is missing: of alternatives, a
+        """Returns for each field that is not there in a record what is missing: of alternatives, a
         key before a part.
 
         Keys are sought in JSON, text, numbers and arrays, as other parts may be dear to decode; a

@@ -72,7 +72,7 @@ class SplitPart:
 
 
 def read_info(root: str) -> dict[str, int]:
-    """Return the number of samples of each shard, in the order of their ids in the index;
+    """Returns the number of samples of each shard, in the order of their ids in the index;
     ValueError if unprepared.
     """
     path = join_location(root, f"{FOLDER}/.info.json")
@@ -113,7 +113,7 @@ def _check_shards(shards: Sequence[str], counts: Mapping[str, int], where: str) 
 
 
 def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> SplitPart:
-    """Return part `part` of the data set; ValueError naming file and key if there is no such
+    """Returns part `part` of the data set; ValueError naming file and key if there is no such
     part."""
     counts = read_info(root)
     path, content = _read_splits(root, split_config)
@@ -134,7 +134,7 @@ def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> S
 
 
 def read_split_names(root: str, split_config: str = "split.yaml") -> list[str]:
-    """Return the parts of the data set that have shards."""
+    """Returns the parts of the data set that have shards."""
     return [
         part
         for part, shards in _read_splits(root, split_config)[1]["split_parts"].items()
@@ -143,7 +143,7 @@ def read_split_names(root: str, split_config: str = "split.yaml") -> list[str]:
 
 
 def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
-    """Return the path of the file that says how the shards are split, and its content."""
+    """Returns the path of the file that says how the shards are split, and its content."""
     path = join_location(root, f"{FOLDER}/{split_config}")
     if split_config == "split.yaml" and not is_file(path):
         path = join_location(root, f"{FOLDER}/split.json")
@@ -168,7 +168,7 @@ def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
 
 
 def _excluded_sample(entry: str, shards: Mapping[str, int]) -> tuple[str, str] | None:
-    """Split an entry at the slash behind a shard: `"a/b.tar/c/d" -> ("a/b.tar", "c/d")`."""
+    """Splits an entry at the slash behind a shard: `"a/b.tar/c/d" -> ("a/b.tar", "c/d")`."""
     at = entry.find("/")
     while at >= 0:
         if entry[:at] in shards:
@@ -191,7 +191,7 @@ def _expanded(patterns: object, where: str) -> list[str]:
 def read_dataset_config(
     root: str, dataset_config: str = "dataset.yaml"
 ) -> tuple[SampleType, dict[str, Any]]:
-    """Return the kind of sample and the subflavors; ValueError naming file, line and key."""
+    """Returns the kind of sample and the subflavors; ValueError naming file, line and key."""
     path = join_location(root, f"{FOLDER}/{dataset_config}")
     if not is_file(path):
         read_info(root)  # raises for a folder that is not prepared at all
@@ -247,7 +247,7 @@ def _sample_type(table: Table, place: Place) -> SampleType:
 
 
 def _class_of(table: Table, place: Place) -> tuple[str, str]:
-    """Return module and name of the sample class, of the crude data set, or of what a legacy data
+    """Returns module and name of the sample class, of the crude data set, or of what a legacy data
     set class holds.
     """
     if "sample_type" in table:

@@ -68,7 +68,7 @@ class SampleIndexWriter:
         return self
 
     def add(self, shard_id: int, scan: TarScan) -> None:
-        """Add the samples of a shard; DuplicateKeyError if one is there already."""
+        """Adds the samples of a shard; DuplicateKeyError if one is there already."""
         ends = [*(sample.start for sample in scan.samples[1:]), scan.end]
         rows = (
             (shard_id, _storable(sample.key), number, sample.start, end - sample.start)
@@ -123,7 +123,7 @@ class SampleIndex:
         return SampleIndex, (self._root,)
 
     def find(self, keys: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Return (number of the shard in .info.json, number of the sample in it) of each key that
+        """Returns (number of the shard in .info.json, number of the sample in it) of each key that
         the index has. ValueError if there is no index.
         """
         found: dict[str, tuple[int, int]] = {}

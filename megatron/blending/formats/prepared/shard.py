@@ -30,7 +30,7 @@ class Shard(NamedTuple):
 
 
 def open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> Shard:
-    """Open shard `name`, by its index file or else by reading it through; ValueError if it is not
+    """Opens shard `name`, by its index file or else by reading it through; ValueError if it is not
     as it was prepared.
 
     `opened_at`: when the data set was opened. What is cached is for those that were opened then.
@@ -65,7 +65,7 @@ def open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> Shar
 
 
 def _fault_of_offsets(offsets: npt.NDArray[np.uint64], file: File, num_samples: int) -> str:
-    """Say why offsets are not those of the archive, "" if they are: where they end, the archive
+    """Says why offsets are not those of the archive, "" if they are: where they end, the archive
     must end.
     """
     if len(offsets) != num_samples + 1:

@@ -72,7 +72,7 @@ class TarScan(NamedTuple):
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Return key and part of a member's name, None if it belongs to no sample: `"a/b.c.txt" ->
+    """Returns key and part of a member's name, None if it belongs to no sample: `"a/b.c.txt" ->
     ("a/b", "c.txt")`.
     """
     after_folder = name.rfind("/") + 1
@@ -83,7 +83,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def scan_tar(file: Readable) -> TarScan:
-    """Find the samples of an archive by its headers, whose checksums are verified; TarError if it
+    """Finds the samples of an archive by its headers, whose checksums are verified; TarError if it
     is damaged.
 
     About 5 microseconds per member; contents are not read.
@@ -102,7 +102,7 @@ def scan_tar(file: Readable) -> TarScan:
 
 
 def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> str:
-    """Put the parts of the one sample that stands in `content[start:end]` into `parts`, and return
+    """Puts the parts of the one sample that stands in `content[start:end]` into `parts`; returns
     its key.
 
     `content` is bytes, or mapped memory that gives bytes when sliced: only what is in the parts is
@@ -136,7 +136,7 @@ def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> s
 
 
 def header_key(header: bytes) -> str | None:
-    """Return the key that a sample's first header says, None if other blocks must be read for
+    """Returns the key that a sample's first header says, None if other blocks must be read for
     it."""
     match = _PLAIN_HEADER(header)
     if match is None or len(match[1]) + len(match[2]) > _MAX_PLAIN_NAME:
@@ -164,7 +164,7 @@ class Buffer:
 
 
 def walk_tar(file: Readable) -> Iterator[Member]:
-    """Yield the members of an archive, those that are no regular files too. Checksums are
+    """Yields the members of an archive, those that are no regular files too. Checksums are
     verified."""
     at = start = 0
     name: str | None = None
@@ -234,7 +234,7 @@ def _size_field(header: bytes, at: int) -> int:
 
 
 def _read_pax(content: bytes, name: str | None, start: int) -> tuple[str | None, int | None]:
-    """Return name and size as an extended header has them: `b"16 path=a/b.txt\\n" -> ("a/b.txt",
+    """Returns name and size as an extended header has them: `b"16 path=a/b.txt\\n" -> ("a/b.txt",
     None)`.
     """
     size = None

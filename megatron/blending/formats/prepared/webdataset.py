@@ -62,7 +62,7 @@ def open_webdataset(
     split_config: str = "split.yaml",
     allow_code: bool = False,
 ) -> "WebDataset":
-    """Open one part of a prepared folder, local or a URL; ValueError naming file and key if it
+    """Opens one part of a prepared folder, local or a URL; ValueError naming file and key if it
     cannot be.
 
     Milliseconds, for thousands of shards too: no shard is opened. `allow_code`: run the Python
@@ -138,7 +138,7 @@ class WebDataset(RecordSource):
         return records
 
     def _mapped(self, number: int, sample: int) -> "Piece":
-        """Return the memory that a shard is mapped to, and where in it the sample stands."""
+        """Returns the memory that a shard is mapped to, and where in it the sample stands."""
         name, count = self._shards[number]
         file, content, offsets = open_local_shard(self._prefix, name, count, self._opened_at)
         assert isinstance(file, LocalFile)
@@ -163,7 +163,7 @@ class WebDataset(RecordSource):
         }
 
     def fields(self, record: Record, decode: Decode) -> dict[str, Any]:
-        """Return the fields of the sample that a record makes, as dataset.yaml says; ValueError if
+        """Returns the fields of the sample that a record makes, as dataset.yaml says; ValueError if
         it makes none.
 
         Of a crude data set, all parts decoded. Parts that no field needs are not decoded.
@@ -181,7 +181,7 @@ class WebDataset(RecordSource):
         return decoded
 
     def num_bytes(self, records: range) -> int | None:
-        """Return the bytes that consecutive records take in their archives, headers and all; None
+        """Returns the bytes that consecutive records take in their archives, headers and all; None
         of remote ones.
 
         Of many shards it opens each, in about 30 microseconds.
@@ -197,8 +197,8 @@ class WebDataset(RecordSource):
         return total
 
     def find(self, keys: Iterable[str]) -> dict[str, int]:
-        """Return the index of each key that is in this part, by `index.sqlite`; ValueError if there
-        is none.
+        """Returns the index of each key that is in this part, by `index.sqlite`; ValueError if
+        there is none.
         """
         if self._samples_of_file is None:
             ranges = {
@@ -243,7 +243,7 @@ class WebDataset(RecordSource):
         return digest.hexdigest()
 
     def _places(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Return for each index the shard and the sample in it."""
+        """Returns for each index the shard and the sample in it."""
         asked = np.asarray(indices, dtype=np.int64)
         if asked.size and not (asked.min() >= 0 and asked.max() < len(self)):
             for index in indices:
@@ -259,7 +259,7 @@ class WebDataset(RecordSource):
         return opened(self._prefix, name, count, self._opened_at)
 
     def _find_skipped(self, excluded: Sequence[tuple[str, str]]) -> npt.NDArray[np.int64]:
-        """Return the indices of excluded samples, in ascending order."""
+        """Returns the indices of excluded samples, in ascending order."""
         numbers = {name: number for number, (name, _) in enumerate(self._shards)}
         keys_of: dict[str, set[str]] = {}
         for name, key in excluded:
@@ -278,8 +278,8 @@ class WebDataset(RecordSource):
         return np.array(sorted(skipped), np.int64)
 
     def _keys(self, number: int) -> list[str]:
-        """Return the keys of a shard's samples, from the first header of each. About 2 microseconds
-        per sample.
+        """Returns the keys of a shard's samples, from the first header of each. About 2
+        microseconds per sample.
         """
         shard = self._shard(number)
         file, offsets = shard.file, shard.offsets
@@ -290,7 +290,7 @@ class WebDataset(RecordSource):
         ]
 
     def _prepare_parts(self) -> None:
-        """Make what reads parts and fields; not pickled, as it may hold functions of files."""
+        """Makes what reads parts and fields; not pickled, as it may hold functions of files."""
         kind = self.sample_type
         folder = join_location(self.path, FOLDER)
 
@@ -326,7 +326,7 @@ Piece = tuple[Any, int, int]
 def _load_function(
     reference: str, default_name: str, folder: str, *, allow_code: bool, where: str
 ) -> Callable[..., Any]:
-    """Return the function that `reference`, "file.py:name" or "file.py", names in `folder`, by
+    """Returns the function that `reference`, "file.py:name" or "file.py", names in `folder`, by
     running the file.
 
     ValueError, starting with `where`, if `allow_code` is not given, or there is no such function.

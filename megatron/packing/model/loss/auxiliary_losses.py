@@ -110,7 +110,7 @@ _MENDED: tuple[tuple[Any, str, type], ...] = (
 
 
 def install() -> None:
-    """Let megatron-core count so, where its version has what is mended. Idempotent."""
+    """Lets megatron-core count so, where its version has what is mended. Idempotent."""
     for module, name, mended in _MENDED:
         plain = getattr(module, name, None)
         if plain is not None and not isinstance(plain, mended):
@@ -119,7 +119,7 @@ def install() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let megatron-core count so, and leave it as it was."""
+    """Lets megatron-core count so, and leaves it as it was."""
     before = [
         (module, name, getattr(module, name))
         for module, name, _ in _MENDED

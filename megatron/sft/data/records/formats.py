@@ -96,7 +96,7 @@ class Reading(NamedTuple):
 
 
 def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
-    """Read `record`, whose `columns` have other names; SampleError for what fits no format, or
+    """Reads `record`, whose `columns` have other names; SampleError for what fits no format, or
     would lose text.
     """
     fields = _renamed(record, columns)

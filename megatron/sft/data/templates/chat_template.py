@@ -101,7 +101,7 @@ class ChatTemplate:
         return TemplateWriter(self.source, self.special_tokens, self.today, self.variables)
 
     def render(self, conversation: Conversation) -> Rendering:
-        """Render once, and find what is trained.
+        """Renders once, and finds what is trained.
 
         SampleError for a conversation that does not fit; ValueError for a template under which none
         can be trained.
@@ -239,7 +239,7 @@ class ChatTemplate:
     def _check_turns(
         self, conversation: Conversation, written: Written, around: AroundAnswers
     ) -> None:
-        """Raise ValueError unless each answer stands behind what generation would start from.
+        """Raises ValueError unless each answer stands behind what generation would start from.
 
         Of many answers only the first and the last few are looked at, as each takes two renderings.
         """

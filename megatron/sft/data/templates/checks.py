@@ -14,7 +14,7 @@ from megatron.sft.data.templates.writer import WAY_OUT
 
 
 def check_nothing_lost(conversation: Conversation, written: Written) -> None:
-    """Raise SampleError for a text that the template leaves out."""
+    """Raises SampleError for a text that the template leaves out."""
     for number, message in enumerate(conversation.messages):
         places = written.turns.get(number) or [(0, len(written.text))]
         turn = "".join(written.text[start:end] for start, end in places)

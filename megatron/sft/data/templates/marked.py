@@ -56,7 +56,7 @@ class MarkedTemplate:
         )
 
     def write(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Written:
-        """Render `messages`; TemplateError where the template refuses them."""
+        """Renders `messages`; TemplateError where the template refuses them."""
         marks = _Marks(messages, self._sandbox.check_time)
         self._sandbox.begin()
         for part in self._compiled.generate(

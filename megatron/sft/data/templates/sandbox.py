@@ -62,7 +62,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._next_look = time.monotonic() + MAX_SECONDS
 
     def check_time(self) -> None:
-        """Raise EndlessTemplateError after MAX_SECONDS; called in each pass of a loop, at each
+        """Raises EndlessTemplateError after MAX_SECONDS; called in each pass of a loop, at each
         call and each text made.
 
         Processor time is asked for only after as much real time, which is cheap to ask for: a
@@ -76,7 +76,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._next_look = time.monotonic() + MAX_SECONDS - taken
 
     def make(self, size: int) -> None:
-        """Note that a text, or a list, of that size is about to be made; TemplateError if that is
+        """Notes that a text, or a list, of that size is about to be made; TemplateError if that is
         too much.
         """
         self.check_time()
@@ -85,18 +85,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateError(f"it makes a text of {size:,} characters, or one again and again")
 
     def counted(self, value: object) -> Any:
-        """Return a value that is about to be written."""
+        """Returns a value that is about to be written."""
         self.make(len(value) if type(value) is str else size_of(value))
         return value
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
-        """Join what a block or a macro wrote."""
+        """Joins what a block or a macro wrote."""
         parts = list(parts)
         self.make(sum(map(len, parts)))
         return "".join(parts)
 
     def joined(self, *parts: object) -> str:
-        """Return `a ~ b`, which no hook of Jinja's meets."""
+        """Returns `a ~ b`, which no hook of Jinja's meets."""
         return self.concat(str(self.counted(part)) for part in parts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -160,7 +160,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.make(len(text) + (text.count("{") + text.count("%")) * sum(map(size_of, values)))
 
     def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that takes no value too large to be written."""
+        """Returns a filter that takes no value too large to be written."""
         at = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
@@ -179,7 +179,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def size_of(value: object) -> int:
-    """Return about how many characters a value takes where it is written; it stops where that is
+    """Returns about how many characters a value takes where it is written; it stops where that is
     too many.
     """
     if isinstance(value, str):
@@ -198,7 +198,7 @@ def size_of(value: object) -> int:
 
 
 def check_private_names(tree: nodes.Template) -> None:
-    """Refuse names that lead out of a sandbox; no chat template needs them."""
+    """Refuses names that lead out of a sandbox; no chat template needs them."""
     attributes: Iterable[Any] = tree.find_all((nodes.Getattr, nodes.NSRef))
     private = next((node.attr for node in attributes if node.attr.startswith("_")), None)
     if private is not None:

@@ -114,7 +114,7 @@ def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
 
 
 def whole_parameters(training: Training) -> None:
-    """Make sure that each rank's parameters are those after the last step; collective."""
+    """Makes sure that each rank's parameters are those after the last step; collective."""
     for chunk in training.model:
         # Else other ranks' shards are still those of the step before.
         if chunk.ddp_config.overlap_param_gather:
@@ -143,7 +143,7 @@ def load_checkpoint(
     data: dict[str, Any],
     wanted: Wanted,
 ) -> Progress | None:
-    """Continue from a checkpoint in `folder`; None, and nothing changed, where there is none.
+    """Continues from a checkpoint in `folder`; None, and nothing changed, where there is none.
     Collective.
 
     Adam's constants, the learning rate and its schedule are those of this run's options, at the
@@ -254,7 +254,7 @@ def _check_same_parts(path: Path, common: dict[str, Any], optimizer: Any) -> Non
 
 
 def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any]:
-    """Fill `training` and return all that was loaded; the optimizer's options stay this run's."""
+    """Fills `training` and returns all that was loaded; the optimizer's options stay this run's."""
     of_options = ("max_lr", "min_lr", "betas", "eps")
     groups = [
         {name: group[name] for name in of_options if name in group}

@@ -112,7 +112,7 @@ def lock_of_first(flag: str, folder: str | Path) -> FolderLock | None:
 
 
 def check_shared(flag: str, folder: str | Path) -> None:
-    """Raise CheckpointError unless rank 0 can write to a folder, and all ranks see it there;
+    """Raises CheckpointError unless rank 0 can write to a folder, and all ranks see it there;
     collective.
     """
     message = None
@@ -177,7 +177,7 @@ def _seen(path: Path) -> str:
 
 
 def check_sound(folder: str | Path, iteration: int) -> None:
-    """Raise CheckpointError unless every file is as it was saved; collective, see
+    """Raises CheckpointError unless every file is as it was saved; collective, see
     `found_faults`."""
     path = checkpoint_path(folder, iteration)
     found = found_faults(path)

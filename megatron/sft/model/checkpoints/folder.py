@@ -130,14 +130,14 @@ def huggingface_source(pretrained_checkpoint: str | None) -> str | None:
 
 
 def track(folder: str | Path, name: str, iteration: int) -> None:
-    """Let a tracker name a checkpoint that is whole; nobody sees a half of it."""
+    """Lets a tracker name a checkpoint that is whole; nobody sees a half of it."""
     temporary = Path(folder) / f"{name}.tmp"
     temporary.write_text(str(iteration))
     os.replace(temporary, Path(folder) / name)
 
 
 def check_load(load: str | Path, save: str | Path | None, iteration: int | None = None) -> None:
-    """Raise ValueError unless `load` holds a checkpoint, or is where this run saves, which may be
+    """Raises ValueError unless `load` holds a checkpoint, or is where this run saves, which may be
     new.
 
     iteration: of the one that is wanted; None for the newest.
@@ -186,7 +186,7 @@ def file_names(checkpoint: Path) -> list[str]:
 
 
 def write_checksums(checkpoint: Path, sums: dict[str, Sum]) -> None:
-    """Write what `faults_in` will compare with."""
+    """Writes what `faults_in` will compare with."""
     (checkpoint / CHECKSUMS).write_text(json.dumps({"crc32": sums}, indent=0) + "\n")
 
 
@@ -257,7 +257,7 @@ def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:
 
 
 def remove_old(folder: str | Path, keep: int) -> list[str]:
-    """Remove checkpoints before the tracker's, but the best one and the last `keep`, the tracker's
+    """Removes checkpoints before the tracker's, but the best one and the last `keep`, the tracker's
     among them.
 
     Returns a note for each that could not be removed: training must not end for files that are only
@@ -304,7 +304,7 @@ class FolderLock:
             shutil.rmtree(left, ignore_errors=True)
 
     def renew(self) -> None:
-        """Hold the folder that is there now, which is another one if the first was removed.
+        """Holds the folder that is there now, which is another one if the first was removed.
 
         Raises ValueError where another process holds it meanwhile.
         """
@@ -318,7 +318,7 @@ class FolderLock:
             before.close()
 
     def release(self) -> None:
-        """Let others write there."""
+        """Lets others write there."""
         self._file.close()
 
     def _locked(self) -> TextIO:

@@ -67,7 +67,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Raise ValueError, naming file and class, unless `.metadata` in the folder holds what torch
+    """Raises ValueError, naming file and class, unless `.metadata` in the folder holds what torch
     writes there.
 
     It is read as a whole, before torch does: about as long again as torch takes.
@@ -86,7 +86,7 @@ def check_metadata(checkpoint: Path) -> None:
 
 @contextmanager
 def only_weights(path: Path) -> Iterator[None]:
-    """Let torch.load make tensors and plain values only, whatever its callers ask for; by an
+    """Lets torch.load make tensors and plain values only, whatever its callers ask for; by an
     environment variable of torch's. A file that holds more raises ValueError, naming `path` and the
     class.
     """

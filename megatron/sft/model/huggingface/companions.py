@@ -111,7 +111,7 @@ class Companions(NamedTuple):
         return dtype_of(self.model_config())
 
     def write(self, folder: Path) -> str:
-        """Write all files but the weights; returns the type that config.json says the weights
+        """Writes all files but the weights; returns the type that config.json says the weights
         have."""
         model_config = self.model_config()
         source = huggingface_source(self.config.output.pretrained_checkpoint)
@@ -125,7 +125,7 @@ class Companions(NamedTuple):
         return dtype_of(model_config)
 
     def write_beside_adapter(self, weights: AdapterWeights, folder: Path) -> None:
-        """Write what a PEFT folder has beside weights: its config, and the tokenizer with the
+        """Writes what a PEFT folder has beside weights: its config, and the tokenizer with the
         template trained with.
         """
         base = self.config.output.pretrained_checkpoint
@@ -136,7 +136,7 @@ class Companions(NamedTuple):
 
 
 def copy_companions(source: Path, target: Path) -> str:
-    """Copy what `Companions.write` wrote; returns the type that config.json says the weights
+    """Copies what `Companions.write` wrote; returns the type that config.json says the weights
     have."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     return dtype_of(read_config(source))
@@ -238,7 +238,7 @@ def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> N
 
 
 def _write_template(folder: Path, settings: dict[str, Any], template: str) -> None:
-    """Put the template that was trained with wherever the copied tokenizer files have one.
+    """Puts the template that was trained with wherever the copied tokenizer files have one.
 
     settings: what tokenizer_config.json holds. Of several templates by name, which it may have,
     `default` is that one.

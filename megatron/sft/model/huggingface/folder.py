@@ -57,8 +57,8 @@ class Folder(NamedTuple):
 
 
 def open_folder(folder: str | Path) -> Folder:
-    """Read the headers of all files; ValueError, naming the file, for anything that is not whole or
-    not readable.
+    """Reads the headers of all files; ValueError, naming the file, for anything that is not whole
+    or not readable.
     """
     path = Path(folder)
     tensors = {}
@@ -209,7 +209,7 @@ def check_folder(
     config: str = "config.json",
     way_out: str = "download it again",
 ) -> None:
-    """Raise ValueError, with names, unless the files hold exactly the tensors that `config` says,
+    """Raises ValueError, with names, unless the files hold exactly the tensors that `config` says,
     in types that can be read.
 
     way_out: of a folder that lacks some.

@@ -152,7 +152,7 @@ def weights_bar(what: str, num_weights: int) -> tqdm[Any]:
 
 
 def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -> None:
-    """Fill this rank's chunks, or leave them to the broadcast over data parallel that must follow.
+    """Fills this rank's chunks, or leave them to the broadcast over data parallel that must follow.
 
     `folder` has passed `check_folder`. Rows of the vocabulary's padding become zero.
     """

@@ -46,7 +46,7 @@ class _File(NamedTuple):
 
 
 def check_target(folder: Path) -> None:
-    """Raise ValueError where the folder that is to be written is no empty one, or cannot be
+    """Raises ValueError where the folder that is to be written is no empty one, or cannot be
     replaced.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -50,7 +50,7 @@ Product = Callable[[Tensor, Callable[["Adapter"], Tensor]], Tensor]
 def add_adapters(
     gpt: GPTModel, lora: LoraConfig, seed: int = 1234, tensors: Tensors | None = None
 ) -> None:
-    """Freeze a model but for `lora_modules_to_save`, and put an adapter beside each layer that is
+    """Freezes a model but for `lora_modules_to_save`, and puts an adapter beside each layer that is
     asked for.
 
     Before DistributedDataParallel and the optimizer are made, after Float16Module: adapters are
@@ -193,7 +193,7 @@ class Adapter(torch.nn.Module):
         return [num_rows for module, num_rows in self.blocks if module is not None]
 
     def _mark(self, layer: Any) -> None:
-        """Tell megatron-core who shares what, as the layer's own weight does."""
+        """Tells megatron-core who shares what, as the layer's own weight does."""
         cut, whole = (
             (self.lora_A, self.lora_B) if self.is_row_parallel else (self.lora_B, self.lora_A)
         )

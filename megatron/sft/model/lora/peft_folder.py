@@ -37,7 +37,7 @@ _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def open_adapter(folder: str | Path) -> Folder:
-    """Read the header of an adapter's weights; ValueError where there are none, or they are not
+    """Reads the header of an adapter's weights; ValueError where there are none, or they are not
     whole.
     """
     path = Path(folder) / WEIGHTS
@@ -122,7 +122,7 @@ def _experts_of(folder: str | Path) -> str:
 def write_adapter_config(
     folder: Path, lora: LoraConfig, weights: AdapterWeights, base: str
 ) -> None:
-    """Write what PEFT and vLLM read beside the weights. The base is named by the path that it was
+    """Writes what PEFT and vLLM read beside the weights. The base is named by the path that it was
     trained from.
     """
     alpha = lora.lora_alpha

@@ -31,7 +31,7 @@ def write_adapter(
     weights: AdapterWeights,
     write_others: Callable[[Path], None],
 ) -> None:
-    """Write a PEFT folder, and on rank 0 what `write_others` adds: all other files; collective.
+    """Writes a PEFT folder, and on rank 0 what `write_others` adds: all other files; collective.
 
     PEFT reads a single file, so each rank writes its tensors to their places in it. They have the
     adapters' type.
