@@ -37,7 +37,7 @@ from megatron.sft.fit.report import (
     verdict,
 )
 from megatron.sft.fit.tree_bytes import tree_bytes
-from megatron.sft.memory_estimate import OF_RUN
+from megatron.sft.memory_estimate import OF_RUN, WayOut
 from megatron.sft.options.config import GROUPS, SFTConfig
 
 _SHOWN = ("Start from", "Data", "Layout")
@@ -187,9 +187,20 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     print(line, flush=True)
     if not fits:
         print("\nways out, cheapest first:", flush=True)
+        too_much = max(column.peak + column.margin for column in columns) - memory
         for way in ways_out(request, max(column.peak for column in columns)):
-            print(f"  {way.flags}  {gib(way.saved_bytes)} GiB less", flush=True)
+            print(way_line(way, too_much), flush=True)
     return fits
+
+
+def way_line(way: WayOut, too_much: int) -> str:
+    """Returns what a change of options saves, and whether the run then fits.
+
+    too_much: bytes over the memory of a GPU, without the change.
+    """
+    left = too_much - way.saved_bytes
+    end = "then it fits" if left <= 0 else f"still {gib(left)} too much"
+    return f"  {way.flags}  {gib(way.saved_bytes)} GiB less, {end}"
 
 
 def _column(estimate: Any) -> Column:
