@@ -193,7 +193,7 @@ $(TINY_FINETUNE)/chats.jsonl: examples/tiny_finetune/make_data.py | $(VENV)/.fin
 $(VENV)/.torch:
 	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed; pass one: make run PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing $(TORCH_ASKED). PyPI's build for Linux (x86-64) brings CUDA: 2.8 to 3.5 GB to download, 5 GB on disk."
+	@echo "Installing $(TORCH_ASKED). PyPI's build for Linux (x86-64) brings CUDA: 2.6 to 3.5 GB to download, 5.6 GB on disk."
 	@echo "Without a GPU torch's own index of CPU builds is enough, 0.3 GB and 1.1 GB: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	$(VENV)/bin/pip install --disable-pip-version-check "$(TORCH_ASKED)"
 	touch $@
