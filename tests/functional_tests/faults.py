@@ -1,7 +1,7 @@
 """Every fault of the matrix in every layout: python -m tests.functional_tests.faults --layouts DP2
 
-Each is a run of 6 steps that continues step 2 and goes wrong; then the same run without the fault,
-which must give the losses of one that was never disturbed. What must hold:
+Each is a run of 6 steps that continues step 2 and goes wrong; then, where it ended, the same run
+without the fault. It must give the losses of one that was never disturbed. What must hold:
 
     nobody hangs, nobody is left, no rank says that it went well
     all ranks are gone within 10 seconds of the first; of one that is stopped, within the timeout of
@@ -111,6 +111,8 @@ class Running:
         found = json.loads(path.read_text())
         if self._is_faulty:
             self._judge(found)
+            if self.case.fault is not None and self.case.fault.kind not in ENDS:
+                return self._outcome()  # it was delayed, and trained to its end
             self._is_faulty = False
             self._process = self._start(None)
             return None
