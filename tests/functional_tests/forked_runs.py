@@ -27,11 +27,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.sft.__main__ import main
 from tests.functional_tests.fault_injection import Fault
@@ -65,6 +66,7 @@ class ForkedRun:
         self._folder = Path(self._temporary.name)
         self._launcher = launch(self._folder, num_processes, arguments, None, -1, script)
         self._has_ended = False
+        self.summary = ""
 
     def is_running(self) -> bool:
         """Return whether a rank is left."""
@@ -74,10 +76,7 @@ class ForkedRun:
     def signal_all(self, number: int) -> None:
         """Signal every rank and its data workers."""
         for rank in json.loads((self._folder / "pids.json").read_text()):
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(rank)
-                for one in [*process.children(recursive=True), process]:
-                    one.send_signal(number)
+            _signal_tree(rank, number)
 
     def signal_rank(self, rank: int, number: int) -> None:
         """Signal one rank alone."""
@@ -87,15 +86,21 @@ class ForkedRun:
         """Return (exit status, output of all ranks).
 
         The status is that of the rank that failed first. Its error file is part of the output where
-        rank 0 was ended before it said the same.
+        rank 0 was ended before it said the same; `summary` is what torchrun makes of that file.
         """
-        if not self._has_ended:
-            os.waitpid(self._launcher, 0)
+        deadline = time.monotonic() + 2 * LIMIT_SECONDS
+        while self.is_running():
+            if time.monotonic() > deadline:  # the launcher itself hangs, which ends others' hangs
+                _signal_tree(self._launcher, signal.SIGKILL)
+            time.sleep(0.01)
         outcome = json.loads((self._folder / "outcome.json").read_text())
         logs = [self._folder / f"rank{rank}.log" for rank in range(self._num_processes)]
         output = "".join(log.read_text() for log in logs)
         first = outcome["first_failed_rank"]
         error = self._folder / f"error{first}.json"
+        if first is not None:
+            failure = ProcessFailure(first, 0, outcome["codes"][first], str(error))
+            self.summary = ChildFailedError("pretrain_sft.py", {first: failure}).format_msg()
         if error.exists():
             line = json.loads(error.read_text())["message"]["message"]
             output += "" if line in output else f"{line}\n"
@@ -119,20 +124,24 @@ def command_forked(arguments: Sequence[str], typed: str = "") -> tuple[int, str,
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "typed").write_text(typed)
-        sys.stdout.flush()
-        gc.freeze()
-        process = os.fork()
-        if not process:
+
+        def run() -> None:
             for number, mode in enumerate((os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT] * 2)):
                 os.dup2(os.open(folder / ("typed", "output", "errors")[number], mode), number)
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
             _become_script()
             sys.argv = ["megatron-sft", *arguments]
-            os._exit(_status_of(main))
+            main()
+
+        sys.stdout.flush()
+        gc.freeze()
+        process = os.fork()
+        if not process:
+            _end_after(run)
         deadline = time.monotonic() + LIMIT_SECONDS
         while not (ended := os.waitpid(process, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
-                os.kill(process, signal.SIGKILL)
+                _signal_tree(process, signal.SIGKILL)
             time.sleep(0.02)
         output, errors = ((folder / file).read_text() for file in ("output", "errors"))
         return os.waitstatus_to_exitcode(ended[1]), output, errors
@@ -154,32 +163,60 @@ def launch(
     process = os.fork()
     if process:
         return process
-    folder.mkdir(parents=True, exist_ok=True)
-    ctypes.CDLL(None).prctl(
-        36, 1
-    )  # the child subreaper: whoever outlives a rank becomes the launcher's
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(64)
-    port = listener.getsockname()[1]
-    start, ranks = time.monotonic(), {}
-    for rank in range(world_size):
-        forked = os.fork()
-        if not forked:
-            listener.close()
-            _become_rank(folder, rank, world_size, port)
-            own = fault.inject() if fault is not None and rank == faulty_rank else []
-            sys.argv = ["pretrain_sft.py", *arguments, *own]
+    launcher = os.getpid()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # the child subreaper: whoever outlives a rank becomes the launcher's
+        ctypes.CDLL(None).prctl(36, 1)
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        start, ranks = time.monotonic(), dict[int, int]()
+        for rank in range(world_size):
+            forked = os.fork()
+            if forked:
+                ranks[forked] = rank
+                continue
+            own = fault if rank == faulty_rank else None
+            run = partial(_run_rank, folder, rank, world_size, listener, arguments, own, script)
             if fault is None:
-                os._exit(
-                    _status_of(script)
-                )  # what is to be done at an interpreter's end is the parent's
-            script()
+                _end_after(run)  # what is to be done at an interpreter's end is the parent's
+            run()
             sys.exit()
-        ranks[forked] = rank
-    (folder / "pids.tmp").write_text(json.dumps(list(ranks)))
-    os.replace(folder / "pids.tmp", folder / "pids.json")
-    os._exit(_status_of(partial(_watch, folder, ranks, start, listener)))
+        (folder / "pids.tmp").write_text(json.dumps(list(ranks)))
+        os.replace(folder / "pids.tmp", folder / "pids.json")
+        _end_after(partial(_watch, folder, ranks, start, listener))
+    finally:
+        if os.getpid() == launcher:  # else a rank that ends as an interpreter does
+            traceback.print_exc()
+            os._exit(1)
+
+
+def _run_rank(
+    folder: Path,
+    rank: int,
+    world_size: int,
+    listener: socket.socket,
+    arguments: Sequence[str],
+    fault: Fault | None,
+    script: Callable[[], None],
+) -> None:
+    port = listener.getsockname()[1]
+    listener.close()
+    _become_rank(folder, rank, world_size, port)
+    sys.argv = ["pretrain_sft.py", *arguments, *(fault.inject() if fault is not None else ())]
+    script()
+
+
+def _end_after(work: Callable[[], None]) -> NoReturn:
+    """Do this and end the process: whatever happens, a fork must not go on with its parent's
+    tests.
+    """
+    status = 1
+    try:
+        status = _status_of(work)
+    finally:
+        os._exit(status)
 
 
 def _status_of(work: Callable[[], None]) -> int:
@@ -287,6 +324,15 @@ def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.s
     }
     (folder / "outcome.json").write_text(json.dumps(outcome))
     del store
+
+
+def _signal_tree(pid: int, number: int) -> None:
+    """Signal a process and all that it started."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
 
 
 def _signal(processes: Any, number: int) -> None:

@@ -431,10 +431,11 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
     lines = chats.read_text().splitlines()
     lines[17] = '{"messages": [{"role": "user"}]}'
     broken.write_text("\n".join(lines) + "\n")
-    arguments = options(broken, tmp_path, train_iters=30)
-    status, output = train_forked(2, [*MODEL, *arguments])
+    run = ForkedRun(2, [*MODEL, *options(broken, tmp_path, train_iters=30)])
+    status, output = run.finish()
     assert status != 0
     assert output.count(f"{broken}:18: ") == 1
+    assert run.summary.count(f"{broken}:18: ") == 1
     done = max(steps_of(tmp_path), default=0)
     assert not done or (
         tmp_path / "checkpoints/latest_checkpointed_iteration.txt"
