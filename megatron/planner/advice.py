@@ -24,14 +24,14 @@ MAX_SEQUENCES = 30_000
 """Sequences that are scheduled again for each figure, at most; at least one global batch."""
 
 
-class Beside(NamedTuple):
-    """Properties of the run that advice needs and a `StepLayout` does not have."""
+class RunFacts(NamedTuple):
+    """Facts of a run that advice needs and a `StepLayout` does not have."""
 
     context_parallel_size: int
     num_layers: int | None = None
     """None where it is not known."""
     has_equal_stages: bool = True
-    """Whether all pipeline stages have as many layers, and so may be divided alike."""
+    """True if all pipeline stages have as many layers, and so may be divided alike."""
     sync_below: int | None = None
     """Context-parallel size from which experts lie within a data-parallel rank, so that ranks do
     not wait for one another at each microbatch; None where it is not known.
@@ -41,11 +41,11 @@ class Beside(NamedTuple):
 class Adviser:
     """Schedules the same global batches under other layouts."""
 
-    def __init__(self, batches: Sequence[Sequences], layout: StepLayout, beside: Beside) -> None:
+    def __init__(self, batches: Sequence[Sequences], layout: StepLayout, facts: RunFacts) -> None:
         self._batches = batches[: max(1, min(len(batches), MAX_SEQUENCES // batches[0].size))]
         self._pairs = batches[: max(2, len(self._batches) // 2 * 2)]
         self._layout = layout
-        self._beside, self._context = beside, beside.context_parallel_size
+        self._facts, self._context = facts, facts.context_parallel_size
         self._now = modelled_cost(self._batches, layout, default)
 
     def advice(self, comparison: Comparison) -> list[str]:
@@ -156,7 +156,7 @@ class Adviser:
                 if share > 1
                 else []
             )
-        other = _with_twice_the_context(layout, self._beside)
+        other = _with_twice_the_context(layout, self._facts)
         saved = self._change(other)
         if share <= 1 and saved < MIN_SAID:
             return []
@@ -176,8 +176,8 @@ class Adviser:
         larger = [stream.take(each) for each in np.split(ids, count)]
         saved = 1 - _cost_per_token(larger, layout) / _cost_per_token(self._pairs, layout)
         remedies = [f"--global-batch-size {size} would {_percent(saved)} per token"]
-        virtual = _more_virtual_stages(model, self._beside.num_layers)
-        if virtual is not None and self._beside.has_equal_stages:
+        virtual = _more_virtual_stages(model, self._facts.num_layers)
+        if virtual is not None and self._facts.has_equal_stages:
             interleaved = replace(
                 model,
                 num_virtual_stages=virtual,
@@ -190,11 +190,11 @@ class Adviser:
             needs = model.num_stages * virtual
             unsure = (
                 f", if the layers are a multiple of {needs},"
-                if self._beside.num_layers is None
+                if self._facts.num_layers is None
                 else ""
             )
             remedies.append(f"--vpp {virtual}{unsure} would {_percent(saved)}")
-        shorter = _shorter_last_stage(model, self._beside)
+        shorter = _shorter_last_stage(model, self._facts)
         if shorter is not None:
             num_layers, shares = shorter
             saved = self._change(replace(layout, model=replace(model, shares=shares)))
@@ -209,16 +209,16 @@ def _cost_per_token(batches: Sequence[Sequences], layout: StepLayout) -> float:
     return modelled_cost(batches, layout, default) / sum(batch.num_tokens for batch in batches)
 
 
-def _shorter_last_stage(model: StepModel, beside: Beside) -> tuple[int, tuple[float, ...]] | None:
+def _shorter_last_stage(model: StepModel, facts: RunFacts) -> tuple[int, tuple[float, ...]] | None:
     """Returns the layers of a last stage that leaves one more to each other stage, and the shares
     then; None where stages are not of equally many layers, or have too few.
 
         4 stages of 8 layers and an output layer    ->    5, shares of 9 9 9 and 5 layers
     """
-    if model.num_virtual_stages > 1 or not (model.shares and beside.has_equal_stages):
+    if model.num_virtual_stages > 1 or not (model.shares and facts.has_equal_stages):
         return None
     others, last = model.shares[:-1], model.shares[-1]
-    per_stage = (beside.num_layers or 0) // model.num_stages
+    per_stage = (facts.num_layers or 0) // model.num_stages
     num_layers = per_stage - len(others)
     if num_layers < 1 or max(others) > min(others) * (1 + 1e-9) or last <= others[0]:
         return None
@@ -260,18 +260,18 @@ def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None
     )
 
 
-def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
+def _with_twice_the_context(layout: StepLayout, facts: RunFacts) -> StepLayout:
     """Returns the layout of half the ranks, each with twice the devices for a sequence.
 
     A microbatch moves as many weights per device as before, so that `fixed` stays.
     """
     alignment, num_ranks = layout.alignment, layout.num_ranks // 2
-    context = 2 * beside.context_parallel_size
+    context = 2 * facts.context_parallel_size
     sequence = 2 * context
     syncs = (
         layout.model.sync_every_microbatch
         and num_ranks > 1
-        and (beside.sync_below is None or context < beside.sync_below)
+        and (facts.sync_below is None or context < facts.sync_below)
     )
     alignment = Alignment(sequence=sequence, pack=int(np.lcm(sequence, 2 * alignment.pack)))
     cost = layout.cost.shared_by(2)

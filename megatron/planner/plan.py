@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import given_flags, parse_flags
-from megatron.packing.scheduling.cost import launch_seconds
+from megatron.packing.scheduling.cost import PackCost, launch_seconds
 from megatron.packing.user_files import disk_fault
-from megatron.planner.advice import Adviser, Beside
+from megatron.planner.advice import Adviser, RunFacts
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
 from megatron.planner.lengths import LengthOptions, LengthReader, Lengths
 from megatron.planner.plan_options import LayoutOptions, ModelOptions, PlanOptions, scheduler_of
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     lengths: Lengths
     batches: list[Sequences]
     layout: StepLayout
-    beside: Beside
+    facts: RunFacts
     lead: list[str]
     """Lines that state the assumptions."""
 
@@ -99,7 +99,7 @@ def plan(
     )
     if found.lengths.record is not None:
         comparison = _with_record(comparison, found.lengths.record)
-    advice = Adviser(found.batches, found.layout, found.beside).advice(comparison)
+    advice = Adviser(found.batches, found.layout, found.facts).advice(comparison)
     table = table_of(comparison, found.layout.seconds_per_unit)
     print("\n".join(found.lead), end="\n\n")
     print("\n".join(text_of(table)), end="\n\n")
@@ -120,50 +120,66 @@ def _plan(
     needed = layout.batch_size * _num_batches(options, layout)
     found = lengths_from(lengths, model.vocab_size, needed)
     if found.record is not None:
-        record = found.record
-        if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
-            raise ValueError(
-                f"{', '.join(idle)} cannot change {lengths.source}, a step as it ran, with the "
-                "run's layout and model; leave out, or plan the run's folder instead"
-            )
-        lead = [
-            f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are "
-            "the run's"
-        ]
-        return Plan(
-            found,
-            [record.sequences],
-            record.layout,
-            Beside(max(record.layout.alignment.sequence // 2, 1)),
-            lead,
-        )
+        return _plan_of_step(found, found.record, lengths.source, given)
     remarks: list[str] = []
     if found.run is not None:
         model, layout, remarks = as_in_run(found.run, model, layout, given)
     layout.check(model)
     found, notes = _fitted(found, lengths, layout)
-    cost = model.cost()
-    per_second = 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
-    rows = found.sequences.loss_tokens
-    if rows is not None:  # also where baselines pad, which give masked tokens no logits either
-        cost = cost.at_loss_share(int(rows.sum()) / found.sequences.num_tokens)
-    seconds = 1 / (per_second * layout.tp * layout.cp)
-    cost = replace(
-        cost,
-        fixed=cost.fixed * layout.cp,  # context-parallel ranks share the work; each moves weights
-        least=_launches(model, layout) / seconds,
-    )
+    cost, seconds = _cost_of_pack(found, model, layout, options)
     capacity = layout.capacity(int(found.lengths.max()))
     count = _num_batches(options, layout)
     batches = list(drawn(found.sequences, layout.batch_size, count, lengths.seed))
-    beside = Beside(
+    facts = RunFacts(
         layout.cp,
         num_layers=model.shape().num_layers,
         has_equal_stages=layout.stage_layers.are_equal,
         sync_below=-(-layout.ep // layout.tp),
     )
     lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
-    return Plan(found, batches, layout.step_layout(model, capacity, cost, seconds), beside, lead)
+    return Plan(found, batches, layout.step_layout(model, capacity, cost, seconds), facts, lead)
+
+
+def _plan_of_step(
+    found: Lengths, record: StepRecord, source: str | None, given: Sequence[str]
+) -> Plan:
+    """Returns the plan of a step that ran, in the run's layout and by the run's cost.
+
+    Raises ValueError for options that are given and could change nothing of it.
+    """
+    if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
+        raise ValueError(
+            f"{', '.join(idle)} cannot change {source}, a step as it ran, with the run's layout "
+            "and model; leave out, or plan the run's folder instead"
+        )
+    lead = [
+        f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the "
+        "run's"
+    ]
+    # A record has no context-parallel size, but sequences are aligned to twice of it.
+    facts = RunFacts(max(record.layout.alignment.sequence // 2, 1))
+    return Plan(found, [record.sequences], record.layout, facts, lead)
+
+
+def _cost_of_pack(
+    found: Lengths, model: ModelOptions, layout: LayoutOptions, options: PlanOptions
+) -> tuple[PackCost, float]:
+    """Returns the cost of a pack on all ranks that share it, and the seconds of one unit of it."""
+    cost = model.cost()
+    rows = found.sequences.loss_tokens
+    if rows is not None:  # also where baselines pad, which give masked tokens no logits either
+        cost = cost.at_loss_share(int(rows.sum()) / found.sequences.num_tokens)
+    # A measured cost is in seconds already, one of a shape in FLOPs.
+    per_second = 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
+    seconds = 1 / (per_second * layout.tp * layout.cp)
+    cost = replace(
+        cost,
+        # Context-parallel ranks share the tokens, but each reads all weights: the fixed part is
+        # multiplied here, and divided again by `seconds`.
+        fixed=cost.fixed * layout.cp,
+        least=_launches(model, layout) / seconds,
+    )
+    return cost, seconds
 
 
 def _launches(model: ModelOptions, layout: LayoutOptions) -> float:
@@ -182,7 +198,9 @@ def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:
 def _fitted(
     found: Lengths, options: LengthOptions, layout: LayoutOptions
 ) -> tuple[Lengths, list[str]]:
-    """Returns the sequences that a pack can hold, by --over-length-policy."""
+    """Returns the sequences that a pack can hold, by --over-length-policy, and a note on those that
+    it cannot.
+    """
     limit = options.seq_length or int(found.lengths.max())
     if layout.max_seqlen_per_dp_cp_rank is not None:
         unit = layout.alignment.sequence

@@ -10,13 +10,13 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.planner.advice import Adviser, Beside, _with_twice_the_context
+from megatron.planner.advice import Adviser, RunFacts, _with_twice_the_context
 from megatron.planner.compare import compare, modelled_cost
 from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout
 
 COST = PackCost(1.0, 0.0, 0.0)
-ALONE = Beside(1)
+ALONE = RunFacts(1)
 
 
 def advice(
@@ -26,13 +26,13 @@ def advice(
     capacity,
     stages=1,
     cost=COST,
-    beside=ALONE,
+    facts=ALONE,
     chunks=1,
     meet=False,
     shares=(),
 ):
     alignment = Alignment.for_layout(
-        context_parallel_size=beside.context_parallel_size,
+        context_parallel_size=facts.context_parallel_size,
         tensor_parallel_size=1,
         sequence_parallel=False,
     )
@@ -56,7 +56,7 @@ def advice(
     comparison = compare(
         batches, layout, SCHEDULERS, max(int(batch.lengths.max()) for batch in batches)
     )
-    return " ".join(Adviser(batches, layout, beside).advice(comparison))
+    return " ".join(Adviser(batches, layout, facts).advice(comparison))
 
 
 def test_one_long_sequence_asks_for_context_parallel():
@@ -126,7 +126,7 @@ def test_advised_chunks_are_those_that_layers_allow():
             capacity=100,
             stages=4,
             chunks=chunks,
-            beside=Beside(1, num_layers=layers),
+            facts=RunFacts(1, num_layers=layers),
         )
         return said.partition("--vpp ")[2].partition(" would")[0]
 
@@ -145,8 +145,8 @@ def test_an_output_layer_asks_for_fewer_layers_on_its_stage():
     """
 
     def advised(shares, **options):
-        beside = Beside(1, num_layers=8, **options)
-        said = advice([100] * 8, ranks=1, capacity=100, stages=2, beside=beside, shares=shares)
+        facts = RunFacts(1, num_layers=8, **options)
+        said = advice([100] * 8, ranks=1, capacity=100, stages=2, facts=facts, shares=shares)
         return said.partition("--decoder-last-pipeline-num-layers ")[2].partition(";")[0]
 
     assert advised((0.4, 0.6)) == "3 would save 13.5% of the time."
@@ -179,7 +179,7 @@ def test_experts_tie_fewer_ranks_with_more_context_parallel(ranks, sync_below, m
     )
     assert (
         _with_twice_the_context(
-            layout, Beside(1, sync_below=sync_below)
+            layout, RunFacts(1, sync_below=sync_below)
         ).model.sync_every_microbatch
         is meet
     )

@@ -37,6 +37,15 @@ T_batch = TypeVar("T_batch")
 class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     """Base of encoders: override what the task needs. Methods are called in loader workers,
     for each sample or batch.
+
+        class Words(DefaultTaskEncoder):
+            def encode_sample(self, sample):
+                return {"words": sample["json"]["text"].split()}
+
+        dataset = get_train_dataset(
+            "texts.jsonl", task_encoder=Words(), batch_size=2, worker_config=WorkerConfig()
+        )
+        next(iter(get_loader(dataset)))["words"]    ->    [["three"], ["one", "two"]]
     """
 
     cookers: Sequence[Cooker] = ()
@@ -338,7 +347,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
 
 def check_encoder(encoder: object, packing_buffer_size: int | None = None) -> None:
-    """Raises ValueError naming the method if what the encoder defines makes no pipeline."""
+    """Raises ValueError that names the method if the encoder's methods make no pipeline."""
     if isinstance(encoder, type):
         raise ValueError(
             f"task_encoder must be an object, but is the class {encoder.__name__}; pass an "
