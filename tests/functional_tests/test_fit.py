@@ -20,11 +20,12 @@ from megatron.sft.__main__ import main as train
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import fit
 from megatron.sft.distributed import make_groups
-from megatron.sft.fit import estimate
+from megatron.sft.fit import estimate, ways_out
 from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.estimate import Request, Shared, StageEstimate, estimates
 from megatron.sft.fit.save_bytes import save_bytes
 from megatron.sft.fit.step import run_step
+from megatron.sft.memory_estimate import WayOut
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.checkpoints.content import Progress, state_to_save
 from tests.functional_tests.fit_check import (
@@ -216,6 +217,20 @@ def test_what_does_not_fit_has_ways_out(
         "--recompute-granularity full",
         "--context-parallel-size 2 --max-seqlen-per-dp-cp-rank 256",
     ]
+    # The margin alone is 2 GiB: that a way is none must be said, too.
+    assert all(re.search(r"GiB less, still [0-9.]+ too much$", line) for line in lines[first:])
+
+
+def test_more_replicas_are_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where most is the optimizer's state, smaller packs help nothing."""
+    config = request_of(f"{GROUPED} --use-distributed-optimizer --bf16", 2, 1).config
+    found = list(ways_out.changes(config, 2))
+    assert found[-1] == (config, 4)
+    stage = mock.Mock(peak=5)
+    monkeypatch.setattr(ways_out, "changes", lambda *_: [(config, 4)])
+    monkeypatch.setattr(estimate, "estimates", lambda _: [stage])
+    request = Request(config=config, vocab_size=VOCAB_SIZE, world_size=2)
+    assert list(ways_out.ways_out(request, 9)) == [WayOut("the same options on 4 GPUs", 4)]
 
 
 def _run_out_of_memory() -> None:

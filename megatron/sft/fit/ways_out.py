@@ -46,7 +46,8 @@ def ways_out(request: Request, peak: int) -> Iterator[WayOut]:
         if saved > 0:
             found += 1
             more = f" on {world_size} GPUs" * (world_size != request.world_size)
-            yield WayOut(flags_between(request.config, config) + more, saved)
+            flags = flags_between(request.config, config) or "the same options"
+            yield WayOut(flags + more, saved)
         if found == MAX_WAYS:
             return
 
@@ -62,6 +63,10 @@ def changes(config: SFTConfig, world_size: int) -> Iterator[tuple[SFTConfig, int
                 changed.check(size)
                 yield changed, size
                 break
+    if config.shards_optimizer:  # over twice as many replicas
+        with suppress(ValueError):
+            config.check(2 * world_size)
+            yield config, 2 * world_size
 
 
 def flags_between(before: SFTConfig, after: SFTConfig) -> str:
