@@ -140,7 +140,7 @@ def test_a_folder_with_a_config_alone_is_enough(
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = [
         *f"--pretrained-checkpoint {tmp_path} --world-size 2 --bf16 --sequence-packing".split(),
-        *f"{SP2} --fit-json {tmp_path}/out.json --mock-data --memory".split(),
+        *f"{SP2} --fit-json {tmp_path}/out.json --memory".split(),
     ]
     fit.main([*arguments, "8GiB"], "fit")
     printed = capsys.readouterr().out
@@ -212,6 +212,7 @@ def test_what_does_not_fit_has_ways_out(
         fit.main(f"--num-layers 1 {COMMON} {PACKED} {GROUPED} {flags}".split(), "fit")
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("ways out, cheapest first:") + 1
+    assert lines.pop().startswith("  none is enough alone; megatron-sft plan --auto-layout")
     assert [line.split("  ")[1] for line in lines[first:]] == [
         "--max-seqlen-per-dp-cp-rank 256",
         "--recompute-granularity full",

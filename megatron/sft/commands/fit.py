@@ -120,6 +120,8 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
         steps = {"train_epochs", "train_samples"} & given.keys()
         if steps:
             del ours["train_iters"]
+        if not given.get("data_path"):  # lengths are assumed anyway
+            ours["mock_data"] = True
         return ours | chosen | implied_options(given)
 
     *groups, options = parse_run_options((*GROUPS, FitOptions), arguments, command, imply)
@@ -139,7 +141,6 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
         from megatron.sft.fit.estimate import Request, estimates
         from megatron.sft.fit.verify import comparison, measured_elsewhere
         from megatron.sft.fit.vocabulary import vocab_size_of
-        from megatron.sft.fit.ways_out import ways_out
     request = Request(
         config=config,
         vocab_size=vocab_size_of(config),
@@ -186,11 +187,21 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     fits, line = verdict(columns, memory)
     print(line, flush=True)
     if not fits:
-        print("\nways out, cheapest first:", flush=True)
         too_much = max(column.peak + column.margin for column in columns) - memory
-        for way in ways_out(request, max(column.peak for column in columns)):
-            print(way_line(way, too_much), flush=True)
+        _print_ways_out(request, max(column.peak for column in columns), too_much)
     return fits
+
+
+def _print_ways_out(request: Any, peak: int, too_much: int) -> None:
+    from megatron.sft.fit.ways_out import ways_out
+
+    print("\nways out, cheapest first:", flush=True)
+    is_enough = False
+    for way in ways_out(request, peak):
+        is_enough |= way.saved_bytes >= too_much
+        print(way_line(way, too_much), flush=True)
+    if not is_enough:
+        print("  none is enough alone; megatron-sft plan --auto-layout searches all layouts")
 
 
 def way_line(way: WayOut, too_much: int) -> str:
