@@ -152,6 +152,10 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def _as_family(family: Family, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    of_family = family.config(model)
+    # transformers takes a rope_scaling in place of a rope for each kind of layer.
+    has_ropes = any(isinstance(one, dict) for one in of_family.get("rope_parameters", {}).values())
+    scaling = None if has_ropes else model.rope_scaling
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -166,9 +170,9 @@ def _as_family(family: Family, model: ModelConfig, vocab_size: int) -> dict[str,
         "max_position_embeddings": max(model.max_position_embeddings or 0, model.seq_length),
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rotary_base,
-        "rope_scaling": None if model.rope_scaling is None else json.loads(model.rope_scaling),
+        "rope_scaling": None if scaling is None else json.loads(scaling),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "sliding_window": None,
         "attention_dropout": 0.0,
-        **family.config(model),
+        **of_family,
     }

@@ -83,9 +83,16 @@ class ConfigFields:
 
     def rope(self, kind: str | None = None) -> dict[str, Any]:
         """Returns `rope_parameters` of transformers 5, or `rope_scaling` of 4; of layers of `kind`,
-        where they differ.
+        where they differ. ValueError where both are written and do not say the same.
         """
-        found = dict(self.get("rope_parameters") or self.get("rope_scaling") or {})
+        written = [self.get(name) for name in ("rope_parameters", "rope_scaling")]
+        found = dict(written[0] or written[1] or {})
+        if all(written) and _scaling(written[0]) != _scaling(written[1]):
+            raise ValueError(
+                f"{self.where} has rope_parameters and rope_scaling, which are not the same, and "
+                "transformers takes the latter alone, without the base of the former; write one "
+                "rope_parameters with rope_theta, rope_type and what else rope_scaling has"
+            )
         if kind is not None and isinstance(found.get(kind), dict):
             found = dict(found[kind])
         return found
@@ -175,3 +182,10 @@ def rope_fields(model: ModelConfig) -> dict[str, Any]:
         return {"rope_type": "default"}
     found: dict[str, Any] = json.loads(model.rope_scaling)
     return found
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a rope says but its base, with the name that its kind has in transformers 5."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    others = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+    return {"rope_type": kind} | {k: v for k, v in rope.items() if k not in others}

@@ -176,6 +176,13 @@ def test_the_same_again_is_no_contradiction(tmp_path):
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             ["one rope per kind of layer"],
         ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            },
+            ["rope_parameters and rope_scaling", "write one rope_parameters"],
+        ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers"]),
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window 0", "at least 1"]),
