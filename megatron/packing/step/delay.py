@@ -1,10 +1,10 @@
-"""tensor. Holds the sequences that wait for a later step (see `scheduling.delay`), on the rank that
-loaded them.
+"""tensor. Sequences that wait for a later step (see `scheduling.delay`), on the rank that loaded
+them: beside those of the step (`LocalSamples`), between steps (`DelayQueue`), and in checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from megatron.packing.batch.columns import (
 from megatron.packing.batch.payload_bytes import tensor_of
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples, joined
+from megatron.packing.step.load import Loaded
 
 _STATE_VERSION = 3
 _WITH_PAYLOADS = 4
@@ -139,6 +140,50 @@ class DelayQueue:
         self._before = self._after = Delayed(samples, steps, payloads)
 
 
+class LocalSamples(NamedTuple):
+    """Sequences of this data rank that the step may train: those delayed, then those loaded."""
+
+    loaded: Loaded
+    delayed: Delayed | None
+    """None without a queue."""
+    samples: Samples
+    payloads: Sequence[Payload]
+
+    @classmethod
+    def of(
+        cls, loaded: Loaded, queue: DelayQueue | None, name: str, *, is_repeated: bool
+    ) -> LocalSamples:
+        """Returns what was loaded and what waits in the queue.
+
+        is_repeated: whether these samples were given in the step before. The queue then begins
+        where that step began.
+        """
+        if queue is None:
+            return cls(loaded, None, loaded.samples, loaded.payloads)
+        delayed = queue.begin(is_repeated=is_repeated)
+        parts = [(delayed.samples, delayed.payloads), (loaded.samples, loaded.payloads)]
+        try:
+            return cls(loaded, delayed, *with_payloads(parts))
+        except ValueError as failure:
+            failed = Loaded.failed(f"{name}: {failure}")
+            return cls(failed, None, failed.samples, failed.payloads)
+
+    def left_behind(self, stays: IntArray, *, restores: bool) -> Delayed:
+        """Returns the sequences `stays`, which wait for a later step: one step more than so far.
+
+        Args:
+            restores: whether a key makes a payload again, which then waits without its tensors.
+        """
+        if self.delayed is None:  # without a queue all sequences leave with their step
+            return Delayed.none()
+        steps = np.zeros(self.samples.lengths.size, np.int64)
+        steps[: self.delayed.steps.size] = self.delayed.steps
+        samples, payloads = used_payloads(
+            self.samples.take(stays), self.payloads, restores=restores
+        )
+        return Delayed(samples, steps[stays] + 1, payloads)
+
+
 def with_payloads(
     parts: Sequence[tuple[Samples, Sequence[Payload]]],
 ) -> tuple[Samples, Sequence[Payload]]:
@@ -187,6 +232,15 @@ def _loaded(state: dict[str, Any]) -> Delayed:
         lengths=np.asarray(state["lengths"]),
         ragged={scope: np.asarray(rows) for scope, rows in state.get("rows", {}).items()},
     )
+    columns = _columns_of(state)
+    payloads = [Payload(one.get("tensors"), one.get("key")) for one in state.get("payloads", ())]
+    if not _is_whole(steps, sizes, columns, len(payloads)):
+        raise ValueError("the checkpoint's delayed sequences are damaged; take another checkpoint")
+    return Delayed(Samples(sizes=sizes, columns=columns), steps, payloads)
+
+
+def _columns_of(state: dict[str, Any]) -> dict[Column, IntArray]:
+    """Returns the columns of a state, those that an iterator gave besides among them."""
     table = {column.name: column for column in (*ALWAYS, *DERIVABLE)}
     columns = {
         table[name]: np.asarray(values)
@@ -198,17 +252,21 @@ def _loaded(state: dict[str, Any]) -> Delayed:
             values = np.asarray(tensor)
             scope = key.removeprefix(_EXTRA)
             columns[Column(name, values.dtype.name, scope, values.shape[1:], extra=True)] = values
-    num_sequences = sizes.lengths.size
-    is_whole = columns.keys() >= set(ALWAYS) and all(
-        rows.size == num_sequences for rows in (steps, *sizes.ragged.values())
-    )
+    return columns
+
+
+def _is_whole(
+    steps: IntArray, sizes: Sizes, columns: Mapping[Column, IntArray], num_payloads: int
+) -> bool:
+    """Returns whether all parts of a state have the sizes that the lengths of its sequences say."""
+    of_sequences = (steps, *sizes.ragged.values())
+    if any(rows.size != sizes.lengths.size for rows in of_sequences):
+        return False
+    if not columns.keys() >= set(ALWAYS):
+        return False
     for column, values in columns.items():
         shape = (sizes.num_rows(column.scope), *column.shape)
-        is_whole &= values.shape == shape and values.dtype == column.dtype
-    if not is_whole:
-        raise ValueError("the checkpoint's delayed sequences are damaged; take another checkpoint")
-    payloads = [Payload(one.get("tensors"), one.get("key")) for one in state.get("payloads", ())]
+        if values.shape != shape or values.dtype != column.dtype:
+            return False
     numbers = columns.get(PAYLOADS, np.empty(0))
-    if numbers.size and not -1 <= numbers.min() <= numbers.max() < len(payloads):
-        raise ValueError("the checkpoint's delayed sequences are damaged; take another checkpoint")
-    return Delayed(Samples(sizes=sizes, columns=columns), steps, payloads)
+    return not numbers.size or bool(-1 <= numbers.min() <= numbers.max() < num_payloads)

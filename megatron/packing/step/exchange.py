@@ -1,24 +1,62 @@
-"""collective. What data ranks exchange in a step: reports for the schedule, then the samples.
+"""collective. All that ranks send one another for a global batch, in order.
 
 gather     the first data rank, the scheduling rank, receives a report of each
 decide     it schedules, and all data ranks receive the decision, or its error
 move       one all-to-all brings each sample to the data rank of the replica that trains it
+broadcast  each data rank sends its replica the plan and the samples by one broadcast each, and the
+           payloads to the other ranks of the first stage
+
+Errors travel as values, and are raised alike on every rank that waits for the result.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron.packing.batch.columns import num_words
+from megatron.packing.batch.columns import IntArray, Schema, Sizes, num_words
+from megatron.packing.batch.payload_bytes import from_bytes, to_bytes
+from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples, joined
 from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
-from megatron.packing.step.replica import broadcast
+from megatron.packing.step.delay import Delayed
+from megatron.packing.step.groups import DataGroups
 from megatron.packing.step.settings import PackingSettings
+from megatron.packing.step.stats import PackingStats
+
+T = TypeVar("T")
+
+
+class StepPlan(NamedTuple):
+    """The part of the schedule that the ranks of a replica receive beside the samples."""
+
+    stats: PackingStats
+    num_sequences: IntArray
+    """int64 [microbatches]"""
+    sizes: Sizes
+    """Sizes of the sequences of this replica, by microbatch."""
+    schema: Schema
+    num_payload_bytes: int = 0
+    """Bytes that the data rank sends to other ranks of the first stage."""
+
+
+class ReplicaPart(NamedTuple):
+    """The part of a global batch that a replica trains, as its data rank has scheduled it."""
+
+    plan: StepPlan
+    samples: Samples
+    payloads: Sequence[Payload | None] = ()
+    """Payload of each sequence, on ranks of the first stage; empty where none has any."""
+    delayed: Delayed = Delayed.none()
+    """Sequences that its data rank loaded and that wait for a later step; none on other ranks."""
+    decision: Decision | None = None
+    """On the scheduling rank."""
 
 
 def decide_together(
@@ -27,16 +65,24 @@ def decide_together(
     settings: PackingSettings,
     exchange: dist.ProcessGroup,
     max_delay: int | None,
-) -> Decision | str | None:
-    """Returns the scheduling rank's decision, or its error, on all data ranks; see `decide`."""
+) -> Decision:
+    """Returns the scheduling rank's decision on all data ranks; see `decide`.
+
+    Raises on all of them alike what `decide` raises, and StopIteration at the end of the data.
+    """
     reports = gather(report, exchange)
-    decision: Decision | str | None = None
+    answer: Decision | GlobalBatchError | None = None
     if reports is not None:
         try:
-            decision = decide(reports, num_fetches, settings, max_delay)
+            answer = decide(reports, num_fetches, settings, max_delay)
         except GlobalBatchError as failure:  # the other data ranks wait for an answer
-            decision = str(failure)
-    return broadcast(decision, 0, exchange)
+            answer = failure
+    answer = broadcast(answer, 0, exchange)
+    if answer is None:
+        raise StopIteration
+    if isinstance(answer, GlobalBatchError):
+        raise answer
+    return answer
 
 
 def gather(report: RankReport, exchange: dist.ProcessGroup) -> list[RankReport] | None:
@@ -59,6 +105,15 @@ def gather(report: RankReport, exchange: dist.ProcessGroup) -> list[RankReport] 
         dist.recv(other, dist.get_global_rank(exchange, rank), group=exchange)
         reports.append(pickle.loads(other.numpy().tobytes()))
     return reports
+
+
+def broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
+    """Returns `value` of group rank `source` on every rank of the group."""
+    if group.size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, source), group=group)
+    return values[0]
 
 
 def move(
@@ -94,3 +149,55 @@ def move(
     received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
     arrived = [Samples.from_words(part, its, decision.schema) for part, its in zip(received, sizes)]
     return joined(arrived), decision.microbatch[mine]
+
+
+def broadcast_part(
+    part: ReplicaPart | GlobalBatchError | StopIteration | None, own: DataGroups
+) -> ReplicaPart:
+    """Returns the part of this replica on each of its ranks, or raises the data rank's error there.
+
+    Args:
+        part: the part, or the error, on the data rank; None on the others.
+    """
+    group, data = own.replica, torch.empty(0, dtype=torch.uint8)
+    plan = part.plan if isinstance(part, ReplicaPart) else part
+    if isinstance(part, ReplicaPart) and part.payloads and len(own.first_stage) > 1:
+        data = to_bytes(part.payloads)
+        plan = part.plan._replace(num_payload_bytes=data.numel())
+    plan = broadcast(plan, dist.get_group_rank(group, own.data_rank), group)
+    if isinstance(plan, Exception):
+        raise plan
+    assert plan is not None, "the data rank has a part or an error"
+    if group.size() == 1:
+        assert isinstance(part, ReplicaPart)
+        return part
+    if isinstance(part, ReplicaPart):
+        words = torch.from_numpy(part.samples.to_words())
+    else:
+        words = torch.empty(num_words(plan.sizes, plan.schema), dtype=torch.int32)
+    dist.broadcast(words, src=own.data_rank, group=group)
+    if isinstance(part, ReplicaPart):
+        _send_payloads(data, own)
+        return part
+    samples = Samples.from_words(words.numpy(), plan.sizes, plan.schema)
+    return ReplicaPart(plan, samples, _receive_payloads(plan.num_payload_bytes, own))
+
+
+def _send_payloads(data: torch.Tensor, own: DataGroups) -> None:
+    """Sends bytes from the data rank to the other ranks of its first stage; nothing where there are
+    none.
+    """
+    if data.numel():
+        others = [rank for rank in own.first_stage if rank != own.data_rank]
+        for sent in [dist.isend(data, rank, group=own.replica) for rank in others]:
+            assert sent is not None, "this rank is in its replica"
+            sent.wait()
+
+
+def _receive_payloads(num_bytes: int, own: DataGroups) -> Sequence[Payload | None]:
+    """Returns the payloads that `_send_payloads` sent; none on ranks of later stages."""
+    if not num_bytes or dist.get_rank() not in own.first_stage:
+        return ()
+    received = torch.empty(num_bytes, dtype=torch.uint8)
+    dist.recv(received, own.data_rank, group=own.replica)
+    return from_bytes(received)

@@ -39,20 +39,24 @@ from megatron.packing.batch.microbatches import (
     pack,
 )
 from megatron.packing.batch.payload_bytes import payloads_of_packs
-from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
-from megatron.packing.batch.tree_shapes import ShapedTrees, shaped
+from megatron.packing.batch.tree_shapes import shaped
 from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport
-from megatron.packing.step.delay import Delayed, DelayQueue
-from megatron.packing.step.exchange import decide_together, move
+from megatron.packing.step.delay import Delayed, DelayQueue, LocalSamples
+from megatron.packing.step.exchange import (
+    ReplicaPart,
+    StepPlan,
+    broadcast_part,
+    decide_together,
+    move,
+)
 from megatron.packing.step.groups import data_groups
-from megatron.packing.step.load import Restore, load_samples, restore_of
-from megatron.packing.step.local import LocalSamples
-from megatron.packing.step.payloads import Moved, PayloadError, PayloadStore, move_payloads
-from megatron.packing.step.replica import Part, StepPlan, broadcast_part
+from megatron.packing.step.load import load_samples
+from megatron.packing.step.payload_store import PayloadStore, restore_of
+from megatron.packing.step.payloads import Moved, move_payloads
 from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
-from megatron.packing.step.trees import reason_against, warn_of_parts, warn_of_paths_apart
+from megatron.packing.step.trees import reason_against, warn_of_trees
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
 
@@ -123,19 +127,20 @@ def schedule_global_batch(
         step: its number; None takes that of `PackingOptions`.
     """
     settings = PackingSettings.of(config, groups, scheduler_type, step)
+    options = PackingOptions.of(config)
     own = data_groups(groups)
-    part = Part(None, Samples.none())
+    part: ReplicaPart | GlobalBatchError | StopIteration | None = None
     if own.exchange is not None:
-        store = PackingOptions.of(config).payloads
-        part = _load_and_place(
-            data_iterator, num_microbatches, settings, own.exchange, queue, store
-        )
-    plan, samples, payloads = broadcast_part(part, own)
-    if plan is None:
-        raise StopIteration
-    if isinstance(plan, str):
-        raise GlobalBatchError(plan)
-    reason = reason_against(config, plan.schema, PackingOptions.of(config).megatron_lm_calls)
+        try:
+            part = _load_and_place(
+                data_iterator, num_microbatches, settings, own.exchange, queue, options.payloads
+            )
+        except (GlobalBatchError, StopIteration) as failure:  # the rest of the replica waits
+            part = failure
+    plan, samples, payloads, delayed, decision = broadcast_part(part, own)
+    if queue is not None:
+        queue.finish(delayed)
+    reason = reason_against(config, plan.schema, options.megatron_lm_calls)
     if reason is not None:
         raise GlobalBatchError(reason)
     if getattr(config, "mrope_section", None) is not None:  # also where all samples are text
@@ -156,8 +161,8 @@ def schedule_global_batch(
         microbatches=microbatches,
         stats=plan.stats,
         settings=settings,
-        decision=part.decision,
-        delayed=Delayed.none() if queue is None else queue.delayed,
+        decision=decision,
+        delayed=delayed,
     )
 
 
@@ -168,8 +173,11 @@ def _load_and_place(
     exchange: dist.ProcessGroup,
     queue: DelayQueue | None,
     store: PayloadStore | None,
-) -> Part:
-    """Runs load, gather, decide and move on a data rank; collective over the data ranks."""
+) -> ReplicaPart:
+    """Runs load, gather, decide and move on a data rank; collective over the data ranks.
+
+    Raises GlobalBatchError, or StopIteration at the end of the data, on all data ranks alike.
+    """
     iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
     name = f"data-parallel rank {exchange.rank()} (rank {dist.get_rank()})"
     loaded = load_samples(
@@ -185,36 +193,23 @@ def _load_and_place(
     is_repeated = getattr(iterator, "replaying", False)
     local = LocalSamples.of(loaded, queue, name, is_repeated=is_repeated)
     # The queue holds trees as they were loaded; their shape is that of this layout.
-    own = shaped(local.samples, settings.trees)
+    trees = shaped(local.samples, settings.trees)
     if exchange.rank() == 0:
-        _warn_of_trees(local.samples, own, settings)
-    report = RankReport.of(local.loaded, local.delayed, own, settings.alignment)
+        warn_of_trees(local.samples, trees, settings.paths_apart)
+    report = RankReport.of(local.loaded, local.delayed, trees, settings.alignment)
     max_delay = None if queue is None else queue.max_steps
     decision = decide_together(report, num_fetches, settings, exchange, max_delay)
-    if not isinstance(decision, Decision):
-        return Part(decision, Samples.none())
-    samples = own.samples.with_schema(decision.schema)
+    samples = trees.samples.with_schema(decision.schema)
     moved, restore = None, None
     if PAYLOADS in decision.schema:
         store = store or PayloadStore()  # delayed ones of a run that had one
         restore = store.restore or restore_of(iterator)
-        try:
-            moved = _move_payloads(samples, local.payloads, decision, exchange, store, restore)
-        except PayloadError as failure:
-            return Part(str(failure), Samples.none())
-    if queue is not None:
-        waits = decision.rank[decision.source_rank == exchange.rank()] < 0
-        waiting = local.left_behind(own.part_of[waits], restores=restore is not None)
-        queue.finish(waiting)
+        moved = move_payloads(samples, local.payloads, decision, exchange, store, restore)
+    waits = decision.rank[decision.source_rank == exchange.rank()] < 0
+    delayed = local.left_behind(trees.part_of[waits], restores=restore is not None)
     samples, microbatch = move(samples, decision, exchange)
-    part = _part_of(samples, microbatch, decision, moved)
-    return part if exchange.rank() == 0 else part._replace(decision=None)
-
-
-def _warn_of_trees(loaded: Samples, own: ShapedTrees, settings: PackingSettings) -> None:
-    warn_of_paths_apart(loaded, settings.paths_apart)
-    if not settings.paths_apart:
-        warn_of_parts(own)
+    part = _part_of(samples, microbatch, decision, moved)._replace(delayed=delayed)
+    return part._replace(decision=decision) if exchange.rank() == 0 else part
 
 
 def _part_of(
@@ -222,7 +217,7 @@ def _part_of(
     microbatch: npt.NDArray[np.int32],
     decision: Decision,
     moved: Moved | None,
-) -> Part:
+) -> ReplicaPart:
     """Returns the part of this replica, with its samples by microbatch.
 
     Args:
@@ -242,19 +237,4 @@ def _part_of(
     num_sequences = np.bincount(microbatch, minlength=stats.microbatches)
     plan = StepPlan(stats, num_sequences, samples.sizes, samples.schema)
     payloads = () if moved is None else [moved.held[i] for i in order.tolist()]
-    return Part(plan, samples, decision, payloads)
-
-
-def _move_payloads(
-    samples: Samples,
-    held: Sequence[Payload],
-    decision: Decision,
-    exchange: dist.ProcessGroup,
-    store: PayloadStore,
-    restore: Restore | None,
-) -> Moved:
-    """Moves the payloads of this rank's sequences; see `payloads.move_payloads`."""
-    target = decision.rank[decision.source_rank == exchange.rank()].astype(np.int64)
-    numbers = samples.columns[PAYLOADS].tolist()
-    of_sequences = [None if number < 0 else held[number] for number in numbers]
-    return move_payloads(of_sequences, target, exchange, store, restore)
+    return ReplicaPart(plan, samples, payloads)

@@ -5,7 +5,7 @@ An error is recorded instead of raised, since all ranks must receive it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,27 +18,6 @@ from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.reading import CostOfPayload, SampleError, SampleReader
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import truncated
-
-Restore = Callable[[Any], Any]
-"""Function of a key to a sample with its `payloads`, or to these."""
-_LOADER_OF_WRAPPERS = ("iterable", "_dataloader")
-"""Attributes that hold the loader in megatron-core's RerunDataIterator, and in Megatron-LM's
-EnergonDataloader.
-"""
-_MAX_WRAPPERS = 4
-
-
-def restore_of(iterator: Any) -> Restore | None:
-    """Returns `restore_sample` of the user's iterator, or of the loader within it; None where there
-    is none.
-    """
-    for _ in range(_MAX_WRAPPERS):
-        if callable(restore := getattr(iterator, "restore_sample", None)):
-            found: Restore = restore
-            return found
-        inner = [getattr(iterator, name, None) for name in _LOADER_OF_WRAPPERS]
-        iterator = next((one for one in inner if one is not None), None)
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,71 +12,24 @@ A step without payloads does none of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.packing.batch.columns import IntArray
+from megatron.packing.batch.columns import PAYLOADS
 from megatron.packing.batch.payload_bytes import from_bytes, to_bytes
-from megatron.packing.batch.payloads import Payload, restored_tensors
-from megatron.packing.scheduling.payload_cost import PayloadCosts, cost_of_payloads
-from megatron.packing.step.load import Restore
+from megatron.packing.batch.payloads import Payload
+from megatron.packing.batch.samples import Samples
+from megatron.packing.step.decide import Decision, GlobalBatchError
+from megatron.packing.step.payload_store import Lost, Restore, with_tensors
+from megatron.packing.step.payload_store import PayloadStore as PayloadStore
 
 logger = logging.getLogger(__name__)
 
 
-class PayloadStore:
-    """Rules by which payloads of a run are made, moved and bounded, and what was learned of them.
-
-    The owner of the training loop makes one per run, on every rank.
-    """
-
-    def __init__(
-        self,
-        *,
-        costs: PayloadCosts | None = None,
-        restore: Restore | None = None,
-        min_bytes_by_key: int = 1 << 18,
-        max_waiting_bytes: int = 4 << 30,
-    ) -> None:
-        """Takes the settings, equal on all ranks.
-
-        Args:
-            costs: by kind, see `scheduling.payload_cost`.
-            restore: function of a key that returns a sample, or its `payloads`; called on data
-                ranks, in the thread that loads. None takes `restore_sample` of the data iterator,
-                or of the loader within it.
-            min_bytes_by_key: tensors of fewer bytes are sent themselves, as reading and decoding
-                a sample again takes longer.
-            max_waiting_bytes: with prefetch, another global batch is prepared only while those that
-                wait hold fewer bytes of payloads, on the rank that holds most.
-        """
-        if min(min_bytes_by_key, max_waiting_bytes) < 0:
-            raise ValueError("bytes of payloads must be at least 0")
-        self.costs: PayloadCosts = dict(costs or {})
-        self.restore = restore
-        self.min_bytes_by_key, self.max_waiting_bytes = min_bytes_by_key, max_waiting_bytes
-        self.without_files: set[int] = set()
-        """Data-parallel ranks that could not make a payload by its key."""
-        self.is_said = False
-        """Whether the way that payloads travel was logged."""
-
-    def cost_of(self, given: Mapping[str, Any]) -> float:
-        """Returns the cost of a sample's payloads from its `costs`."""
-        return cost_of_payloads(given, self.costs)
-
-    def goes_by_key(self, payload: Payload, rank: int) -> bool:
-        """Returns whether a payload goes to a data-parallel rank as its key."""
-        if payload.tensors is None:
-            return rank not in self.without_files
-        is_large = payload.num_bytes >= self.min_bytes_by_key
-        return is_large and payload.key is not None and rank not in self.without_files
-
-
-class PayloadError(RuntimeError):
+class PayloadError(GlobalBatchError):
     """A payload that no rank can make; raised alike on all data ranks."""
 
 
@@ -91,12 +44,6 @@ class Moved(NamedTuple):
     """Bytes of tensors on the data rank that holds most."""
     sent_bytes: int
     """Bytes that data ranks sent one another, keys included."""
-
-
-class _Lost(NamedTuple):
-    """Stands for the key of a payload that could not be made, and says why."""
-
-    reason: str
 
 
 class _Failure(NamedTuple):
@@ -122,8 +69,9 @@ class _Outcome(NamedTuple):
 
 
 def move_payloads(
-    held: Sequence[Payload | None],
-    target: IntArray,
+    samples: Samples,
+    held: Sequence[Payload],
+    decision: Decision,
     exchange: dist.ProcessGroup,
     store: PayloadStore,
     restore: Restore | None,
@@ -133,25 +81,22 @@ def move_payloads(
     Collective over the data ranks. Raises PayloadError where a payload can be made on no rank.
 
     Args:
-        held: payload of each sequence that this rank loaded; None for one of tokens alone.
-        target: int64 of the same, data-parallel rank; negative where a sequence waits.
+        samples: the sequences of this rank, in the order of its report.
+        held: payloads that their column `payloads` numbers.
         restore: function that makes the payload of a key on this rank; None where nothing does.
     """
-    rank, size = exchange.rank(), exchange.size()
-    leaving = [[held[i] for i in np.flatnonzero(target == to).tolist()] for to in range(size)]
-    sent = [[_as_sent(one, to, rank, store, restore) for one in leaving[to]] for to in range(size)]
+    rank = exchange.rank()
+    leaving = _leaving(samples, held, decision, exchange)
+    sent = [
+        [_as_sent(payload, to, rank, store, restore) for payload in its]
+        for to, its in enumerate(leaving)
+    ]
     arrived, sent_bytes = _swap(sent, exchange)
     failures = _decode(arrived, restore)
-    # Those of which the key alone was sent: their tensors stayed here.
-    away = [pair for to in range(size) if to != rank for pair in zip(leaving[to], sent[to])]
-    by_key = [whole for whole, one in away if whole and one and one.tensors is None]
-    own = _Outcome(
-        failures,
-        number=sum(one is not None for its in arrived for one in its),
-        held_bytes=_bytes_of(arrived),
-        sent_bytes=sent_bytes,
-        num_by_key=len(by_key),
-        unsent_bytes=sum(whole.num_bytes for whole in by_key),
+    own = _outcome(failures, arrived, sent_bytes)
+    by_key = _sent_by_key(leaving, sent, rank)
+    own = own._replace(
+        num_by_key=len(by_key), unsent_bytes=sum(payload.num_bytes for payload in by_key)
     )
     outcomes = _gather(own, exchange)
     if rank == 0:
@@ -170,6 +115,41 @@ def move_payloads(
     )
 
 
+def _leaving(
+    samples: Samples, held: Sequence[Payload], decision: Decision, exchange: dist.ProcessGroup
+) -> list[list[Payload | None]]:
+    """Returns by data-parallel rank the payloads of this rank's sequences that are trained there;
+    None for a sequence of tokens alone.
+    """
+    target = decision.rank[decision.source_rank == exchange.rank()]
+    numbers = samples.columns[PAYLOADS]
+    return [
+        [None if number < 0 else held[number] for number in numbers[target == to].tolist()]
+        for to in range(exchange.size())
+    ]
+
+
+def _sent_by_key(
+    leaving: Sequence[Sequence[Payload | None]], sent: Sequence[Sequence[Payload | None]], rank: int
+) -> list[Payload]:
+    """Returns the payloads of which other ranks got the key alone: their tensors stayed here."""
+    return [
+        whole
+        for to, (payloads, as_sent) in enumerate(zip(leaving, sent))
+        if to != rank
+        for whole, one in zip(payloads, as_sent)
+        if whole is not None and one is not None and one.tensors is None
+    ]
+
+
+def _outcome(
+    failures: list[_Failure], arrived: Sequence[Sequence[Payload | None]], sent_bytes: int
+) -> _Outcome:
+    payloads = [payload for its in arrived for payload in its if payload is not None]
+    held_bytes = sum(payload.num_bytes for payload in payloads)
+    return _Outcome(failures, len(payloads), held_bytes, sent_bytes)
+
+
 def _send_again(
     outcomes: Sequence[_Outcome],
     leaving: Sequence[Sequence[Payload | None]],
@@ -179,25 +159,18 @@ def _send_again(
     restore: Restore | None,
 ) -> list[_Outcome]:
     """Sends the tensors of payloads whose keys failed, and puts them in their places."""
-    failed = [(to, each) for to, outcome in enumerate(outcomes) for each in outcome.failures]
-    _check(failed)
-    rank, size = exchange.rank(), exchange.size()
-    if rank == 0 and {to for to, _ in failed} - store.without_files:
-        to, first = failed[0]
-        logger.warning(
-            "data-parallel rank %d cannot make payloads by their keys (%s); their tensors are "
-            "sent to it from now on",
-            to,
-            first.reason,
-        )
+    failed = _failed(outcomes)
+    rank = exchange.rank()
+    if rank == 0:
+        _say_without_files(failed, store)
     store.without_files |= {to for to, _ in failed}
-    sent: list[list[Payload | None]] = [[] for _ in range(size)]
-    places: list[list[int]] = [[] for _ in range(size)]
+    sent: list[list[Payload | None]] = [[] for _ in leaving]
+    places: list[list[int]] = [[] for _ in leaving]
     for to, each in failed:
         if each.source == rank:
             whole = leaving[to][each.place]
             assert whole is not None
-            sent[to].append(_with_tensors(whole, restore))
+            sent[to].append(with_tensors(whole, restore))
         if to == rank:
             places[each.source].append(each.place)
     received, sent_bytes = _swap(sent, exchange)
@@ -205,21 +178,35 @@ def _send_again(
     for source, its in enumerate(received):
         for place, payload in zip(places[source], its, strict=True):
             arrived[source][place] = payload
-    again = _gather(
-        _Outcome(failures, held_bytes=_bytes_of(arrived), sent_bytes=sent_bytes), exchange
-    )
-    _check([(to, each) for to, outcome in enumerate(again) for each in outcome.failures])
+    again = _gather(_outcome(failures, arrived, sent_bytes), exchange)
+    _failed(again)
     return again
 
 
-def _check(failed: Sequence[tuple[int, _Failure]]) -> None:
-    """Raises PayloadError for a payload that its source cannot make either."""
+def _failed(outcomes: Sequence[_Outcome]) -> list[tuple[int, _Failure]]:
+    """Returns the failures with the rank of each; PayloadError for a payload that its source cannot
+    make either.
+    """
+    failed = [(to, each) for to, outcome in enumerate(outcomes) for each in outcome.failures]
     for to, each in failed:
         if each.is_final or each.source == to:
             raise PayloadError(
                 f"a payload of data-parallel rank {each.source} cannot be made: {each.reason}; "
                 "the rank that loaded it must be able to make it again"
             )
+    return failed
+
+
+def _say_without_files(failed: Sequence[tuple[int, _Failure]], store: PayloadStore) -> None:
+    """Logs the first rank that newly cannot make payloads by their keys."""
+    if {to for to, _ in failed} - store.without_files:
+        to, first = failed[0]
+        logger.warning(
+            "data-parallel rank %d cannot make payloads by their keys (%s); their tensors are "
+            "sent to it from now on",
+            to,
+            first.reason,
+        )
 
 
 def _as_sent(
@@ -229,24 +216,7 @@ def _as_sent(
         return payload
     if store.goes_by_key(payload, to):
         return Payload(None, payload.key)
-    return _with_tensors(payload, restore)
-
-
-def _with_tensors(payload: Payload, restore: Restore | None) -> Payload:
-    """Returns the payload with its tensors, made by its key where they are missing; with a _Lost
-    key where that fails.
-    """
-    if payload.tensors is not None:
-        return payload
-    if restore is None:
-        return Payload(
-            None,
-            _Lost("nothing restores a sample by its key; pass PayloadStore(restore=function)"),
-        )
-    try:
-        return Payload(restored_tensors(restore(payload.key)), payload.key)
-    except Exception as failure:  # the user's code may raise anything, and other ranks wait
-        return Payload(None, _Lost(f"{type(failure).__name__}: {failure}"))
+    return with_tensors(payload, restore)
 
 
 def _decode(arrived: list[list[Payload | None]], restore: Restore | None) -> list[_Failure]:
@@ -256,8 +226,8 @@ def _decode(arrived: list[list[Payload | None]], restore: Restore | None) -> lis
         for place, payload in enumerate(its):
             if payload is None or payload.tensors is not None:
                 continue
-            is_final = isinstance(payload.key, _Lost)
-            made = payload if is_final else _with_tensors(payload, restore)
+            is_final = isinstance(payload.key, Lost)
+            made = payload if is_final else with_tensors(payload, restore)
             its[place] = made
             if made.tensors is None:
                 failures.append(_Failure(source, place, made.key.reason, is_final))
@@ -290,10 +260,6 @@ def _gather(outcome: _Outcome, exchange: dist.ProcessGroup) -> list[_Outcome]:
         outcomes = [None] * exchange.size()
         dist.all_gather_object(outcomes, outcome, group=exchange)
     return outcomes
-
-
-def _bytes_of(arrived: Sequence[Sequence[Payload | None]]) -> int:
-    return sum(payload.num_bytes for its in arrived for payload in its if payload is not None)
 
 
 def _say_once(outcomes: Sequence[_Outcome], store: PayloadStore) -> None:

@@ -30,7 +30,7 @@ from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.stages import StageLayers
 from megatron.packing.step.delay import DelayQueue
-from megatron.packing.step.payloads import PayloadStore
+from megatron.packing.step.payload_store import PayloadStore
 from megatron.packing.step.trees import why_paths_stay_apart
 
 UNKNOWN_MODEL = PackCost(linear=1.0, quadratic=1 / 60_000)

@@ -27,18 +27,20 @@ def why_paths_stay_apart(config: Any) -> str:
     return ""
 
 
-def warn_of_paths_apart(samples: Samples, reason: str) -> None:
-    """Warns of trees among samples that are not trained as such; Python shows it once."""
-    if reason and PARENTS in samples.columns:
+def warn_of_trees(samples: Samples, trees: ShapedTrees, paths_apart: str) -> None:
+    """Warns of trees that are trained path by path, or in parts; Python shows each once.
+
+    Args:
+        samples: those that `trees` were shaped from.
+        paths_apart: why each path becomes a sequence; "" where trees are trained as such.
+    """
+    if paths_apart and PARENTS in samples.columns:
         warnings.warn(
-            f"trees of sequences are trained path by path, shared prefixes each time: {reason}",
+            "trees of sequences are trained path by path, shared prefixes each time: "
+            f"{paths_apart}",
             stacklevel=2,
         )
-
-
-def warn_of_parts(trees: ShapedTrees) -> None:
-    """Warns of trees that are trained in parts; Python shows it once."""
-    if trees.part_of.size and np.bincount(trees.part_of).max() > 1:
+    if not paths_apart and trees.part_of.size and np.bincount(trees.part_of).max() > 1:
         warnings.warn(
             "some trees of sequences are trained in parts, each of which computes the prefix that "
             "it shares with others: they do not fit into a pack (--max-seqlen-per-dp-cp-rank), or "

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.packing.step.load import restore_of
+from megatron.packing.step.payload_store import restore_of
 
 
 class Loader:

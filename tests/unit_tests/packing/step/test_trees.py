@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.packing.batch.reading import read_samples
+from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import ShapedTrees
 from megatron.packing.step import trees
 from tests.unit_tests.packing.batch.test_reading import TREE
@@ -34,23 +35,27 @@ def test_attention_of_transformer_engine_keeps_paths_apart(monkeypatch: pytest.M
     assert "Transformer Engine" not in reason, "the trainer hides its import-time notices"
 
 
+def whole(samples: Samples) -> ShapedTrees:
+    return ShapedTrees(samples, np.arange(samples.lengths.size))
+
+
 def test_paths_apart_are_said() -> None:
     """A run would cost what it did, and its user not know why."""
     tree, plain = read_samples([TREE]), read_samples([{"tokens": [1, 2]}])
     with pytest.warns(UserWarning, match="trained path by path, shared prefixes each time: why"):
-        trees.warn_of_paths_apart(tree, "why")
+        trees.warn_of_trees(tree, whole(tree), "why")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trees.warn_of_paths_apart(plain, "why")
-        trees.warn_of_paths_apart(tree, "")
+        trees.warn_of_trees(plain, whole(plain), "why")
+        trees.warn_of_trees(tree, whole(tree), "")
 
 
 def test_parts_of_trees_are_said() -> None:
     """A trunk is computed once per part: more tokens than `show` promised, and no word why."""
     samples = read_samples([TREE, TREE])
     with pytest.warns(UserWarning, match=r"trained in parts, .*--max-seqlen-per-dp-cp-rank"):
-        trees.warn_of_parts(ShapedTrees(samples, np.array([0, 1, 1])))
+        trees.warn_of_trees(samples, ShapedTrees(samples, np.array([0, 1, 1])), "")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trees.warn_of_parts(ShapedTrees(samples, np.array([0, 1])))
-        trees.warn_of_parts(ShapedTrees(samples, np.array([], np.int64)))
+        trees.warn_of_trees(samples, ShapedTrees(samples, np.array([0, 1])), "")
+        trees.warn_of_trees(samples, ShapedTrees(samples, np.array([], np.int64)), "")
