@@ -36,6 +36,7 @@ from tests.functional_tests.test_global_batch import (
     start,
 )
 from tests.functional_tests.test_run import steps_of, wait_for_step
+from tests.unit_tests.packing.batch.test_reading import TREE
 
 MAX_STEPS = 2
 DRAWS = 4
@@ -193,33 +194,36 @@ def test_a_step_run_again_packs_the_same(layout: Layout) -> None:
     assert any(num_waiting for steps in ranks for *_, num_waiting in steps)
 
 
-def failing(layout: Layout) -> Any:
-    """A step in which a rank fails, after one in which some wait: what it says, and what waits
-    before and after.
-    """
-    config = start(layout)
+def failing(layout: Layout, fault: str) -> Any:
+    """A step that fails after one in which some wait: what waits before and after."""
+    config = start(layout, mtp_num_layers=1)
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     queue = DelayQueue(MAX_STEPS)
 
     def draws() -> Iterator[Any]:
         for number, given in enumerate(data(groups.dp.rank())):
-            if number == DRAWS + 1 and groups.dp.rank() == 1:
-                raise OSError("disk gone")
-            yield given
+            if number == DRAWS + 1 and groups.dp.rank() == 1 and fault == "disk gone":
+                raise OSError(fault)
+            yield given if number != DRAWS + 1 or fault == "disk gone" else TREE
 
     iterator = draws()
     schedule_global_batch(iterator, config, DRAWS, groups, queue=queue)
-    before = queue.state_dict()["columns"]["tokens"].tolist()
-    with pytest.raises(RuntimeError, match="disk gone"):
+    before = queue.state_dict()
+    with pytest.raises(RuntimeError, match=fault):
         schedule_global_batch(iterator, config, DRAWS, groups, queue=queue)
-    return before, queue.state_dict()["columns"]["tokens"].tolist(), len(queue)
+    found = (
+        [state["columns"]["tokens"].tolist(), state["steps"].tolist()]
+        for state in (before, queue.state_dict())
+    )
+    return *found, len(queue)
 
 
-def test_an_error_leaves_the_queue_as_it_was() -> None:
+@pytest.mark.parametrize("fault", ["disk gone", "trees of sequences cannot be trained with"])
+def test_an_error_leaves_the_queue_as_it_was(fault: str) -> None:
     """The run is saved at the step before: the sequences that the failed one took would be missing
     there.
     """
-    ranks = run_ranks(failing, 2, Layout(2))
+    ranks = run_ranks(failing, 2, Layout(2), fault)
     assert all(before == after for before, after, _ in ranks)
     assert any(num_waiting for *_, num_waiting in ranks)
 

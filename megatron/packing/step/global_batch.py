@@ -138,11 +138,13 @@ def schedule_global_batch(
         except (GlobalBatchError, StopIteration) as failure:  # the rest of the replica waits
             part = failure
     plan, samples, payloads, delayed, decision = broadcast_part(part, own)
-    if queue is not None:
-        queue.finish(delayed)
     reason = reason_against(config, plan.schema, options.megatron_lm_calls)
     if reason is not None:
         raise GlobalBatchError(reason)
+    if (
+        queue is not None
+    ):  # nothing is refused any more: a step that fails leaves the queue as it was
+        queue.finish(delayed)
     if getattr(config, "mrope_section", None) is not None:  # also where all samples are text
         samples = samples.with_schema((AXIS_POSITIONS,))
     layouts = layouts_of_samples(samples, plan.num_sequences, settings.alignment)
