@@ -38,20 +38,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import gpt_pack_cost
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.step import global_batch
-from megatron.packing.step.decide import RankReport, decide
+from megatron.packing.step import exchange, global_batch
+from megatron.packing.step.decide import decide
 from megatron.packing.step.groups import data_groups, is_data_rank
 from megatron.packing.step.prefetch import Prefetcher
+from megatron.packing.step.reports import RankReport
 from megatron.packing.step.settings import PackingSettings
 
 CAPACITY = 8192
 STAGES = {
-    "load": "load_samples",
-    "gather": "_gather",
-    "decide": "decide",
-    "move": "_move",
-    "broadcast": "_broadcast_part",
-    "pack": "pack",
+    "load": (global_batch, "load_samples"),
+    "gather": (exchange, "gather"),
+    "decide": (exchange, "decide"),
+    "move": (global_batch, "move"),
+    "broadcast": (global_batch, "broadcast_part"),
+    "pack": (global_batch, "pack"),
 }
 STAGE_CASES = [("dp4", 512), ("dp4", 2048), ("dp2tp2", 2048), ("dp2pp2", 2048)]
 EXPOSED_CASES = [
@@ -136,8 +137,8 @@ def stages(layout: Layout, number: int) -> dict[str, float]:
 
         return run
 
-    for stage, name in STAGES.items():
-        setattr(global_batch, name, timed(stage, getattr(global_batch, name)))
+    for stage, (module, name) in STAGES.items():
+        setattr(module, name, timed(stage, getattr(module, name)))
     run = timed("whole", global_batch.schedule_global_batch)
     fetches_each = number // layout.dp
     own = samples(fetches_each, groups.dp.rank()) if is_data_rank(groups) else None
