@@ -7,143 +7,24 @@ reaches all ranks, and no two ranks have to find the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.columns import PAYLOAD_COSTS, IntArray, Schema, Sizes
-from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.columns import IntArray, Schema, Sizes
 from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.batch.samples import common_schema
-from megatron.packing.batch.tree_shapes import ShapedTrees
 from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
 from megatron.packing.scheduling.registry import get_scheduler
-from megatron.packing.step.delay import Delayed
-from megatron.packing.step.load import Loaded
+from megatron.packing.step.reports import RankReport, Reports
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats, packing_stats
 
 FloatArray = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """The sequences that a data rank has to schedule in a step; int64 [n] each."""
-
-    lengths: IntArray
-    fetch: IntArray
-    """Number of the `next` call of this step that gave each sequence; 0 for those that waited."""
-    steps_delayed: IntArray
-    num_loss_tokens: IntArray
-    schema: Schema
-    ragged: Mapping[str, IntArray] = field(default_factory=dict)
-    """Rows of each sequence in columns of further scopes (`Sizes.ragged`); empty without any."""
-    trees: SampleSizes | None = None
-    """Sizes of each sequence, where any is a tree."""
-    part: IntArray | None = None
-    """0 for a whole sample, 1, 2, ... for the parts of one that was cut, which are trained in one
-    step; None where all are whole.
-    """
-    payload_costs: FloatArray | None = None
-    """float64 [n], where any has a payload."""
-    num_dropped: int = 0
-    num_truncated: int = 0
-    ended: bool = False
-    error: str | None = None
-
-    @classmethod
-    def of(
-        cls, loaded: Loaded, delayed: Delayed | None, local: ShapedTrees, alignment: Alignment
-    ) -> RankReport:
-        """Returns the report of a rank with `local` sequences: those that waited, then those that
-        it loaded.
-        """
-        waited = np.empty(0, np.int64) if delayed is None else delayed.steps
-        samples, part_of = local
-        return cls(
-            lengths=samples.lengths,
-            fetch=np.concatenate((np.zeros_like(waited), loaded.fetch))[part_of],
-            steps_delayed=np.concatenate((waited, np.zeros_like(loaded.fetch)))[part_of],
-            num_loss_tokens=samples.num_loss_tokens,
-            schema=samples.schema,
-            ragged=samples.sizes.ragged,
-            trees=SampleSizes.of_trees(samples, alignment),
-            part=local.parts(),
-            payload_costs=samples.columns.get(PAYLOAD_COSTS),
-            num_dropped=loaded.num_dropped,
-            num_truncated=loaded.num_truncated,
-            ended=loaded.ended,
-            error=loaded.error,
-        )
-
-
-class _Reports(NamedTuple):
-    """The reports of all ranks, one after the other: int64 [N] each."""
-
-    source_rank: IntArray
-    lengths: IntArray
-    fetch: IntArray
-    steps_delayed: IntArray
-    num_loss_tokens: IntArray
-    part: IntArray
-    trees: SampleSizes | None
-    """None where no rank has trees."""
-    payload_costs: FloatArray | None
-    """float64 [N]; None where no rank has payloads."""
-
-    @classmethod
-    def of(cls, reports: Sequence[RankReport], alignment: Alignment) -> _Reports:
-        """Returns them joined."""
-        sizes = [report.lengths.size for report in reports]
-        of_sequences = {
-            name: np.concatenate([getattr(report, name) for report in reports])
-            for name in ("lengths", "fetch", "steps_delayed", "num_loss_tokens")
-        }
-        parts = [
-            np.zeros_like(report.lengths) if report.part is None else report.part
-            for report in reports
-        ]
-        trees = None
-        if any(report.trees is not None for report in reports):
-            whole = [
-                report.trees or SampleSizes.of_sequences(report.lengths, alignment)
-                for report in reports
-            ]
-            trees = SampleSizes(*(np.concatenate(values) for values in zip(*whole)))
-        costs = [
-            np.zeros(size) if report.payload_costs is None else report.payload_costs
-            for size, report in zip(sizes, reports)
-        ]
-        has_costs = any(report.payload_costs is not None for report in reports)
-        return cls(
-            source_rank=np.repeat(np.arange(len(reports)), sizes),
-            part=np.concatenate(parts),
-            trees=trees,
-            payload_costs=np.concatenate(costs) if has_costs else None,
-            **of_sequences,
-        )
-
-    def padded(self, alignment: Alignment) -> tuple[IntArray, IntArray | None]:
-        """Returns the tokens that each occupies, and the squares where they are not L^2."""
-        if self.trees is None:
-            return alignment.padded_length(self.lengths), None
-        return self.trees.padded, self.trees.padded_squares
-
-    def kept(self, is_kept: npt.NDArray[np.bool_]) -> _Reports:
-        """Returns some of the sequences."""
-        trees = self.trees
-        if trees is not None:
-            trees = SampleSizes(*(values[is_kept] for values in trees))
-        columns = {
-            name: values[is_kept]
-            for name, values in self._asdict().items()
-            if name != "trees" and values is not None
-        }
-        return self._replace(**columns, trees=trees)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +102,7 @@ def decide(
             found.
     """
     schema = _checked_schema(reports)
-    ended, batch = any(report.ended for report in reports), _Reports.of(reports, settings.alignment)
+    ended, batch = any(report.ended for report in reports), Reports.of(reports, settings.alignment)
     if ended and not batch.lengths.size:
         return None
     try:
@@ -247,7 +128,6 @@ def decide(
         alignment=settings.alignment,
         trees=kept.trees,
     )
-    is_first = kept.part < 2  # a sample that was cut counts once
     return Decision(
         source_rank=batch.source_rank.astype(np.int32),
         sizes=Sizes.joined(
@@ -259,16 +139,32 @@ def decide(
         trees=batch.trees,
         loss_tokens=None if batch.trees is None else batch.num_loss_tokens,
         payload_costs=batch.payload_costs,
-        stats=replace(
-            stats,
-            sequences=int(is_first.sum()),
-            dropped_samples=sum(report.num_dropped for report in reports),
-            truncated_samples=sum(report.num_truncated for report in reports),
-            delays=[]
-            if max_delay is None
-            else np.bincount(kept.steps_delayed[is_first], minlength=1).tolist(),
-            waiting=int(waits.sum()),
+        stats=_with_counts(
+            stats, reports, kept, int(waits.sum()), is_delaying=max_delay is not None
         ),
+    )
+
+
+def _with_counts(
+    stats: PackingStats,
+    reports: Sequence[RankReport],
+    kept: Reports,
+    num_waiting: int,
+    *,
+    is_delaying: bool,
+) -> PackingStats:
+    """Returns the account with what is not in the schedule: samples that are dropped, truncated,
+    delayed, or waiting.
+    """
+    is_first = kept.part < 2  # a sample that was cut counts once
+    delays = np.bincount(kept.steps_delayed[is_first], minlength=1).tolist()
+    return replace(
+        stats,
+        sequences=int(is_first.sum()),
+        dropped_samples=sum(report.num_dropped for report in reports),
+        truncated_samples=sum(report.num_truncated for report in reports),
+        delays=delays if is_delaying else [],
+        waiting=num_waiting,
     )
 
 
@@ -286,7 +182,7 @@ def _checked_schema(reports: Sequence[RankReport]) -> Schema:
 
 
 def _outliers(
-    batch: _Reports, num_ranks: int, settings: PackingSettings, max_steps: int
+    batch: Reports, num_ranks: int, settings: PackingSettings, max_steps: int
 ) -> npt.NDArray[np.bool_]:
     """Returns the sequences that wait for a later step, bool [N]."""
     padded, squares = batch.padded(settings.alignment)
@@ -303,7 +199,7 @@ def _outliers(
 
 
 def _request(
-    kept: _Reports,
+    kept: Reports,
     num_ranks: int,
     num_fetches: int,
     settings: PackingSettings,

@@ -41,7 +41,7 @@ from megatron.packing.batch.microbatches import (
 from megatron.packing.batch.payload_bytes import payloads_of_packs
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import shaped
-from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport
+from megatron.packing.step.decide import Decision, GlobalBatchError
 from megatron.packing.step.delay import Delayed, DelayQueue, LocalSamples
 from megatron.packing.step.exchange import (
     ReplicaPart,
@@ -54,6 +54,7 @@ from megatron.packing.step.groups import data_groups
 from megatron.packing.step.load import load_samples
 from megatron.packing.step.payload_store import PayloadStore, restore_of
 from megatron.packing.step.payloads import Moved, move_payloads
+from megatron.packing.step.reports import RankReport
 from megatron.packing.step.settings import PackingOptions, PackingSettings
 from megatron.packing.step.stats import PackingStats
 from megatron.packing.step.trees import reason_against, warn_of_trees

@@ -12,6 +12,7 @@ the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -76,19 +77,29 @@ def _made(
     data_ranks = tuple(dist.get_process_group_ranks(dp)) if loads else ()
     if list(data_ranks) != sorted(data_ranks):
         raise ValueError("the data-parallel group must list its ranks in ascending order")
-    everyone = _gather_all((data_ranks, tuple(sorted(members))), dist.group.WORLD)
-    mine: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
+    replica = tuple(sorted(members))
+    mine = _new_groups(_gather_all((data_ranks, replica), dist.group.WORLD))
+    return DataGroups(
+        exchange=mine[0, data_ranks] if loads else None,
+        replica=mine[1, replica],
+        data_rank=data_rank,
+        first_stage=tuple(sorted(rank for rank, (_, first) in members.items() if first)),
+    )
+
+
+def _new_groups(
+    everyone: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> dict[tuple[int, tuple[int, ...]], dist.ProcessGroup]:
+    """Makes the groups of data ranks (kind 0) and of replicas (kind 1) that the ranks of the world
+    name, and returns this rank's by kind and members.
+    """
+    mine = {}
     for kind in (0, 1):  # `new_group` is collective: all ranks make all groups in one order
         for ranks in sorted({each[kind] for each in everyone} - {()}):
             group = dist.new_group(ranks, backend="gloo")
             if dist.get_rank() in ranks:
                 mine[kind, ranks] = group
-    return DataGroups(
-        exchange=mine[0, data_ranks] if loads else None,
-        replica=mine[1, tuple(sorted(members))],
-        data_rank=data_rank,
-        first_stage=tuple(sorted(rank for rank, (_, first) in members.items() if first)),
-    )
+    return mine
 
 
 def _gather_all(value: T, group: dist.ProcessGroup | None) -> list[T]:

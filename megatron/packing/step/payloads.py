@@ -102,11 +102,12 @@ def move_payloads(
     if rank == 0:
         _say_once(outcomes, store)
     if any(outcome.failures for outcome in outcomes):  # all ranks see the same, and go on alike
-        again = _send_again(outcomes, leaving, arrived, exchange, store, restore)
-        outcomes = [
-            one._replace(held_bytes=other.held_bytes, sent_bytes=one.sent_bytes + other.sent_bytes)
-            for one, other in zip(outcomes, again)
-        ]
+        outcomes = _send_again(outcomes, leaving, arrived, exchange, store, restore)
+    return _moved(arrived, outcomes)
+
+
+def _moved(arrived: Sequence[Sequence[Payload | None]], outcomes: Sequence[_Outcome]) -> Moved:
+    """Returns the payloads that arrived here, with the sums over all data ranks."""
     return Moved(
         [payload for its in arrived for payload in its],
         sum(outcome.number for outcome in outcomes),
@@ -158,29 +159,34 @@ def _send_again(
     store: PayloadStore,
     restore: Restore | None,
 ) -> list[_Outcome]:
-    """Sends the tensors of payloads whose keys failed, and puts them in their places."""
+    """Sends the tensors of payloads whose keys failed, and puts them in their places.
+
+    Returns the outcomes of both times together.
+    """
     failed = _failed(outcomes)
     rank = exchange.rank()
     if rank == 0:
         _say_without_files(failed, store)
     store.without_files |= {to for to, _ in failed}
     sent: list[list[Payload | None]] = [[] for _ in leaving]
-    places: list[list[int]] = [[] for _ in leaving]
     for to, each in failed:
         if each.source == rank:
             whole = leaving[to][each.place]
             assert whole is not None
             sent[to].append(with_tensors(whole, restore))
-        if to == rank:
-            places[each.source].append(each.place)
     received, sent_bytes = _swap(sent, exchange)
     failures = _decode(received, None)
+    own = [each for to, each in failed if to == rank]
     for source, its in enumerate(received):
-        for place, payload in zip(places[source], its, strict=True):
+        places = [each.place for each in own if each.source == source]
+        for place, payload in zip(places, its, strict=True):
             arrived[source][place] = payload
     again = _gather(_outcome(failures, arrived, sent_bytes), exchange)
     _failed(again)
-    return again
+    return [
+        one._replace(held_bytes=other.held_bytes, sent_bytes=one.sent_bytes + other.sent_bytes)
+        for one, other in zip(outcomes, again)
+    ]
 
 
 def _failed(outcomes: Sequence[_Outcome]) -> list[tuple[int, _Failure]]:
