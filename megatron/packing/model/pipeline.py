@@ -113,6 +113,7 @@ class _Training:
         self._working_queue = self._queue
         if self._ahead:
             data_groups(groups)  # made by this thread: that is collective over the world
+            # Below the rerun state machine's iterator, which must not record what is read ahead.
             self._iterator = getattr(self._iterator, "iterable", self._iterator)
             self._working_queue = None if self._queue is None else self._queue.copy()
         self._given = _only(data_iterator)
@@ -128,6 +129,8 @@ class _Training:
     def next(self, data_iterator: object, num_fetches: int) -> GlobalBatch:
         if not self._ahead:
             self._iterator, self._num_fetches = _only(data_iterator), num_fetches
+            # megatron-core's rerun state machine runs a step again whose loss looked wrong, on the
+            # samples that its iterator has recorded: the same step, so the same schedule.
             self._step -= getattr(self._iterator, "replaying", False)
             return next(self.batches)
         if _only(data_iterator) is not self._given or num_fetches != self._num_fetches:
@@ -140,9 +143,11 @@ class _Training:
             self._last is not None
             and get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
         ):
+            # Its iterator records nothing of data that are read ahead: the batch itself is kept.
             return self._last
         self._last = batch = next(self.batches)
         if self._queue is not None:
+            # The working queue is steps ahead; this one is what a checkpoint of this step saves.
             self._queue.finish(batch.delayed)
         return batch
 

@@ -53,6 +53,7 @@ class _Vector:
         sizes = [_size(value) for value in slots.values()]
         self._ends = dict(zip(slots, np.cumsum(sizes).tolist()))
         # What is on the host goes to the device in one copy; tensors there are put in afterwards.
+        # In float64, so that sums of tokens and of squared lengths are exact up to 2^53.
         own = torch.zeros(sum(sizes), dtype=torch.float64)
         for (name, value), size in zip(slots.items(), sizes):
             if not isinstance(value, Tensor):
@@ -66,6 +67,7 @@ class _Vector:
                 numbers[self._ends[name] - size : self._ends[name]] = value.double().flatten()
         dist.all_reduce(numbers, op=operation)
         self._numbers = numbers
+        # Back to the host without waiting: who asks for `result` waits, a step's work later.
         if device.type == "cuda":
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)

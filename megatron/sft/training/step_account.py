@@ -123,7 +123,12 @@ class Reduction:
         """Takes this rank's parts.
 
         Args:
-            num_padded_tokens: of this context-parallel rank.
+            losses: results of the passes, an entry per microbatch; [] but on the last stage.
+            stop: True if this rank was asked to stop.
+            counts: counts of the samples that this rank loaded.
+            is_written: True if this rank's part of a checkpoint is written.
+            num_padded_tokens: tokens that this context-parallel rank computed without packing.
+            figures: this rank's part of the figures of `FIGURES`.
         """
         self._shape, self._figures = counts.table.shape, figures
         num_sources, padded = len(counts.table), 0
@@ -138,6 +143,7 @@ class Reduction:
             for name, place in (("loss_sum", 0), ("num_loss_tokens", 1)):
                 loss[name] = torch.stack([each["lm loss"][place].double() for each in losses]).sum()
             right = [each.get("right tokens") for each in losses]
+            # NaN makes the sum over ranks NaN: known of all tokens, or of none.
             is_known = all(each is not None for each in right)
             loss["right_tokens"] = torch.stack(right).sum() if is_known else math.nan
             if num_sources > 1:
@@ -170,8 +176,9 @@ class Reduction:
 
 
 class Stopwatch:
-    """Seconds between its making and `stop`, of the device's work; asking for them waits for
-    nothing on a device whose work has been waited for since.
+    """Seconds of the device's work between its making and `stop`.
+
+    On a GPU `seconds` waits for that work; after the step's reduction it is done already.
     """
 
     def __init__(self, device: torch.device) -> None:
