@@ -22,7 +22,9 @@ from megatron.packing.batch.tree import Trees, checked_trees
 
 MAX_ID = 2**31 - 1
 """Ids travel as int32. Larger ones are refused, as they would be changed."""
-_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "num_paths", "first_path")
+_FIELDS = frozenset(("tokens", "labels", "loss_mask", "position_ids", "num_paths", "first_path"))
+_PLAIN = frozenset(("tokens", "labels", "loss_mask", "position_ids", "source"))
+"""Keys of a dict that is one sequence, with nothing besides; most are."""
 _HUGGINGFACE = (
     "input_ids",
     "labels",
@@ -81,6 +83,8 @@ def read_item(item: Mapping[str, Any]) -> Item:
     source = _number(item.get("source", 0))
     if not 0 <= source <= MAX_ID:
         raise ValueError(f"'source' must be from 0 to {MAX_ID}, but is {source}")
+    if size and item.keys() <= _PLAIN:
+        return Item(fields, {}, [size], source)
     extra, lengths, trees = extra_fields(item, size), [size], None
     has_layout = item.get("cu_seqlens") is not None or item.get("original_seq_len") is not None
     if size == 0 or has_layout or item.get("parents") is not None:
@@ -115,7 +119,11 @@ def _is_per_token(name: str, values: npt.NDArray[Any], size: int) -> bool:
 
 def _given_fields(item: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """Returns the fields that an item has, [L] each; ValueError where lengths differ."""
-    given = {name: _flat(item[name]) for name in _FIELDS if item.get(name) is not None}
+    given = {
+        name: _flat(values)
+        for name, values in item.items()
+        if name in _FIELDS and values is not None
+    }
     if "tokens" not in given:
         raise ValueError(
             f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}"
@@ -207,13 +215,20 @@ def _number(value: Any) -> int:
 def _flat(values: Any) -> npt.NDArray[Any]:
     if isinstance(values, np.ndarray) and values.ndim == 1:
         return values
-    if hasattr(values, "detach"):  # a tensor, without importing torch
-        values = values.detach().cpu()
-        values = (values.float() if values.is_floating_point() else values).numpy()
-    array = np.asarray(values)
+    array = _of_tensor(values) if hasattr(values, "detach") else np.asarray(values)
     if array.ndim > 1 and array.size != array.shape[-1]:
         raise ValueError(
             f"a sample's fields must be [L] or [1, L], but one is {list(array.shape)}; "
             "hand rows over as a list of samples"
         )
     return array.reshape(-1)
+
+
+def _of_tensor(values: Any) -> npt.NDArray[Any]:
+    """Returns a tensor's values, without importing torch; of bfloat16 as float32."""
+    try:
+        array: npt.NDArray[Any] = values.numpy()
+    except (RuntimeError, TypeError):  # on a GPU, with a gradient, or of a type of torch's alone
+        values = values.detach().cpu()
+        array = (values.float() if values.is_floating_point() else values).numpy()
+    return array

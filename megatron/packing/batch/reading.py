@@ -92,12 +92,13 @@ class SampleReader:
 
         Raises ValueError for a dict that is no sample.
         """
-        for one in (given,) if isinstance(given, Mapping | MergedPaths) else given:
-            for item in items_of(one._asdict() if isinstance(one, MergedPaths) else one):
-                self._items.append(read_item(item))
-                if self._items[-1].payload is not None:
-                    self._add_payload(self._items[-1].payload, self._items[-1].costs)
-                self._fetches += [fetch] * len(self._items[-1].lengths)
+        for one in (given,) if isinstance(given, (dict, Mapping, MergedPaths)) else given:
+            for sample in items_of(one._asdict() if isinstance(one, MergedPaths) else one):
+                item = read_item(sample)
+                self._items.append(item)
+                if item.payload is not None:
+                    self._add_payload(item.payload, item.costs)
+                self._fetches += [fetch] * len(item.lengths)
 
     def _add_payload(self, payload: Payload, costs: Mapping[str, Any]) -> None:
         """Adds the payload of the sequence that is added next."""

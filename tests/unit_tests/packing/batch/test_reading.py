@@ -50,6 +50,15 @@ def test_given_fields_are_kept() -> None:
     assert read(item) == [([5, 6, 7], [9, 7, 8], [0.0, 1.0, 1.0], [4, 5, 6])]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_weights_are_tensors_of_any_precision(dtype: torch.dtype, has_gradient: bool) -> None:
+    """numpy takes neither bfloat16 nor what has a gradient."""
+    weights = torch.tensor([0.5, 0.25, 0.0], dtype=dtype, requires_grad=has_gradient)
+    item = {"tokens": torch.tensor([5, 6, 7]), "loss_mask": weights}
+    assert read(item) == [([5, 6, 7], [6, 7, 7], [0.5, 0.25, 0.0], [0, 1, 2])]
+
+
 def test_fields_that_only_some_samples_have() -> None:
     """A default taken from another sample's place would train on its neighbour's labels."""
     items = [
