@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.blending.formats.sources import SOURCES
@@ -37,18 +37,27 @@ def expanded(path: str, flag: str) -> tuple[str, ...]:
 
 
 def _files_below(path: str) -> Iterator[Path]:
-    """Yields the files of a folder, without those of checkpoints and models below it: their JSON
-    files are no records.
+    """Yields the files of a folder, without those of runs, checkpoints and models below it: their
+    JSON files are no records.
     """
     for folder, folders, names in os.walk(path):
-        if folder != path and any(map(_is_of_weights, names)):
+        if folder != path and _is_made_by_runs(names):
             folders.clear()
             continue
         yield from (Path(folder, name) for name in names)
 
 
-def _is_of_weights(name: str) -> bool:
-    return name == "checksums.json" or name.endswith((".safetensors", ".distcp"))
+def _is_made_by_runs(names: Sequence[str]) -> bool:
+    """Returns whether a folder with these files is a run's (see its `options.json`), a checkpoint,
+    whole or not, a model or an adapter.
+    """
+    suffixes = {os.path.splitext(name)[1] for name in names}
+    is_described = not {"config.json", "adapter_config.json"}.isdisjoint(names)
+    return (
+        {"options.json", "metrics.jsonl"} <= set(names)
+        or ".distcp" in suffixes
+        or (is_described and ".safetensors" in suffixes)
+    )
 
 
 def one_of(path: str, flag: str) -> str:

@@ -27,25 +27,30 @@ def test_files_of_folders_and_patterns_are_sorted(folder):
     assert names(folder, deep.valid_paths) == ["deep/c.parquet"]
 
 
-def test_checkpoints_and_models_in_a_folder_are_no_data(folder):
+def test_runs_checkpoints_and_models_in_a_folder_are_no_data(folder):
     """A folder of data to which a run saves would not train again: checksums.json holds no
-    records.
+    records. Other data beside tensors is not left out without a word.
     """
-    for name in ("run/iter_0000002/checksums.json", "run/iter_0000002/huggingface/config.json"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
     for name in (
+        "run/options.json",
+        "run/metrics.jsonl",
+        "saved/iter_0000002/__0_0.distcp",
+        "saved/iter_0000002/checksums.json",
+        "saved/iter_0000002/huggingface/config.json",
+        "iter_0000003.unfinished/__0_0.distcp",
+        "iter_0000003.unfinished/metadata.json",
         "out/model.safetensors",
         "out/config.json",
-        "iter_0000003.unfinished/__0_0.distcp",
+        "features/a.safetensors",
+        "features/d.jsonl",
     ):
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    (folder / "iter_0000003.unfinished/metadata.json").touch()
     assert names(folder, expanded(str(folder), "--data-path")) == [
         "a.csv",
         "b.jsonl",
         "deep/c.parquet",
+        "features/d.jsonl",
     ]
 
 
