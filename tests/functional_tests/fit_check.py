@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.distributed import make_groups
 from megatron.sft.fit.counter import ByteCounter, Made, Phase, SettledCounter
-from megatron.sft.fit.fake_experts import recorded
-from megatron.sft.fit.host_reads import Dispatch, HostReads
+from megatron.sft.fit.fake.experts import recorded
+from megatron.sft.fit.fake.host_reads import Dispatch, HostReads
+from megatron.sft.fit.fake.world import fake_world
 from megatron.sft.fit.step import StepData, run_step
-from megatron.sft.fit.world import fake_world
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 from tests.functional_tests.ranks import run_ranks

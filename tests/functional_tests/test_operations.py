@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.sft.distributed import make_groups
 from megatron.sft.fit.counter import SettledCounter
-from megatron.sft.fit.host_reads import HostReads
+from megatron.sft.fit.fake.host_reads import HostReads
 from megatron.sft.fit.step import StepData, forward_backward, iterated, prepare
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import build_training

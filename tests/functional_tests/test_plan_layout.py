@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.planner.layouts import Candidate, Choice, Search
+from megatron.planner.layout.search import Candidate, Choice, Search
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import plan_layout
 from megatron.sft.commands.plan import main

@@ -162,11 +162,9 @@ FOLDERS = {
     "planner": (
         "sequences",
         "step_record",
-        "devices",
-        "layouts",
         "lengths",
         "compare",
-        "layout_time",
+        "layout",
         "advice",
         "plan_options",
         "plan_run",

@@ -1,6 +1,6 @@
 """pure. `megatron-sft plan --auto-layout`: the fastest parallel layouts that fit, without a GPU.
 
-Times are modelled (`megatron/planner/layout_time.py`), memory is traced (`megatron/sft/fit`).
+Times are modelled (`megatron/planner/layout/times.py`), memory is traced (`megatron/sft/fit`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import check_range
 from megatron.packing.scheduling.registry import get_scheduler
-from megatron.planner.devices import DEVICES
-from megatron.planner.layout_page import Bar, layout_page
-from megatron.planner.layout_time import TimeModel, reason
-from megatron.planner.layouts import Candidate, Choice, Measures, Search, enumerated, search
+from megatron.planner.layout.devices import DEVICES
+from megatron.planner.layout.page import Bar, layout_page
+from megatron.planner.layout.search import Candidate, Choice, Measures, Search, enumerated, search
+from megatron.planner.layout.times import TimeModel, reason
 from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import drawn
 from megatron.planner.sequences import Sequences

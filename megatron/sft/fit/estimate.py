@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from megatron.sft.fit import cuda_branches
 from megatron.sft.fit.affine import NotAffineError, fitted
 from megatron.sft.fit.counter import ByteCounter, Phase
-from megatron.sft.fit.host_reads import HostReads, Routing
+from megatron.sft.fit.fake import cuda_branches
+from megatron.sft.fit.fake.host_reads import HostReads, Routing
+from megatron.sft.fit.fake.world import fake_world
 from megatron.sft.fit.save_bytes import save_bytes
 from megatron.sft.fit.stages import (
     Stage,
@@ -26,7 +27,6 @@ from megatron.sft.fit.stages import (
     stages_of,
 )
 from megatron.sft.fit.step import StepData, run_step
-from megatron.sft.fit.world import fake_world
 from megatron.sft.options.config import SFTConfig
 
 How = Literal["run", "extrapolated", "described"]

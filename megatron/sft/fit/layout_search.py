@@ -1,4 +1,4 @@
-"""mcore. Memory and validity of layouts for `megatron.planner.layouts`, by the trainer's checks and
+"""mcore. Memory and validity of layouts for `megatron.planner.layout`, by the trainer's checks and
 traces.
 
 Most layouts need no trace of their own. What a layer keeps for its backward pass is traced once for
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from megatron.packing.flags import FlagError
-from megatron.planner.layouts import Candidate
+from megatron.planner.layout.search import Candidate
 from megatron.sft.fit.estimate import (
     Request,
     Shared,

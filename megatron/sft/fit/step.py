@@ -3,7 +3,7 @@
     build -> [forward and backward -> optimizer] x steps
 
 `run_step` runs the trainer's own `build_training`, `forward_step` and optimizer on real tensors as
-well as in a fake world (see `world`).
+well as in a fake world (see `fake.world`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.packing.batch.samples import Samples
 from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.fit.counter import ByteCounter
-from megatron.sft.fit.host_reads import HostReads
+from megatron.sft.fit.fake.host_reads import HostReads
 from megatron.sft.model.build import Training, build_training
 from megatron.sft.model.forward import PaddedBatch, forward_step, padded_batches
 from megatron.sft.model.module_parts import part_of_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.planner.layouts import enumerated
+from megatron.planner.layout.search import enumerated
 from megatron.sft.arguments.parse import parse_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

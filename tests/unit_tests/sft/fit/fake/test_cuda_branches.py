@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.sft.fit.cuda_branches import BRANCHES, flash_backward_bytes
+from megatron.sft.fit.fake.cuda_branches import BRANCHES, flash_backward_bytes
 
-ROOT = Path(__file__).parents[4] / "megatron"
+ROOT = Path(__file__).parents[5] / "megatron"
 OWN = ("sft/fit", "planner", "blending")
 """The estimate itself, and what no training step runs."""
 

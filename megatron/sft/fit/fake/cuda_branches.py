@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.packing.model.attention import delta_rule
 from megatron.packing.model.attention import kernels as attention_kernels
-from megatron.sft.fit import delta_kernels
+from megatron.sft.fit.fake import delta_kernels
 from megatron.sft.model import build
 
 How = Literal["run", "described", "none"]

@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.registry import get_scheduler
-from megatron.planner.devices import DEVICES
-from megatron.planner.layout_page import Bar, layout_page
-from megatron.planner.layout_time import TimeModel, reason
-from megatron.planner.layouts import RECOMPUTES, Candidate, Measures, Search, enumerated, search
+from megatron.planner.layout.devices import DEVICES
+from megatron.planner.layout.page import Bar, layout_page
+from megatron.planner.layout.search import (
+    RECOMPUTES,
+    Candidate,
+    Measures,
+    Search,
+    enumerated,
+    search,
+)
+from megatron.planner.layout.times import TimeModel, reason
 from megatron.planner.plan_options import DEFAULT_MODEL
 from megatron.planner.sequences import Sequences
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.sft.fit.host_reads import Experts, HostReads, dispatch, spread_evenly
+from megatron.sft.fit.fake.host_reads import Experts, HostReads, dispatch, spread_evenly
 
 
 def test_balanced_and_worst_case_of_eight_experts() -> None:

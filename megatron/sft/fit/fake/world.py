@@ -36,10 +36,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.packing.model import get_batch
 from megatron.sft import distributed
-from megatron.sft.fit import cuda_branches, fake_experts
 from megatron.sft.fit.counter import DEVICE
-from megatron.sft.fit.fake_results import Results
-from megatron.sft.fit.host_reads import HostReads
+from megatron.sft.fit.fake import cuda_branches, experts
+from megatron.sft.fit.fake.host_reads import HostReads
+from megatron.sft.fit.fake.results import Results
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 
@@ -105,7 +105,7 @@ def _replaced(reads: HostReads) -> Iterator[tuple[Any, str, Any]]:
         yield moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}
     else:  # megatron-core 0.19
         yield import_module(f"{moe.__name__}.moe_logging"), "_MOE_METRICS_TRACKER", None
-    yield from fake_experts.replaced(reads)
+    yield from experts.replaced(reads)
 
 
 def _of_fake_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,8 +25,8 @@ from megatron.packing.scheduling.cost import (
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import modelled_cost
-from megatron.planner.devices import ATTENTION_SHARE, Device
-from megatron.planner.layouts import Candidate
+from megatron.planner.layout.devices import ATTENTION_SHARE, Device
+from megatron.planner.layout.search import Candidate
 from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout
 

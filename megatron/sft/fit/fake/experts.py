@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
-from megatron.sft.fit.host_reads import Dispatch, Experts, HostReads
+from megatron.sft.fit.fake.host_reads import Dispatch, Experts, HostReads
 
 _Dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.sft.fit.counter import ByteCounter
-from megatron.sft.fit.fake_results import Results, kind_of
+from megatron.sft.fit.fake.results import Results, kind_of
 
 aten = torch.ops.aten
 
