@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.packing.model.attention import delta_rule
+from megatron.packing.model.attention import delta_rule, zigzag
 from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.sft.fit.fake import delta_kernels
 from megatron.sft.model import build
@@ -74,7 +74,7 @@ BRANCHES = (
     Branch("sft.model.needs.check_needs", "a check", "none"),
     Branch("sft.model.needs._check_optimizer", "a check", "none"),
     Branch("sft.commands.chat.open_speaker", "no training step", "none"),
-    Branch("packing.model.attention.zigzag.sent", "indices are copied to the device", "run"),
+    Branch("packing.model.attention.zigzag.to_device", "indices are copied to the device", "run"),
     Branch("packing.model.pipeline.check_config", "a check", "none"),
     Branch("packing.batch.microbatches._split", "pinned memory of the host", "none"),
     Branch("packing.step.settings.cost_of", "the least cost of a pack, a time", "none"),
@@ -135,8 +135,10 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
     """Yields (owner, name, replacement) of what goes CUDA's way."""
     yield attention_kernels, "kernel_for", _kernel_for(attention_kernels.kernel_for)
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.packing.model.") and hasattr(module, "sent"):
-            yield module, "sent", _copy
+        # Not by its name alone, which would be missed silently once it is renamed.
+        its = getattr(module, zigzag.to_device.__name__, None)
+        if name.startswith("megatron.packing.model.") and its is zigzag.to_device:
+            yield module, zigzag.to_device.__name__, _copy
     yield delta_rule, "has_kernels", lambda device, dtype: dtype in _HALF
     yield delta_rule, "rule_kernel", lambda: delta_kernels.rule
     yield delta_rule, "convolution_kernel", lambda: delta_kernels.convolution
