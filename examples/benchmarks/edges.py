@@ -167,9 +167,9 @@ def checkpoint(folder: Path) -> None:
     The model and its optimizer are 0.85 GB in float32.
     """
     import torch
-    from megatron.sft.saved_run import SavedRun
 
     from megatron.sft.__main__ import main
+    from megatron.sft.training.saved_run import SavedRun
 
     save = SavedRun.save
 
