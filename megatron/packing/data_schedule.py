@@ -80,7 +80,7 @@ def wrap_data_iterator(
     num_microbatches: int,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> WrappedDataLoader:
-    """`wrap_dataloader` under the name that later Megatron-LM uses."""
+    """Does what `wrap_dataloader` does, under the name that later Megatron-LM uses."""
     return wrap_dataloader(data_iterator, config, num_microbatches, pg_collection=pg_collection)
 
 

@@ -195,8 +195,8 @@ def build_parser(groups: Sequence[type], command: Command, *, shows_help: bool) 
 
 
 def _argument_kind(hint: Any) -> dict[str, Any]:
-    """argparse's keywords for a type: bool, int, float, str, Literal, tuple[str, ...], or one of
-    these or None.
+    """Returns argparse's keywords for a type: bool, int, float, str, Literal, tuple[str, ...], or
+    one of these or None.
     """
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(option for option in typing.get_args(hint) if option is not type(None))

@@ -114,7 +114,7 @@ class LayerKind:
         return 0 if self.delta_net is not None else self.num_attention_heads * self.kv_channels
 
     def mlp_weights(self, hidden_size: int, is_gated: bool) -> tuple[int, int]:
-        """(Multiply-adds of each token, weights) of the MLP or the experts."""
+        """Returns (multiply-adds of each token, weights) of the MLP or the experts."""
         matrices = 3 if is_gated else 2
         if self.experts is None:
             size = matrices * hidden_size * self.ffn_hidden_size

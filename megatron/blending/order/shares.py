@@ -161,7 +161,7 @@ class Shares:
 def _earliest_deadline_first(
     shares: Shares, start: int, end: int, counts: Ints, found: Ints | None
 ) -> Ints:
-    """The same as the function of core.cpp; returns `counts` before `end`, and fills `found`."""
+    """Does what the function of core.cpp does; returns `counts` before `end`, and fills `found`."""
     before = counts.tolist()
     later = [(*shares.interval(child, count), child) for child, count in enumerate(before)]
     heapq.heapify(later)

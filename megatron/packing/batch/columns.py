@@ -219,7 +219,7 @@ def _position_ids(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
 
 
 def _axis_positions(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
-    """Text stands at the same position along all axes."""
+    """Derives positions of text, which are the same along all axes."""
     positions = columns.get(POSITION_IDS)
     positions = _position_ids(sizes, columns) if positions is None else positions
     return np.repeat(positions[:, None], NUM_AXES, axis=1)

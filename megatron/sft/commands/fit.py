@@ -262,7 +262,7 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
 
 
 def _host(config: SFTConfig, options: FitOptions) -> str:
-    """Memory of the host for batches, at most: every sequence as long as it may be."""
+    """Returns the memory of the host for batches, at most: every sequence as long as it may be."""
     replicas = config.parallel.data_parallel_size(options.world_size)
     num_tokens = config.training.global_batch_size // replicas * config.model.seq_length
     batches = 1 + config.data.prefetch_global_batches

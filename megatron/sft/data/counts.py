@@ -24,7 +24,7 @@ class Counts:
 
     @classmethod
     def none(cls, num_sources: int) -> Counts:
-        """Nothing drawn yet."""
+        """Returns counts of nothing, before the first sample."""
         return cls(np.zeros((num_sources, len(COLUMNS)), np.int64))
 
     def __sub__(self, other: Counts) -> Counts:

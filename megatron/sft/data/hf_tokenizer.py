@@ -230,7 +230,7 @@ def _is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """transformers imports torch, in seconds, wherever it finds it, and works without; what is
+    """Hides torch from transformers, which would import it, in seconds, and works without; what is
     imported is left.
     """
     if "torch" in sys.modules:

@@ -106,12 +106,12 @@ def install() -> list[Change]:
 
 
 def report() -> str:
-    """Human-readable list of every change that `install` made."""
+    """Returns a readable list of every change that `install` made."""
     return "\n".join(f"{change.where}: {change.what}" for change in _installed) or "nothing changed"
 
 
 def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """Each plain function defined in `module`, methods and wrapped ones included, once."""
+    """Yields each plain function defined in `module`, methods and wrapped ones included, once."""
     seen: set[int] = set()
     todo = [
         value
@@ -153,7 +153,9 @@ def rewrite(
 def _rewritten(
     code: types.CodeType, literals: Mapping[str, str], names: Mapping[str, str]
 ) -> tuple[types.CodeType, list[str]]:
-    """`code` with literals and names replaced, nested functions included; and what was replaced."""
+    """Returns `code` with literals and names replaced, nested functions included; and what was
+    replaced.
+    """
     changed: list[str] = []
 
     def constant(value: object) -> object:
@@ -177,7 +179,7 @@ def _rewritten(
 
 
 def _use_cpu_generator() -> list[Change]:
-    """The tensor-parallel random states are states of the CPU generator."""
+    """Makes the tensor-parallel random states those of the CPU generator."""
     from megatron.core.tensor_parallel import random as tracked
 
     def get_state(

@@ -47,7 +47,7 @@ def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> T
     """A ramp over the channels leads from frequencies that stay to ones divided by the factor."""
 
     def channel(rotations: float) -> float:
-        """The channel that turns so many times in the original context."""
+        """Returns the channel that turns so many times in the original context."""
         context = scaling.original_max_position_embeddings
         return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
 

@@ -59,7 +59,7 @@ def _world_size(config: SFTConfig) -> int:
 
 @contextmanager
 def _groups(config: SFTConfig, datasets: Datasets, pretrained: object) -> Iterator[None]:
-    """The groups of a launched run; of one process, whatever the layout."""
+    """Makes the groups of a launched run; of one process, whatever the layout."""
     if not _is_alone():
         with process_groups(config, fingerprints(config, datasets, pretrained)):  # type: ignore[arg-type]
             yield

@@ -119,8 +119,8 @@ def _try_companions(companions: Companions) -> None:
 
 @contextmanager
 def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
-    """A folder for a while, whose JSON files are read again at its end; ValueError for what fails
-    meanwhile.
+    """Yields a folder for a while, whose JSON files are read again at its end; ValueError for what
+    fails meanwhile.
     """
     try:
         shutil.rmtree(folder, ignore_errors=True)

@@ -109,8 +109,8 @@ def _of_load(config: SFTConfig) -> dict[str, str]:
 
 
 def _files_of_checkpoint(path: Path) -> list[Path]:
-    """The checksums, against which each rank's copy is held when it is read; all files where there
-    are none.
+    """Returns the checksums, against which each rank's copy is held when it is read; all files
+    where there are none.
     """
     if (path / CHECKSUMS).is_file():
         return [path / CHECKSUMS]

@@ -139,7 +139,7 @@ class StepBatches(Iterator[StepBatch]):
         self._stream.hurry()
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """See `Prefetcher`; then the worker processes end."""
+        """Closes the prefetcher (see `Prefetcher`), then ends the worker processes."""
         if self._prefetcher.close(timeout_seconds):
             self._stream.close()
 

@@ -130,7 +130,7 @@ def _typed_load(
     reading: Reading,
     decode: Decode,
 ) -> TypedLoad:
-    """`source`: what is read of the data set."""
+    """Returns the load of a source with types. `source`: what is read of the data set."""
     kind, decode = _sample_class(dataset, reading, decode)
     load = TypedLoad(dataset, kind, subflavors, decode)
     if dataset.sample_type.field_map and local_path(dataset.path) is not None:

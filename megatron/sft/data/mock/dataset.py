@@ -271,7 +271,7 @@ def _load(config_json: str | None) -> tuple[dict[str, Any], Path]:
 
 
 def _lognormal_of_verification(seq_length: int) -> dict[str, Any]:
-    """Megatron-LM's own values, as far as samples may be so long."""
+    """Returns Megatron-LM's own values, as far as samples may be so long."""
     longest = min(4096, seq_length)
     shortest = min(100, longest)
     mean = min(2048, (shortest + longest) / 2)

@@ -98,7 +98,7 @@ class _Marks:
             raise TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
 
     def reach(self, kind: str, loop: int = 0, item: object = None) -> str:
-        """Called from the template; returns what it writes, which is nothing."""
+        """Marks a place, called from the template; returns what it writes, which is nothing."""
         self._num_reached += 1
         if self._num_reached > _MAX_PASSES:
             raise EndlessTemplateError("it never ends")

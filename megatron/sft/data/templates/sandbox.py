@@ -241,7 +241,7 @@ def _indent(
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any
 ) -> str:
-    """Jinja's own filter escapes what HTML must not hold."""
+    """Writes JSON as it is: Jinja's own filter escapes what HTML must not hold."""
     if indent is not None and (len(indent) if isinstance(indent, str) else indent) > _WIDEST_INDENT:
         raise TemplateError(f"it indents JSON by more than {_WIDEST_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

@@ -255,8 +255,8 @@ def _write_template(folder: Path, settings: dict[str, Any], template: str) -> No
 
 
 def _write_byte_level(folder: Path) -> None:
-    """The byte-level tokenizer as transformers reads it. Special tokens in a text are taken for
-    special there.
+    """Writes the byte-level tokenizer as transformers reads it. Special tokens in a text are taken
+    for special there.
     """
     # The printable stand-ins for bytes of GPT-2's byte-level vocabulary.
     printable = [

@@ -28,7 +28,9 @@ _KINDS: Mapping[type, str] = {
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a HuggingFace folder; ValueError where it is missing or no JSON object."""
+    """Reads config.json of a HuggingFace folder; raises ValueError where it is missing or no JSON
+    object.
+    """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(

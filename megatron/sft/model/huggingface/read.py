@@ -137,8 +137,8 @@ def global_name(name: str, gpt: GPTModel) -> str:
 
 
 def weights_bar(what: str, num_weights: int) -> tqdm[Any]:
-    """A progress bar over rank 0's part of the weights, on stderr; nothing where it takes a few
-    seconds only.
+    """Shows a progress bar over rank 0's part of the weights, on stderr; nothing where it takes a
+    few seconds only.
     """
     is_shown = dist.get_rank() == 0
     return tqdm(

@@ -98,7 +98,7 @@ def write_folder(
 
 @contextmanager
 def finished_folder(folder: str | Path) -> Iterator[Path]:
-    """A new folder to write to, which takes the place of `folder` at the end; collective."""
+    """Yields a new folder to write to, which takes the place of `folder` at the end; collective."""
     target = target_of(folder)
     unfinished = unfinished_folder(target)
     if dist.get_rank() == 0:

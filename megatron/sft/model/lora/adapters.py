@@ -88,7 +88,9 @@ def add_adapters(
 
 
 def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
-    """Tied embeddings are one weight by two names, of which the last stage has a copy."""
+    """Lets the embeddings of `lora_modules_to_save` have gradients: tied ones are one weight by two
+    names, of which the last stage has a copy.
+    """
     names = set(lora.lora_modules_to_save)
     is_tied = gpt.share_embeddings_and_output_weights
     if gpt.pre_process and ("embed_tokens" in names or (is_tied and names)):
@@ -238,8 +240,8 @@ class Adapter(torch.nn.Module):
         return linear(x, weight_of(self))
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Under tensor parallel, ranks that see different numbers must drop different ones, and
-        others the same.
+        """Drops inputs of A. Tensor-parallel ranks that see different numbers must drop different
+        ones, and others the same.
         """
         if not self._dropout or not self.training:
             return x
@@ -310,8 +312,9 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
 
 
 def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
-    """PEFT's choice: uniform within 1 / sqrt(inputs); a function of the module's name and the
-    seed."""
+    """Returns A as PEFT begins with it: uniform within 1 / sqrt(inputs); a function of the module's
+    name and the seed.
+    """
     # Seeds of a Generator have 64 bits; crc32 gives 32 that depend on all of the name.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module}".encode()))
     bound = 1 / math.sqrt(num_inputs)
@@ -337,7 +340,7 @@ def _sharded_state_dict(
     sharded_offsets: tuple[Any, ...] = (),
     metadata: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """megatron-core's own of the layer, with its adapter as ranks share it."""
+    """Returns megatron-core's own of the layer, with its adapter as ranks share it."""
     adapter = layer.adapter
     own = type(layer).sharded_state_dict(layer, prefix, sharded_offsets, metadata)
     name = "lora_A" if adapter.is_row_parallel else "lora_B"

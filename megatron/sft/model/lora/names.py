@@ -101,7 +101,7 @@ class AdapterWeights:
         return [name for number, name in enumerate(STACKED, 1) if f"fc{number}" in stacked]
 
     def _of_layer(self, weight: Weight, which: str) -> Weight:
-        """A or B of the modules that a layer's weight is made of and that have adapters."""
+        """Returns A or B of the modules that a layer's weight is made of and that have adapters."""
         linear, rank = _linear(weight), self._lora.lora_rank
         is_cut_by_columns = weight.sharding == "columns"
         sharding: Sharding
