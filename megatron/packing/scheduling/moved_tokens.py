@@ -21,10 +21,9 @@ from megatron.packing.scheduling.placement import (
     Packs,
     largest_rank,
     place_longest_first,
-    sorted_order,
     trade,
 )
-from megatron.packing.scheduling.problem import ScheduleRequest
+from megatron.packing.scheduling.problem import ScheduleRequest, sorted_order
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

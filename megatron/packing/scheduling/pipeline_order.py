@@ -26,10 +26,8 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling.placement import (
     Packs,
+    costs_as_run,
     pack_costs,
-    place_by_cost,
-    renumber,
-    reordered,
     split_ranks,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
@@ -96,21 +94,20 @@ def order_each_rank(
     _, length, cost = request.sorted
     model, number = request.model, packs.num_microbatches
     shapes = _shapes(request, packs, num_shapes)
-    of_pack = request.cost.fixed, request.cost.least
-    costs = pack_costs(cost, pack, packs, *of_pack)
+    costs = costs_as_run(request, pack, packs)
     if not can_simulate(model, number):
         pack = _by_first_shape(pack, costs, model, shapes)
-        costs = pack_costs(cost, pack, packs, *of_pack)
+        costs = costs_as_run(request, pack, packs)
         # The flow shop: beside its own sum, a rank's costliest pack passes all further stages
         # alone.
         stages = model.effective_stages
         ends = (costs.sum(axis=1) + (stages - 1) * costs.max(axis=1)) / stages
         return PlacedPipelines(ends, number, pack)
-    ways = [pack, reordered(pack, costs, _by_size(shapes[0]))]
+    ways = [pack, _reordered(pack, costs, _by_size(shapes[0]))]
     for shape in shapes:
         split = split_ranks(length, cost, pack, packs, weights=shape)
-        ways.append(reordered(split, pack_costs(cost, split, packs), _by_size(shape)))
-    all_costs = [pack_costs(cost, way, packs, *of_pack) for way in ways]
+        ways.append(_reordered(split, pack_costs(cost, split, packs), _by_size(shape)))
+    all_costs = [costs_as_run(request, way, packs) for way in ways]
     ends = simulate(np.concatenate(all_costs), model).reshape(len(ways), -1)  # [ways, ranks]
     # Each rank takes the way that is best for it: sequence i that of its rank, pack[i] // number.
     best = ends.argmin(axis=0)
@@ -126,17 +123,16 @@ def order_microbatches(request: ScheduleRequest, pack: IntArray, packs: Packs) -
     """
     model = request.model
     shapes = _shapes(request, packs)
-    of_pack = request.cost.fixed, request.cost.least
-    costs = pack_costs(request.sorted.cost, pack, packs, *of_pack)
+    costs = costs_as_run(request, pack, packs)
     if not can_simulate(model, packs.num_microbatches):
         return _by_first_shape(pack, costs, model, shapes)
     together = costs.max(axis=0, keepdims=True)  # [1, M]: one rank stands for all
     as_before = np.arange(packs.num_microbatches)[None]
-    places = [as_before, *(place_by_cost(together, _by_size(shape)) for shape in shapes)]
+    places = [as_before, *(_place_by_cost(together, _by_size(shape)) for shape in shapes)]
     # `place` says where a microbatch goes, its argsort which one runs at each place.
     ordered = np.concatenate([together[:, np.argsort(place[0])] for place in places])
     best = places[int(simulate(ordered, model).argmin())]
-    return renumber(pack, np.broadcast_to(best, costs.shape))
+    return _renumber(pack, np.broadcast_to(best, costs.shape))
 
 
 def can_simulate(model: StepModel, num_microbatches: int, limits: ShapeLimits = LIMITS) -> bool:
@@ -151,7 +147,30 @@ def _by_first_shape(
     """The placement of pipelines too long to simulate, in the order of the best shape."""
     if model.num_virtual_stages > 1:
         return pack  # The shape suits 1F1B. Interleaved, it was up to 17 % slower than this order.
-    return reordered(pack, costs, _by_size(shapes[0]))
+    return _reordered(pack, costs, _by_size(shapes[0]))
+
+
+def _place_by_cost(costs: FloatArray, order: IntArray) -> IntArray:
+    """New microbatch of each pack, [ranks, M] as `costs`: each rank's costliest gets `order[0]`,
+    ...
+
+    costs [[5, 9, 7]], order [2, 0, 1]    ->    [[1, 2, 0]]
+    """
+    place = np.empty(costs.shape, np.int64)
+    by_cost = np.argsort(-costs, axis=1, kind="stable")
+    np.put_along_axis(place, by_cost, np.broadcast_to(order, costs.shape), axis=1)
+    return place
+
+
+def _reordered(pack: IntArray, costs: FloatArray, order: IntArray) -> IntArray:
+    """The placement with each rank's packs in another order; see `_place_by_cost`."""
+    return _renumber(pack, _place_by_cost(costs, order))
+
+
+def _renumber(pack: IntArray, place: IntArray) -> IntArray:
+    """The placement with the microbatches of each rank renumbered by `place` [ranks, M]."""
+    num_ranks, num_microbatches = place.shape
+    return (np.arange(num_ranks)[:, None] * num_microbatches + place).ravel()[pack]
 
 
 def _by_size(shape: FloatArray) -> IntArray:

@@ -4,7 +4,7 @@ More microbatches fill a pipeline better, fewer have less fixed cost. So some nu
 tried, the quickest by simulated 1F1B are refined, and the quickest of these is taken:
 
     1. `_sweep` tries numbers of microbatches, for large batches on a sample of the sequences;
-    2. for each number `_first` places sequences and orders the packs;
+    2. for each number `_place` places sequences and orders the packs;
     3. for the best numbers `_refine` tries more ways and trades between ranks.
 
 Placements come from the flow shop, a simpler model than 1F1B: a rank takes the sum of its packs
@@ -126,7 +126,7 @@ def _by_sample(
         sample, tight_packs(sample, sample.microbatch_multiple), numbers, limits, is_quick=True
     )
     chosen = [each.num_microbatches for each in swept[: 1 if is_trusted and is_large else 2]]
-    best = min((_first(request, each, tight, limits, True) for each in chosen), key=_TIME)
+    best = min((_place(request, each, tight, limits, is_quick=True) for each in chosen), key=_TIME)
     if is_large:
         return best
     return _trade(request, best, limits, 1) if is_trusted else _refine(request, best, limits)
@@ -174,7 +174,7 @@ def _sweep(
 
     def attempt(place: int) -> PlacedPipelines:
         number = max(numbers[place], tight.num_microbatches)
-        return _first(request, number, tight, limits, is_quick)
+        return _place(request, number, tight, limits, is_quick=is_quick)
 
     found = {place: attempt(place) for place in places}
     best = places.index(min(found, key=lambda place: found[place].time))
@@ -195,10 +195,15 @@ def _fewest_as_good(placed: list[PlacedPipelines], limits: PipelineLimits) -> Pl
     return min(as_good, key=lambda each: each.num_microbatches)
 
 
-def _first(
-    request: ScheduleRequest, number: int, tight: TightPacks, limits: PipelineLimits, is_quick: bool
+def _place(
+    request: ScheduleRequest,
+    number: int,
+    tight: TightPacks,
+    limits: PipelineLimits,
+    *,
+    is_quick: bool,
 ) -> PlacedPipelines:
-    """A placement by the better one of two ways.
+    """The better one of two placements: long sequences grouped on few ranks, or all packs even.
 
     Both are ordered and simulated; if `is_quick`, only the one that is better in the flow shop, and
     with a single shape.
@@ -211,7 +216,7 @@ def _first(
     ways = [] if grouped is None else [grouped]
     if not ways or length.size <= limits.large_batch:
         even = place_longest_first(length, cost, packs.each_alone())
-        ways.append(_dealt(request, tight.pack if even is None else even, packs))
+        ways.append(_deal_and_split(request, tight.pack if even is None else even, packs))
     if is_quick:
         best = min(ways, key=lambda pack: _flow_shop_time(request, pack, packs))
         return order_each_rank(request, best, packs, num_shapes=1)
@@ -229,12 +234,12 @@ def _refine(
     ways = sorted(bisected, key=lambda pack: _flow_shop_time(request, pack, packs))[:2]
     even = bisect_ranks(length, cost, packs.each_alone(), 2 * low)
     if even is not None:
-        ways.append(_dealt(request, even, packs))
+        ways.append(_deal_and_split(request, even, packs))
     ordered = [order_each_rank(request, pack, packs) for pack in ways]
     return _trade(request, min([placed, *ordered], key=_TIME), limits)
 
 
-def _dealt(request: ScheduleRequest, pack: IntArray, packs: Packs) -> IntArray:
+def _deal_and_split(request: ScheduleRequest, pack: IntArray, packs: Packs) -> IntArray:
     """Packs that are numbered anyhow, on ranks of even cost; each rank's made even once more."""
     _, length, cost = request.sorted
     return split_ranks(length, cost, deal(cost, pack, packs), packs, only_where_lower=True)

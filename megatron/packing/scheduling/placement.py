@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling import compiled
+from megatron.packing.scheduling.problem import ScheduleRequest, sorted_order
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -78,14 +79,16 @@ class Placed(NamedTuple):
     """int64 [N], rank * num_microbatches + microbatch."""
 
 
-def pack_costs(
-    cost: FloatArray, pack: IntArray, packs: Packs, fixed: float = 0.0, least: float = 0.0
-) -> FloatArray:
-    """Sum of each pack's costs plus `fixed`, or `least` if that is more; float64 [num_ranks,
-    num_microbatches].
-    """
-    costs = np.float64(fixed) + np.bincount(pack, weights=cost, minlength=packs.size)
-    return np.maximum(costs, least).reshape(packs.num_ranks, packs.num_microbatches)
+def pack_costs(cost: FloatArray, pack: IntArray, packs: Packs) -> FloatArray:
+    """Sum of each pack's costs, float64 [num_ranks, num_microbatches]."""
+    costs = np.bincount(pack, weights=cost, minlength=packs.size).astype(np.float64, copy=False)
+    return costs.reshape(packs.num_ranks, packs.num_microbatches)
+
+
+def costs_as_run(request: ScheduleRequest, pack: IntArray, packs: Packs) -> FloatArray:
+    """`pack_costs` with the fixed cost of each pack, and at least the least one."""
+    costs = pack_costs(request.sorted.cost, pack, packs)
+    return np.maximum(costs + request.cost.fixed, request.cost.least)
 
 
 def largest_rank(cost: FloatArray, pack: IntArray, packs: Packs) -> float:
@@ -315,43 +318,6 @@ def split_ranks(
         if not only_where_lower or after < before:
             split[mine] = rank * packs.num_microbatches + found
     return split
-
-
-def place_by_cost(costs: FloatArray, order: IntArray) -> IntArray:
-    """New microbatch of each pack, [ranks, M] as `costs`: each rank's costliest gets `order[0]`,
-    ...
-
-    costs [[5, 9, 7]], order [2, 0, 1]    ->    [[1, 2, 0]]
-    """
-    place = np.empty(costs.shape, np.int64)
-    by_cost = np.argsort(-costs, axis=1, kind="stable")
-    np.put_along_axis(place, by_cost, np.broadcast_to(order, costs.shape), axis=1)
-    return place
-
-
-def reordered(pack: IntArray, costs: FloatArray, order: IntArray) -> IntArray:
-    """The placement with each rank's packs in another order; see `place_by_cost`."""
-    return renumber(pack, place_by_cost(costs, order))
-
-
-def renumber(pack: IntArray, place: IntArray) -> IntArray:
-    """The placement with the microbatches of each rank renumbered by `place` [ranks, M]."""
-    num_ranks, num_microbatches = place.shape
-    return (np.arange(num_ranks)[:, None] * num_microbatches + place).ravel()[pack]
-
-
-def sorted_order(values: IntArray) -> IntArray:
-    """The indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")`,
-    several times faster.
-
-    16-bit numbers are sorted stably in linear time, so longer ones are by the low half first, then
-    by the high one.
-    """
-    above = values - values.min(initial=0)
-    order = np.argsort(above.astype(np.uint16), kind="stable")  # the cast takes the low bits
-    for shift in range(16, int(above.max(initial=0)).bit_length(), 16):
-        order = order[np.argsort((above >> shift).astype(np.uint16)[order], kind="stable")]
-    return order
 
 
 def by_descending(costs: FloatArray) -> IntArray:

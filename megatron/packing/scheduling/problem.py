@@ -19,7 +19,6 @@ import numpy.typing as npt
 from megatron.packing.former_names import with_former_names
 from megatron.packing.scheduling.bounds import fewest_packs, rank_cost_bound, step_bound
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.placement import sorted_order
 from megatron.packing.scheduling.step_time import StepModel
 
 IntArray = npt.NDArray[np.int64]
@@ -285,6 +284,20 @@ def check_capacity(request: ScheduleRequest, schedule: Schedule) -> None:
 def rounded_up(number: float, multiple: int) -> int:
     """`number` raised to the next positive multiple of `multiple`."""
     return max(1, math.ceil(number / multiple)) * multiple
+
+
+def sorted_order(values: IntArray) -> IntArray:
+    """The indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")`,
+    several times faster.
+
+    16-bit numbers are sorted stably in linear time, so longer ones are by the low half first, then
+    by the high one.
+    """
+    above = values - values.min(initial=0)
+    order = np.argsort(above.astype(np.uint16), kind="stable")  # the cast takes the low bits
+    for shift in range(16, int(above.max(initial=0)).bit_length(), 16):
+        order = order[np.argsort((above >> shift).astype(np.uint16)[order], kind="stable")]
+    return order
 
 
 def _check_costs(name: str, values: object, size: int) -> None:

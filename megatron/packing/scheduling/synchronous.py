@@ -33,9 +33,9 @@ from megatron.packing.scheduling.placement import (
     Placed,
     bisect_ranks,
     by_descending,
+    costs_as_run,
     first_fit,
     geometric_grid,
-    pack_costs,
     place_longest_first,
     trade,
 )
@@ -43,7 +43,6 @@ from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.tight_packs import tight_packs
 
 IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +128,7 @@ def balance_microbatches(
     for _, number, pack in placed[: limits.max_ordered]:
         packs = Packs(request.num_ranks, number, request.capacity)
         pack = order_microbatches(request, pack, packs)
-        of_pack = request.cost.fixed, request.cost.least
-        costs = pack_costs(request.sorted.cost, pack, packs, *of_pack)
+        costs = costs_as_run(request, pack, packs)
         ordered.append(Placed(request.model.time_of(costs), number, pack))
     return min(ordered, key=_TIME)
 
@@ -157,38 +155,41 @@ def _sweep(
         enough = bound * limits.good_enough
         if least <= enough or fruitless == max_fruitless:
             break
-        searches.append(_Search(request, number, tight.pack, enough, limits))
-        fruitless = 0 if searches[-1].best.time < least else fruitless + 1
-        least = min(least, searches[-1].best.time)
+        search = _Search(request, number, enough, limits)
+        search.try_quick_ways(tight.pack)
+        searches.append(search)
+        fruitless = 0 if search.best.time < least else fruitless + 1
+        least = min(least, search.best.time)
     return searches
 
 
 class _Search:
-    """The best placement found with a given number of microbatches."""
+    """Search for the best placement with a given number of microbatches."""
+
+    best: Placed
+    """The quickest placement found so far."""
 
     def __init__(
-        self,
-        request: ScheduleRequest,
-        number: int,
-        tight: IntArray,
-        enough: float,
-        limits: SynchronousLimits,
+        self, request: ScheduleRequest, number: int, enough: float, limits: SynchronousLimits
     ) -> None:
-        """Tries the quick ways.
-
-        Args:
-            tight: tight packs [N], numbered from 0; at most `number` on each rank.
-            enough: a time that needs no refinement.
-        """
+        """Takes what is sought; `enough` is a time that needs no refinement."""
         _, self._length, self._cost = request.sorted
         self._request, self._enough, self._limits = request, enough, limits
         self._packs = Packs(request.num_ranks, number, request.capacity)
+        self._ways: list[_Way] = []
+
+    def try_quick_ways(self, tight: IntArray) -> None:
+        """Finds a first placement.
+
+        Args:
+            tight: tight packs [N], numbered from 0; at most one per rank and microbatch.
+        """
         ways = [way for full in self._fulls() for way in self._with_even(full)]
         self._ways = sorted(ways, key=lambda way: way.placed.time)
-        microbatch, rank = np.divmod(tight, request.num_ranks)
-        pack = rank * number + microbatch
+        microbatch, rank = np.divmod(tight, self._packs.num_ranks)
+        pack = rank * self._packs.num_microbatches + microbatch
         placed = [*(way.placed for way in self._ways), self._placed(pack)]
-        if self._cost.size <= limits.small_batch:
+        if self._cost.size <= self._limits.small_batch:
             pack = trade(self._length, self._cost, pack, self._packs.each_alone())
             placed.append(self._placed(pack))
         self.best = min(placed, key=_TIME)
@@ -289,7 +290,7 @@ class _Search:
         pack = placed.pack
         for microbatch in range(min(number, -(-limits.max_lowered // self._cost.size))):
             for part in limits.lower_parts:
-                costs = self._costs(pack).max(axis=0)
+                costs = costs_as_run(self._request, pack, self._packs).max(axis=0)
                 # Packs of other microbatches may grow up to their costliest: loads besides what
                 # they hold make up the difference to this one, less what it is to gain, or else
                 # nothing would ever be below it.
@@ -302,13 +303,9 @@ class _Search:
                     offered=8,
                     budget=limits.lower_trades // number,
                 )
-                if self._costs(other).max(axis=0).sum() < costs.sum():
+                if costs_as_run(self._request, other, self._packs).max(axis=0).sum() < costs.sum():
                     pack = other
         return self._placed(pack)
-
-    def _costs(self, pack: IntArray) -> FloatArray:
-        of_pack = self._request.cost
-        return pack_costs(self._cost, pack, self._packs, of_pack.fixed, of_pack.least)
 
     def _placed(self, pack: IntArray) -> Placed:
         """The placement with packs sorted by cost into microbatches, and its time.
@@ -316,7 +313,7 @@ class _Search:
         2 ranks, packs 9 5 | 4 8    ->    9 5 | 8 4: microbatch 0 takes 9, microbatch 1 takes 5
         """
         num_ranks, number, _ = self._packs
-        costs = self._costs(pack).ravel()
+        costs = costs_as_run(self._request, pack, self._packs).ravel()
         by_cost = by_descending(costs)
         place = np.empty(costs.size, np.int64)
         # The k-th costliest pack goes to microbatch k // num_ranks of rank k % num_ranks.

@@ -13,7 +13,7 @@ from megatron.packing.scheduling.pipeline_order import (
     order_each_rank,
     order_microbatches,
 )
-from megatron.packing.scheduling.placement import Packs, pack_costs
+from megatron.packing.scheduling.placement import Packs, costs_as_run, pack_costs
 from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel, simulate
 from tests.unit_tests.packing.requests import request
@@ -44,7 +44,7 @@ def random_placement(rng, model: StepModel) -> tuple[ScheduleRequest, np.ndarray
 
 def simulated(asked: ScheduleRequest, pack, packs: Packs) -> np.ndarray:
     return simulate(
-        asked.model.run_packs(pack_costs(asked.sorted.cost, pack, packs, asked.cost.fixed)),
+        asked.model.run_packs(costs_as_run(asked, pack, packs)),
         asked.model,
     )
 
