@@ -17,7 +17,7 @@ from tests.functional_tests.hf_models import train_by_product, train_by_transfor
 from tests.functional_tests.ranks import run_ranks
 
 ALL = os.environ.get("FAMILIES") == "all"
-DATA = batches(20 if ALL else 8)
+DATA = batches(20 if ALL else 5)
 
 
 @pytest.fixture
