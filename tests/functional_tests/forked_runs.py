@@ -116,10 +116,13 @@ def train_forked(
     return ForkedRun(num_processes, arguments, script).finish()
 
 
-def command_forked(arguments: Sequence[str], typed: str = "") -> tuple[int, str, str]:
+def command_forked(
+    arguments: Sequence[str], typed: str = "", script: Callable[[], None] = main
+) -> tuple[int, str, str]:
     """Return (exit status, output, errors) of a command that no launcher started.
 
-    `typed` is its standard input. As forked runs do, it spares the imports of a process of its own.
+    `typed` is its standard input, `script` its main function. As forked runs do, it spares the
+    imports of a process of its own.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -131,7 +134,7 @@ def command_forked(arguments: Sequence[str], typed: str = "") -> tuple[int, str,
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
             _become_script()
             sys.argv = ["megatron-sft", *arguments]
-            main()
+            script()
 
         sys.stdout.flush()
         gc.freeze()

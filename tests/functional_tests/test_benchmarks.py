@@ -9,6 +9,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.benchmarks import throughput, throughput_case
+from tests.functional_tests.forked_runs import command_forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,15 +34,26 @@ def run(*arguments: str) -> str:
     return process.stdout
 
 
-def test_throughput_runs_dry(tmp_path: Path) -> None:
-    """The first three cases: packed, with its costliest kernels, transformers, and matrix
-    products."""
+def test_throughput_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first three cases: packed, with its costliest kernels, transformers, and matrix products.
+    The first is a process of its own, as all are for users; the others are forks.
+    """
     output = tmp_path / "dry.md"
-    run(
-        "examples.benchmarks.throughput",
-        *"--device cpu --tiny --profile --cases 3 --output".split(),
-        str(output),
-    )
+    options = "--device cpu --tiny --profile --cases 3 --output".split()
+    monkeypatch.setattr(sys, "argv", ["throughput", *options, str(output)])
+    started = subprocess.run
+    commands: list[list[str]] = []
+
+    def start(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        if len(commands) == 1 or command[1:3] != commands[0][1:3]:
+            return started(command, **options)
+        status, printed, errors = command_forked(command[3:], script=throughput_case.main)
+        return subprocess.CompletedProcess(command, status, printed, errors)
+
+    monkeypatch.setattr(subprocess, "run", start)
+    throughput.main()
+    assert commands[0][:3] == [sys.executable, "-m", "examples.benchmarks.throughput_case"]
     text = output.read_text()
     assert "This is a dry run" in text
     rows = re.findall(
