@@ -15,19 +15,14 @@ import torch.distributed as dist
 
 from megatron.sft.__main__ import main
 from megatron.sft.agreement import AgreedError, check_agreement, gathered
+from megatron.sft.model.checkpoints.checksums import file_names, sum_of, write_checksums
 from megatron.sft.model.checkpoints.files import (
     check_folder,
     check_sound,
     found_faults,
     written_or_refused,
 )
-from megatron.sft.model.checkpoints.folder import (
-    TRACKER,
-    checkpoint_path,
-    file_names,
-    sum_of,
-    write_checksums,
-)
+from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path
 from tests.functional_tests.fault_injection import Fault
 from tests.functional_tests.faults import OPTIONS, write_chats
 from tests.functional_tests.forked_runs import train_forked

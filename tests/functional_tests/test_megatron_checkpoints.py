@@ -18,8 +18,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.utils import unwrap_model
 
 from megatron.sft.model.build import build_model, build_transformer_config, padded_vocab_size
+from megatron.sft.model.checkpoints.checksums import file_names, sum_of, write_checksums
 from megatron.sft.model.checkpoints.content import METADATA
-from megatron.sft.model.checkpoints.folder import TRACKER, file_names, sum_of, write_checksums
+from megatron.sft.model.checkpoints.folder import TRACKER
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.options.config import SFTConfig
 from tests.functional_tests.layouts import MODELS

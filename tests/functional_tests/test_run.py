@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch
 
-from megatron.sft.model.checkpoints.folder import (
+from megatron.sft.model.checkpoints.checksums import (
     file_names,
     read_checksums,
     sum_of,

@@ -679,16 +679,18 @@ def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
         TensorStorageMetadata,
     )
 
-    from megatron.sft.model.checkpoints.folder import (
+    from megatron.sft.model.checkpoints.checksums import (
         CHECKSUMS,
-        TRACKER,
         faults_in,
         file_names,
-        latest_iteration,
-        other_sound_iteration,
         read_checksums,
         sum_of,
         write_checksums,
+    )
+    from megatron.sft.model.checkpoints.folder import (
+        TRACKER,
+        latest_iteration,
+        other_sound_iteration,
     )
     from megatron.sft.model.checkpoints.unpickling import check_metadata
 

@@ -27,13 +27,12 @@ from megatron.packing.user_files import read_json, shortened
 from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.data.chats import open_unjoined
 from megatron.sft.environment import exit_with_message, outlive_output
+from megatron.sft.model.checkpoints.checksums import CHECKSUMS, read_checksums
 from megatron.sft.model.checkpoints.folder import (
-    CHECKSUMS,
     best_iteration,
     checkpoint_path,
     iterations,
     latest_iteration,
-    read_checksums,
 )
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config

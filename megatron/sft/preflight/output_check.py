@@ -25,12 +25,8 @@ from megatron.sft.model.checkpoints.files import (
     check_shared,
     lock_of_first,
 )
-from megatron.sft.model.checkpoints.folder import (
-    FolderLock,
-    checkpoint_path,
-    latest_iteration,
-    unfinished_path,
-)
+from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration, unfinished_path
+from megatron.sft.model.checkpoints.lock import FolderLock
 from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
 from megatron.sft.model.huggingface.tensors import Tensors
 from megatron.sft.model.huggingface.write import target_of, unfinished_folder

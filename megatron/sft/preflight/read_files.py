@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron.sft.data.datasets import Datasets
+from megatron.sft.model.checkpoints.checksums import CHECKSUMS, file_names
 from megatron.sft.model.checkpoints.folder import (
-    CHECKSUMS,
     TRACKER,
     checkpoint_path,
-    file_names,
     huggingface_source,
     latest_iteration,
 )

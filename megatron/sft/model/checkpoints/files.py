@@ -16,15 +16,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.sft.agreement import AgreedError, gathered
-from megatron.sft.model.checkpoints.folder import (
-    TRACKER,
-    FolderLock,
-    checkpoint_path,
-    faults_in,
-    file_names,
-    other_sound_iteration,
-    read_checksums,
-)
+from megatron.sft.model.checkpoints.checksums import faults_in, file_names, read_checksums
+from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path, other_sound_iteration
+from megatron.sft.model.checkpoints.lock import FolderLock
 
 _PROBE_BYTES = 1 << 20
 """More than is left on a disk on which a write was cut short."""

@@ -19,18 +19,10 @@ from megatron.core import dist_checkpointing
 
 from megatron.sft.agreement import gathered
 from megatron.sft.model.build import Training
+from megatron.sft.model.checkpoints.checksums import Sum, file_names, sum_of, write_checksums
 from megatron.sft.model.checkpoints.content import METADATA, Progress, state_to_save
 from megatron.sft.model.checkpoints.files import written_or_refused
-from megatron.sft.model.checkpoints.folder import (
-    TRACKER,
-    Sum,
-    checkpoint_path,
-    file_names,
-    sum_of,
-    track,
-    unfinished_path,
-    write_checksums,
-)
+from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path, track, unfinished_path
 from megatron.sft.model.checkpoints.write import Part, write_parts
 from megatron.sft.model.huggingface.companions import COMPANIONS
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import (
     _write_item,
 )
 
-from megatron.sft.model.checkpoints.folder import Sum
+from megatron.sft.model.checkpoints.checksums import Sum
 
 Part = tuple[str, str, tuple[Sequence[Any], Sequence[Any]]]
 """A file that megatron-core wants written: path, name in the checkpoint, (items with their bytes,

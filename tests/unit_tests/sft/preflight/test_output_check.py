@@ -73,7 +73,7 @@ def test_a_mounted_disk_is_not_replaced(tmp_path, monkeypatch):
         check_target(tmp_path)
 
 
-HOLD = """import sys; from megatron.sft.model.checkpoints.folder import FolderLock
+HOLD = """import sys; from megatron.sft.model.checkpoints.lock import FolderLock
 lock = FolderLock(sys.argv[1], "--run-dir"); print("held", flush=True); sys.stdin.read()"""
 
 

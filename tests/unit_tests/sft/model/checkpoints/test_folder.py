@@ -10,26 +10,27 @@ import sys
 
 import pytest
 
-from megatron.sft.model.checkpoints.folder import (
-    BEST,
+from megatron.sft.model.checkpoints.checksums import (
     CHECKSUMS,
-    LOCK,
-    TRACKER,
-    FolderLock,
-    check_load,
-    checkpoint_path,
     faults_in,
     file_names,
+    read_checksums,
+    sum_of,
+    write_checksums,
+)
+from megatron.sft.model.checkpoints.folder import (
+    BEST,
+    TRACKER,
+    check_load,
+    checkpoint_path,
     iterations,
     latest_iteration,
     other_sound_iteration,
-    read_checksums,
     remove_old,
-    sum_of,
     track,
     unfinished_path,
-    write_checksums,
 )
+from megatron.sft.model.checkpoints.lock import LOCK, FolderLock
 
 
 def test_no_folder_and_no_tracker_is_none(tmp_path):
@@ -208,7 +209,7 @@ def test_old_ones_are_removed(tmp_path, keep, best, left):
 
 HOLD = """
 import sys
-from megatron.sft.model.checkpoints.folder import FolderLock
+from megatron.sft.model.checkpoints.lock import FolderLock
 try:
     lock = FolderLock(sys.argv[1])
 except ValueError as error:
@@ -307,7 +308,7 @@ def test_a_folder_that_was_removed_is_held_again(tmp_path):
     assert (folder / LOCK).stat().st_ino == before
     shutil.rmtree(folder)
     lock.renew()
-    code = "import sys; from megatron.sft.model.checkpoints.folder import FolderLock as L;"
+    code = "import sys; from megatron.sft.model.checkpoints.lock import FolderLock as L;"
     code += "L(sys.argv[1])"
     other = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(other, capture_output=True, text=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from megatron.sft.model.checkpoints.folder import sum_of
+from megatron.sft.model.checkpoints.checksums import sum_of
 from megatron.sft.model.checkpoints.write import write_parts
 
 

@@ -1,0 +1,97 @@
+"""pure. Sizes and CRC-32 of a checkpoint's files: whether they are those that were saved.
+
+`checksums.json` is the last file that is written into a checkpoint. Former versions wrote none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.packing.user_files import read_json, shown
+
+CHECKSUMS = "checksums.json"
+_BLOCK = 1 << 24
+
+
+class Sum(NamedTuple):
+    """Size in bytes and CRC-32 of a file."""
+
+    num_bytes: int
+    crc: int
+
+
+def sum_of(path: Path) -> Sum:
+    """Reads a file once, in blocks of 16 MiB, and returns its sum."""
+    num_bytes, crc = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            num_bytes, crc = num_bytes + len(block), zlib.crc32(block, crc)
+    return Sum(num_bytes, crc)
+
+
+def file_names(checkpoint: Path) -> list[str]:
+    """Returns all files of a checkpoint but the checksums, relative to it, in order."""
+    names = (str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != CHECKSUMS)
+
+
+def write_checksums(checkpoint: Path, sums: dict[str, Sum]) -> None:
+    """Writes what `faults_in` will compare with."""
+    (checkpoint / CHECKSUMS).write_text(json.dumps({"crc32": sums}, indent=0) + "\n")
+
+
+def read_checksums(checkpoint: Path) -> dict[str, Sum] | None:
+    """Returns what was written; None for a checkpoint of a version that wrote none. ValueError if
+    it is damaged.
+    """
+    path = checkpoint / CHECKSUMS
+    if not os.path.lexists(path):
+        return None
+    try:
+        found = read_json(path)
+        files = found.get("crc32") if isinstance(found, dict) else None
+        if not isinstance(files, dict) or not files:
+            raise ValueError('it names no file, as {"crc32": {file: [size, checksum]}} does')
+        return {name: _sum(name, values) for name, values in files.items()}
+    except ValueError as error:
+        raise ValueError(
+            f"{path} must hold the sizes and checksums of the checkpoint's files: {error!s:.200}"
+        ) from None
+
+
+def _sum(name: str, values: object) -> Sum:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names {shown(name)}, which is no file of the checkpoint")
+    if not isinstance(values, list) or [type(value) for value in values] != [int, int]:
+        raise ValueError(f"of {shown(name)} it has no two whole numbers")
+    return Sum(*values)
+
+
+def faults_in(checkpoint: Path, names: Iterable[str], sums: dict[str, Sum]) -> list[str]:
+    """Returns a line for each of these files that is missing, foreign, or other than it was
+    saved.
+    """
+    faults = []
+    for name in names:
+        path = checkpoint / name
+        if name not in sums:
+            faults.append(f"{path} was not saved with this checkpoint")
+        elif (size := _size_of(path)) is None:
+            faults.append(f"{path} is missing")
+        elif size != sums[name].num_bytes:
+            faults.append(f"{path} has {size:,} bytes, but {sums[name].num_bytes:,} were saved")
+        elif sum_of(path) != sums[name]:
+            faults.append(f"{path} is damaged: its checksum is not that of what was saved")
+    return faults
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except (OSError, ValueError):  # no file could have such a name
+        return None

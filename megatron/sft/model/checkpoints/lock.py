@@ -1,0 +1,82 @@
+"""pure. The lock of a folder that a run writes to; the system frees it when that process ends,
+however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import TextIO
+
+from megatron.sft.model.checkpoints.folder import UNFINISHED
+
+LOCK = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of locking on a file system without locks."""
+
+
+class FolderLock:
+    """Held by the process that writes to a folder, so that two runs never share one.
+
+    A POSIX record lock: no child process inherits it, and the system frees it with the process, by
+    any death.
+    """
+
+    def __init__(self, folder: str | Path, flag: str = "--save") -> None:
+        """Takes the lock, and removes what dead runs left unfinished. Raises ValueError, naming
+        its holder and `flag`, where another process has it.
+
+        On a file system without locks a note is printed, and nothing is held.
+        """
+        self._path = Path(folder) / LOCK
+        self._flag = flag
+        self._file = self._locked()
+        for left in Path(folder).glob(f"iter_*{UNFINISHED}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def renew(self) -> None:
+        """Holds the folder that is there now, which is another one if the first was removed.
+
+        Raises ValueError where another process holds it meanwhile.
+        """
+        try:
+            is_in_place = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            is_in_place = False
+        if not is_in_place:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            before, self._file = self._file, self._locked()
+            before.close()
+
+    def release(self) -> None:
+        """Lets others write there."""
+        self._file.close()
+
+    def _locked(self) -> TextIO:
+        folder, file = self._path.parent, self._path.open("a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                print(
+                    f"note: {folder} has no file locks ({error.strerror}); see that no other run "
+                    f"{'saves' if self._flag == '--save' else 'writes'} there",
+                    flush=True,
+                )
+                return file
+            file.seek(0)
+            holder = file.read(200).strip() or "another process"
+            file.close()
+            done = "saved" if self._flag == "--save" else "written"
+            raise ValueError(
+                f"{folder} is being {done} to by {holder}; end that run, or pass another "
+                f"{self._flag}"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        file.flush()
+        return file
