@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -250,3 +251,12 @@ def test_flags_and_page() -> None:
     assert page.count("<rect") == 3
     assert "&lt;b&gt;" in page
     assert "stage 0 2.00 GiB" in page
+
+
+def test_a_part_has_one_colour() -> None:
+    """The last stage has no embedding: its MLP had the colour of the first one's embedding."""
+    stages = [("first", {"embedding": GIB, "MLP": GIB}), ("last", {"MLP": GIB})]
+    page = layout_page([Bar("x", {"arithmetic": 2.0}, stages)], 80 * GIB, 1000.0)
+    (legend,) = re.findall(r'background: (#\w+)"></i>MLP', page)
+    assert re.findall(r'fill="(#\w+)"><title>MLP', page) == [legend, legend]
+    assert re.findall(r'fill="(#\w+)"><title>embedding', page) != [legend]
