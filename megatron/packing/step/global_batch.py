@@ -1,17 +1,19 @@
 """mcore. The data path of one global batch: load, gather, decide, move, broadcast, pack.
 
-    load       the data rank of each data-parallel replica reads its iterator (see `groups`)
-    gather     the first data rank, the scheduling rank, receives a report of each: about 50 bytes
-               per sequence
-    decide     it schedules, and all data ranks receive the schedule: about 20 bytes per sequence
-    move       the data ranks exchange samples: one all-to-all, about 5 bytes per token (see
-               `samples`)
+    load       the data rank of each data-parallel replica reads its iterator (`load`, `groups`);
+               what waited comes before what it loaded (`delay`)
+    gather     the first data rank, the scheduling rank, receives a report of each (`reports`):
+               about 50 bytes per sequence
+    decide     it schedules, and all data ranks receive the schedule (`decide`): about 20 bytes per
+               sequence
+    payloads   the data ranks exchange keys or tensors (`payloads`), only in steps in which samples
+               have some
+    move       the data ranks exchange samples: one all-to-all, about 5 bytes per token
     broadcast  each sends its replica the plan and the samples: one broadcast of about 5 bytes per
-               token
-    payloads   the data ranks exchange keys or tensors, and send first stages the tensors; only in
-               steps in which samples have some (see `payloads`)
+               token; payloads to the first stage
     pack       every rank makes the microbatches that its pipeline stage needs, padded
 
+The messages of gather, decide, move and broadcast are `exchange`, in this order.
 All of it is on the host and over gloo. The number of collectives does not depend on the number of
 microbatches, and none is left for the microbatches. An error on a data rank (end of data, an
 exception while loading or scheduling, a batch that no schedule fits) is raised alike on all ranks.
