@@ -2,7 +2,7 @@
 nothing of this project's.
 
 Each step's end is seen by a hook on torch's optimizers, so that all are measured alike: from the
-end of the warm-up to the end of the last step.
+end of a step to that of the next. There the process sleeps while the other contenders do theirs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from examples.benchmarks.peers_kinds import KINDS, Kind
+from examples.benchmarks.peers_turns import done
 
-WARM_UPS = 2
-LONGEST, PACK = 1024, 2048
-"""Most tokens of a sequence, and of a pack."""
+LONGEST = 1024
+"""Most tokens of a sequence."""
+PACKS = {"ours, packed": 2048, "ours, packs of 1,024": 1024}
+"""Most tokens of a pack."""
 ROWS = {
     "ours, padded": 8,
     "transformers, flattened": 1,
@@ -68,19 +71,24 @@ def sequences(num_steps: int, masked: float, kind: Kind) -> list[dict[str, list[
 def main() -> None:
     """Train as the command line says, and write what this rank measured."""
     asked = SimpleNamespace(**json.loads(sys.argv[1]))
-    rank, folder = int(os.environ["RANK"]), Path(asked.folder)
+    rank, folder = int(os.environ.get("RANK", 0)), Path(asked.folder)
     marks: list[float] = []
-    register_optimizer_step_post_hook(lambda *_: marks.append(time.process_time()))
+
+    def end_of_step(*_: Any) -> None:
+        marks.append(time.process_time())
+        if len(marks) < asked.num_steps:
+            done(folder / asked.pipes[rank])
+
+    register_optimizer_step_post_hook(end_of_step)
     asked.kind = KINDS[asked.data]
     data = sequences(asked.num_steps, asked.masked, asked.kind)
     train: Callable[..., tuple[list[int], float]] = (
         by_this_project if asked.name.startswith("ours") else by_peer
     )
     tokens, loss = train(asked, data, folder, rank)
-    result: dict[str, Any]
-    result = {
-        "tokens": sum(tokens[WARM_UPS : len(marks)]),
-        "seconds": marks[-1] - marks[WARM_UPS - 1],
+    result: dict[str, Any] = {
+        "tokens": tokens[: len(marks)],
+        "seconds": [later - earlier for earlier, later in pairwise(marks)],
         "loss": loss,
     }
     if (
@@ -92,7 +100,7 @@ def main() -> None:
             if is_alone
             else None
         )
-    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    (folder / f"{asked.pipes[rank]}.json").write_text(json.dumps(result))
 
 
 def by_this_project(
@@ -101,15 +109,17 @@ def by_this_project(
     """(tokens of each step, of this rank: its share of them), and the loss of the first."""
     from examples.benchmarks import peers_ours
 
-    packing = f"--sequence-packing --max-seqlen-per-dp-cp-rank {PACK}"
+    rows = f"--micro-batch-size {ROWS.get(asked.name)}"
+    if asked.name in PACKS:
+        rows = f"--sequence-packing --max-seqlen-per-dp-cp-rank {PACKS[asked.name]}"
     flags = (
         f"--pretrained-checkpoint {model_folder(folder, rank)} --mock-data --seq-length {LONGEST} "
         f"--eval-iters 0 --global-batch-size {asked.kind.global_batch_size} "
         f"--train-iters {asked.num_steps} "
         f"--lr {LR} --lr-decay-style constant --weight-decay 0 --num-workers 0 --log-interval 1000 "
-        f"{packing if asked.name == 'ours, packed' else f'--micro-batch-size {ROWS[asked.name]}'}"
+        f"{rows}"
     )
-    steps = peers_ours.train(flags, data, folder / "run")
+    steps = peers_ours.train(flags, data, folder / asked.name)
     return [step["tokens"] // asked.num_processes for step in steps], steps[0]["loss"]
 
 
@@ -147,7 +157,7 @@ def by_peer(asked: Any, data: Sequence[Any], folder: Path, rank: int) -> tuple[l
     is_packed, is_single = asked.name == "TRL, packed", len(data) == batch
     rows = ROWS[asked.name] * (asked.kind.sequences_per_pack if is_packed else 1)
     common: dict[str, Any] = {
-        "output_dir": str(folder / "peer"),
+        "output_dir": str(folder / asked.name),
         "per_device_train_batch_size": batch if is_single else ROWS[asked.name],
         "gradient_accumulation_steps": 1 if is_single else batch // rows // asked.num_processes,
         "max_steps": 1 if is_single else asked.num_steps,
@@ -160,7 +170,8 @@ def by_peer(asked: Any, data: Sequence[Any], folder: Path, rank: int) -> tuple[l
         "save_strategy": "no",
         "report_to": [],
         "use_cpu": True,
-        "ddp_backend": "gloo",
+        "ddp_backend": "gloo" if asked.num_processes > 1 else None,
+        "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
         "bf16": False,
         "gradient_checkpointing": False,
