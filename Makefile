@@ -83,8 +83,8 @@ UNIT_WORKERS ?= logical
 # Tests of a file stay together: what they share are whole runs. The files that take longest begin.
 FUNCTIONAL_WORKERS ?= 2
 SPREAD = --dist loadfile --no-loadscope-reorder -n $(FUNCTIONAL_WORKERS)
-LONG = $(addprefix tests/functional_tests/test_, layouts.py fault_matrix.py run.py families.py precision.py \
-	hf_training.py lora_run.py delay.py blend.py hf_run.py)
+LONG = $(addprefix tests/functional_tests/test_, layouts.py fault_matrix.py run.py hostile_batches.py \
+	option_combinations.py precision.py hf_training.py load_balancing.py fit.py families.py plugin.py lora_run.py)
 FUNCTIONAL = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/functional_tests/test_*.py)))
 
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
