@@ -1,7 +1,9 @@
 """mcore. Figures of a step of which each rank has a part, with packing and without.
 
-An entry of `FIGURES` is all that a figure needs: it is summed up or the largest is taken over all
-ranks (see `reduction`), and it is a column of "figures" in `metrics.jsonl`:
+An entry of `FIGURES` is summed up over all ranks, or the largest is taken (see `reduction`). It
+needs nothing else to be part of "figures" in `metrics.jsonl` and to be drawn by TensorBoard and
+Weights & Biases. The log's lines and the report of a run show none of them: what stands there is a
+field of `sft.report.metrics`.
 
     "samples_of_one_token": Figure(lambda batch: batch.lengths.count(1), is_max=False)
 """
@@ -26,7 +28,10 @@ class Figure(NamedTuple):
 FIGURES = {
     "longest_sequence": Figure(lambda batch: max(batch.lengths, default=0), is_max=True),
 }
-"""Tokens of the longest sequence. No times: lines of equal steps are compared to the bit."""
+"""longest_sequence: tokens of the longest sequence; of a tree, of its longest path.
+
+No times: lines of equal steps are compared to the bit.
+"""
 
 
 def figures_of(batch: StepBatch) -> StepFigures:

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megatron.packing.batch.microbatches import Microbatch
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
@@ -50,10 +52,12 @@ class StepBatch(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Real tokens of each sequence of this data-parallel rank."""
+        """Real tokens of each sequence of this data-parallel rank; of a tree, of each path from
+        its root to a leaf: the sequences that were merged, as they would be without merging.
+        """
         if self.packed is None:
             return [length for row in self.rows for length in row.lengths]
-        of_packs = (batch["cu_seqlens"].diff() for batch in self.packed.microbatches)
+        of_packs = (_path_lengths(batch) for batch in self.packed.microbatches)
         return [length for lengths in of_packs for length in lengths.tolist() if length]
 
     @property
@@ -69,6 +73,18 @@ class StepBatch(NamedTuple):
             return self.packed.iterators(num_virtual_stages, device)
         batches = (batch.on(device) for batch in self.rows)
         return batches if num_virtual_stages is None else list(tee(batches, num_virtual_stages))
+
+
+def _path_lengths(microbatch: Microbatch) -> Tensor:
+    """Returns the real tokens of each path of a pack, [paths]; 0 for the padding at its end."""
+    lengths = microbatch["cu_seqlens"].diff()
+    if "parents" not in microbatch:  # without trees each segment is a sequence
+        return lengths
+    # Nodes 4 2 3 and padding, parents -1 0 0 -1, depths 0 4 4 0 -> paths 6 7, and 0.
+    parents = microbatch["parents"]
+    is_leaf = torch.ones(lengths.shape, dtype=torch.bool)
+    is_leaf[parents[parents >= 0]] = False
+    return (lengths + microbatch["depths"])[is_leaf]
 
 
 class StepBatches(Iterator[StepBatch]):
