@@ -111,7 +111,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
 
                 def on_sigterm(agreed: threading.Event) -> None:
-                    trainer.hurry()
+                    trainer.limit_data_wait()
                     peers.exit_unless_all_stop(agreed)
 
                 trainer.train(end.enter_context(StopSignals(on_sigterm)))

@@ -23,7 +23,7 @@ from megatron.sft.data.counts import COLUMNS, Counts
 from megatron.sft.data.sample_set import SampleSet
 
 _CHUNK = 32
-"""Samples that a worker makes at once, at most, unless a draw has more."""
+"""Samples that a worker makes at once, at most, unless a fetch has more."""
 _BAD = "bad sample"
 
 
@@ -36,22 +36,23 @@ class Share(NamedTuple):
     micro_batch_size: int
 
     @property
-    def num_draws(self) -> int:
+    def num_fetches(self) -> int:
         """`next` calls per global batch; equal on all ranks."""
         return self.global_batch_size // (self.num_ranks * self.micro_batch_size)
 
     @property
-    def draws_per_chunk(self) -> int:
-        """Draws that are made at once. A global batch is whole chunks, which ranks take in
-        turns."""
+    def fetches_per_chunk(self) -> int:
+        """Fetches that are made at once. A global batch is whole chunks, which ranks take in
+        turns.
+        """
         most = max(1, _CHUNK // self.micro_batch_size)
-        # The largest divisor: 48 draws of 3 samples, at most 10 at once, are made 8 at once.
-        return max(count for count in range(1, most + 1) if self.num_draws % count == 0)
+        # The largest divisor: 48 fetches of 3 samples, at most 10 at once, are made 8 at once.
+        return max(count for count in range(1, most + 1) if self.num_fetches % count == 0)
 
 
 class SampleStream(Iterator[list[Mapping[str, Any]]]):
-    """Iterator over a rank's draws: each `next` gives up to `micro_batch_size` samples, as dicts of
-    arrays.
+    """Iterator over a rank's samples: each `next` gives up to `micro_batch_size` of them, as dicts
+    of arrays.
 
     Worker processes read and encode ahead, from `start` on, or the first `next`.
     """
@@ -81,8 +82,8 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         )
         self._table = Counts.none(len(samples.names)).table
         self._is_endless = num_batches is None
-        self._draws: deque[list[Any]] = deque()
-        length = share.draws_per_chunk * share.micro_batch_size
+        self._fetched: deque[list[Any]] = deque()
+        length = share.fetches_per_chunk * share.micro_batch_size
         chunks = ChunkDataset(
             samples.dataset,
             length,
@@ -98,7 +99,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             seed=samples.seed,
         )
         # Rounded up: workers make one global batch ahead together.
-        ahead = -(-share.num_draws // (share.draws_per_chunk * max(1, num_workers)))
+        ahead = -(-share.num_fetches // (share.fetches_per_chunk * max(1, num_workers)))
         self._loader = ChunkLoader(chunks, workers, prefetch_factor=ahead)
 
     @property
@@ -112,8 +113,8 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         """
         self._loader.start()
 
-    def hurry(self) -> None:
-        """Lets a worker that gives nothing be an error soon; called from any thread."""
+    def limit_data_wait(self) -> None:
+        """Lets a worker that gives nothing be an error within seconds; called from any thread."""
         self._loader.hurry()
 
     def close(self) -> None:
@@ -121,18 +122,18 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         self._loader.close()
 
     def __next__(self) -> list[Mapping[str, Any]]:
-        if not self._draws:
+        if not self._fetched:
             chunk, size = next(self._loader, None), self._share.micro_batch_size
             if chunk is None and self._is_endless:
                 raise ValueError("the data ended, which those of a training never do")
             if chunk is None:
                 raise StopIteration
-            self._draws.extend(
-                chunk[draw * size : (draw + 1) * size]
-                for draw in range(self._share.draws_per_chunk)
+            self._fetched.extend(
+                chunk[fetch * size : (fetch + 1) * size]
+                for fetch in range(self._share.fetches_per_chunk)
             )
         samples: list[Mapping[str, Any]] = []
-        for made in self._draws.popleft():
+        for made in self._fetched.popleft():
             if isinstance(made, SkippedSample):
                 self._table[made.source][COLUMNS.index(self._reason(made))] += 1
                 continue

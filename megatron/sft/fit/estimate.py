@@ -8,7 +8,7 @@ activations, workspaces of passes    run where the stage is shallow; else extrap
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megatron.sft.fit.affine import NotAffineError, fitted
@@ -49,18 +49,18 @@ class StageEstimate:
     stage: Stage
     states: tuple[Part, ...]
     passes: tuple[Part, ...]
-    """Alive beside the states when most is, in forward and backward passes."""
+    """Bytes besides the states at the peak of forward and backward."""
     build: Part
-    """All that is alive at most while the model is built and before the first step."""
+    """Peak bytes while the model is built."""
     optimizer: Part
-    """Alive beside the states, at most, in an optimizer step."""
+    """Peak bytes besides the states in an optimizer step."""
     save_host_bytes: int
-    """Bytes on the host of the rank that writes, at most, while a checkpoint is made."""
+    """Peak bytes on the host of the rank that writes a checkpoint."""
     remarks: tuple[str, ...] = ()
 
     @property
     def peak(self) -> int:
-        """Bytes of tensors, at most."""
+        """Peak bytes of tensors."""
         states = sum(part.num_bytes for part in self.states)
         passes = sum(part.num_bytes for part in self.passes)
         return max(self.build.num_bytes, states + max(passes, self.optimizer.num_bytes))
@@ -78,24 +78,32 @@ class Request:
     like_cuda: bool = True
 
     def data(self, num_microbatches: int) -> StepData:
-        """Returns microbatches as large as they may be."""
-        config = self.config
-        rows = (config.model.seq_length,) * config.training.micro_batch_size
+        """Returns the largest microbatches that the options allow."""
+        config, seq_length = self.config, self.config.model.seq_length
+        rows = (seq_length,) * config.training.micro_batch_size
         if config.packing.sequence_packing:
-            size, length = (
-                config.capacity_per_rank * config.parallel.context_parallel_size,
-                int(config.alignment.padded_length(config.model.seq_length)),  # type: ignore[arg-type]
-            )
-            rest = size % length // config.alignment.pack * config.alignment.pack
-            rows = (length,) * (size // length) + ((rest,) if rest else ())
+            # Capacity 10, sequence 4, alignment 2 -> rows 4 4 2.
+            alignment = config.alignment
+            pack_tokens = config.capacity_per_rank * config.parallel.context_parallel_size
+            sequence_tokens = int(alignment.padded_length(seq_length))  # type: ignore[arg-type]
+            rest = pack_tokens % sequence_tokens // alignment.pack * alignment.pack
+            rows = (sequence_tokens,) * (pack_tokens // sequence_tokens)
+            rows += (rest,) if rest else ()
         return StepData(lengths=(rows,) * num_microbatches, loss_share=self.loss_share)
 
 
-def trace(
-    request: Request, rank: int, num_microbatches: int, *, passes: bool = True
-) -> tuple[list[Phase], int]:
-    """Returns the phases of a rank (build, a step, and what follows once the optimizer has its
-    state), and the bytes on the host that a checkpoint takes then.
+class Trace(NamedTuple):
+    """What a run of one rank had alive."""
+
+    phases: list[Phase]
+    """Building the model, a step, and what follows once the optimizer has its state."""
+    save_host_bytes: int
+    """Peak bytes on the host while a checkpoint is written then."""
+
+
+def trace(request: Request, rank: int, num_microbatches: int, *, passes: bool = True) -> Trace:
+    """Returns the trace of a rank that trains one step. Without `passes` the optimizer alone makes
+    two, of which the second has its state.
     """
     counter = ByteCounter(
         unit=cuda_branches.ALLOCATION_BYTES if request.like_cuda else 1,
@@ -115,18 +123,62 @@ def trace(
             like_cuda=request.like_cuda,
             passes=passes,
         )
-        return counter.phases, save_bytes(training)
+        return Trace(counter.phases, save_bytes(training))
 
 
-Shared = dict[tuple[Any, ...], Any]
-"""Traces that requests share: those of one model and data, which differ in layout, recomputation
-and capacity alone.
-"""
+class StatesKey(NamedTuple):
+    """All that the bytes of a stage's states depend on."""
+
+    is_first: bool
+    is_last: bool
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    num_stages: int
+    num_virtual_stages: int | None
+    kinds_of_layers: tuple[tuple[Any, ...], ...]
+    """Options of each layer, by virtual stage."""
+    num_optimizer_ranks: int | None
+    """Size of the world if the optimizer is sharded. Context-parallel ranks share it as replicas
+    do, so it does not depend on how many of each there are.
+    """
+    overlap_grad_reduce: bool
+
+
+class PassesKey(NamedTuple):
+    """All that the bytes of a stage's passes depend on, besides depth and microbatches in
+    flight.
+    """
+
+    is_first: bool
+    is_last: bool
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    context_parallel_size: int
+    shards_optimizer: bool
+    recompute_granularity: str | None
+    capacity_per_rank: int
+    routing: Routing
+    interleaving: tuple[int, int] | None
+    """Virtual stages and stages; None if stages are not interleaved."""
+
+
+PassesTraces = dict[tuple[int, int], dict[str, int]]
+"""Bytes of each part besides the states, by (layers, microbatches in flight)."""
+
+
+@dataclass
+class Shared:
+    """Traces that requests share. The requests are of one model and data, and differ only in
+    layout, recomputation and capacity.
+    """
+
+    states: dict[StatesKey, Trace] = field(default_factory=dict)
+    passes: dict[PassesKey, PassesTraces] = field(default_factory=dict)
 
 
 def estimates(request: Request, shared: Shared | None = None) -> list[StageEstimate]:
     """Returns the bytes of each stage. Middle stages of equal layers share their traces."""
-    return list(each_estimate(request, {} if shared is None else shared))
+    return list(each_estimate(request, Shared() if shared is None else shared))
 
 
 def each_estimate(request: Request, shared: Shared) -> Iterator[StageEstimate]:
@@ -136,23 +188,13 @@ def each_estimate(request: Request, shared: Shared) -> Iterator[StageEstimate]:
 
 
 def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
-    config, parallel = request.config, request.config.parallel
-    kind = stage.number == 0, stage.number == stage.num_stages - 1
-    chunks = config.num_virtual_stages
-    layout = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    # Context-parallel ranks share the optimizer as replicas do: what is left of the world counts.
-    shards = request.world_size if config.shards_optimizer else None
-    depth = stage.num_stages, chunks, kinds_of(config, stage)
-    states_key = ("states", kind, layout, depth, shards, parallel.overlap_grad_reduce)
-    context = parallel.context_parallel_size, config.shards_optimizer
-    if states_key not in shared:
-        shared[states_key] = trace(request, stage.rank, 1, passes=False)
-    (build, _, optimizer), save_host_bytes = shared[states_key]
+    states_key = _states_key(request, stage)
+    if states_key not in shared.states:
+        shared.states[states_key] = trace(request, stage.rank, 1, passes=False)
+    (build, _, optimizer), save_host_bytes = shared.states[states_key]
     # Only what lives on is at a phase's end.
     states = {name: optimizer.at_peak.get(name, 0) for name in STATES}
-    again = config.model.recompute_granularity, config.capacity_per_rank, request.routing
-    filled = None if chunks is None else (chunks, stage.num_stages)
-    traced = shared.setdefault(("passes", kind, layout, context, again, filled), {})
+    traced = shared.passes.setdefault(_passes_key(request, stage), {})
     remarks: list[str] = []
     passes = _passes(request, stage, traced, remarks)
     return StageEstimate(
@@ -166,60 +208,93 @@ def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
     )
 
 
+def _states_key(request: Request, stage: Stage) -> StatesKey:
+    config, parallel = request.config, request.config.parallel
+    return StatesKey(
+        is_first=stage.number == 0,
+        is_last=stage.number == stage.num_stages - 1,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+        expert_parallel_size=parallel.expert_model_parallel_size,
+        num_stages=stage.num_stages,
+        num_virtual_stages=config.num_virtual_stages,
+        kinds_of_layers=kinds_of(config, stage),
+        num_optimizer_ranks=request.world_size if config.shards_optimizer else None,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+    )
+
+
+def _passes_key(request: Request, stage: Stage) -> PassesKey:
+    config, parallel = request.config, request.config.parallel
+    chunks = config.num_virtual_stages
+    return PassesKey(
+        is_first=stage.number == 0,
+        is_last=stage.number == stage.num_stages - 1,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+        expert_parallel_size=parallel.expert_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        shards_optimizer=config.shards_optimizer,
+        recompute_granularity=config.model.recompute_granularity,
+        capacity_per_rank=config.capacity_per_rank,
+        routing=request.routing,
+        interleaving=None if chunks is None else (chunks, stage.num_stages),
+    )
+
+
 def _passes(
-    request: Request,
-    stage: Stage,
-    traced: dict[tuple[int, int], dict[str, int]],
-    remarks: list[str],
+    request: Request, stage: Stage, traced: PassesTraces, remarks: list[str]
 ) -> tuple[Part, ...]:
-    depths, depth = depths_of(request.config, stage), len(layers_of(request.config, stage)[0])
-    is_interleaved = request.config.num_virtual_stages is not None
-    flight = stage.in_flight
+    config, num_in_flight = request.config, stage.in_flight
+    depths, depth = depths_of(config, stage), len(layers_of(config, stage)[0])
+    is_interleaved = config.num_virtual_stages is not None
     if is_interleaved:  # megatron-core wants a multiple of the stages; twice as many fill it
-        flight = 2 * stage.num_stages
+        num_in_flight = 2 * stage.num_stages
         depths = depths if sum(depths) < depth else ()  # all would take longer than the stage
     if depths:
-        points = [(d, flight) for d in depths]
+        points = [(layers, num_in_flight) for layers in depths]
         if not is_interleaved:
-            points = _points(depths, flight, has_experts=request.config.model.num_experts)
+            has_experts = bool(config.model.num_experts)
+            points = _points(depths, num_in_flight, has_experts=has_experts)
         for point in points:
             if point not in traced:
                 traced[point] = bytes_beside_states(request, stage, *point)
         try:
-            return _extrapolated({point: traced[point] for point in points}, depth, flight)
+            return _extrapolated({point: traced[point] for point in points}, depth, num_in_flight)
         except NotAffineError as failure:
             remarks.append(f"run at its own depth: {failure}")
-    own = bytes_beside_states(request, stage, None, flight)
+    own = bytes_beside_states(request, stage, None, num_in_flight)
     return tuple(Part(name, size, "run") for name, size in sorted(own.items()) if size)
 
 
 def _points(
-    depths: Sequence[int], flight: int, *, has_experts: int | None
+    depths: Sequence[int], num_in_flight: int, *, has_experts: bool
 ) -> list[tuple[int, int]]:
-    """Returns the (layers, microbatches in flight) to trace.
+    """Returns the (layers, microbatches in flight) to trace: those that `fitted` needs, and others
+    that check it.
 
     Dispatchers of experts keep a few numbers until the next microbatch replaces them: the first
     microbatch of a step finds none, so a step of one is not on the surface of the others.
+
+        depths 1 2 3 4, 3 in flight -> (1, 1) (2, 1) (1, 2) (2, 2), checks (3, 1) (4, 1) (3, 3)
     """
     low, middle, high, _ = depths
-    fewest = min(flight, 2) if has_experts else 1
+    fewest = min(num_in_flight, 2) if has_experts else 1
     points = [(depth, fewest) for depth in depths]
-    if flight > fewest:
+    if num_in_flight > fewest:
         points += [(low, fewest + 1), (middle, fewest + 1)]
-    if flight > fewest + 1:
+    if num_in_flight > fewest + 1:
         points.append((high, fewest + 2))
     return points
 
 
 def bytes_beside_states(
-    request: Request, stage: Stage, depth: int | None, flight: int
+    request: Request, stage: Stage, depth: int | None, num_in_flight: int
 ) -> dict[str, int]:
-    """Returns by part what is alive beside the states at the passes' peak, in a run of that depth;
-    None: of its own.
+    """Returns the bytes of each part besides the states, at the peak of the passes of a run of that
+    depth; None takes the stage's own depth.
     """
     if depth is not None:
         request = replace(request, config=at_depth(request.config, depth))
-    phases = {phase.name: phase for phase in trace(request, stage.rank, flight)[0]}
+    phases = {phase.name: phase for phase in trace(request, stage.rank, num_in_flight).phases}
     passes = phases["forward and backward 1"]
     alive_before = {name: passes.at_peak.get(name, 0) for name in STATES}
     others = {name: size for name, size in passes.at_peak.items() if name not in STATES}
@@ -228,22 +303,23 @@ def bytes_beside_states(
 
 
 def _extrapolated(
-    points: Mapping[tuple[int, int], Mapping[str, int]], depth: int, flight: int
+    points: Mapping[tuple[int, int], Mapping[str, int]], depth: int, num_in_flight: int
 ) -> tuple[Part, ...]:
     """Returns the parts at a depth that was not traced.
 
-    Their sum must be affine, to the byte; where a part alone is not, all are one.
+    Raises NotAffineError unless their sum is affine, to the byte. If a part alone is not, all parts
+    are returned as one.
     """
     names: Sequence[str] = sorted({name for parts in points.values() for name in parts})
     total = fitted({point: sum(parts.values()) for point, parts in points.items()}).at(
-        depth, flight
+        depth, num_in_flight
     )
     try:
         found = [
             Part(
                 name,
                 fitted({point: parts.get(name, 0) for point, parts in points.items()}).at(
-                    depth, flight
+                    depth, num_in_flight
                 ),
                 "extrapolated",
             )

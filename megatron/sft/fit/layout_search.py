@@ -71,7 +71,7 @@ class Memory:
     """Bytes of a GPU: stages are traced as long as they fit."""
     loss_share: float = 1.0
     found: dict[Candidate, list[StageEstimate]] = field(default_factory=dict)
-    _shared: Shared = field(default_factory=dict)
+    _shared: Shared = field(default_factory=Shared)
     _kept: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
     """See `_kept_by_layers`; by what it depends on."""
 

@@ -124,7 +124,7 @@ def prepare(config: SFTConfig, data: StepData) -> list[Prepared]:
 
 
 def _rows(config: SFTConfig, data: StepData, mask: Any) -> list[Prepared]:
-    draws, start = [], 0
+    fetches, start = [], 0
     for one in data.lengths:
         samples = []
         for length in one:
@@ -132,8 +132,8 @@ def _rows(config: SFTConfig, data: StepData, mask: Any) -> list[Prepared]:
             own = mask[start : start + length]
             samples.append({"tokens": tokens, "labels": tokens, "loss_mask": own})
             start += length
-        draws.append(samples)
-    rows = padded_batches(iter(draws), config.training.micro_batch_size, config.alignment.pack)
+        fetches.append(samples)
+    rows = padded_batches(iter(fetches), config.training.micro_batch_size, config.alignment.pack)
     return [Prepared(row, row.tokens.numel(), int(row.loss_mask.count_nonzero())) for row in rows]
 
 

@@ -130,12 +130,12 @@ def prompt_batch(config: SFTConfig, sequences: Sequence[Sequence[int]]) -> Promp
     if config.packing.sequence_packing:
         return _packs(config, lengths, ids, mask, multiple)
     parts = [np.split(values, lengths.cumsum()[:-1]) for values in (ids, mask)]
-    draws = [
+    fetches = [
         [{"tokens": tokens, "labels": tokens, "loss_mask": weights}]
         for tokens, weights in zip(*parts)
     ]
-    draws += [[]] * (-len(draws) % multiple)
-    rows = list(padded_batches(iter(draws), 1, config.alignment.pack))
+    fetches += [[]] * (-len(fetches) % multiple)
+    rows = list(padded_batches(iter(fetches), 1, config.alignment.pack))
     return PromptBatch(rows, [number for number, row in enumerate(rows) if row.loss_mask.any()])
 
 

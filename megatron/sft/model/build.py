@@ -43,15 +43,15 @@ from megatron.sft.options.config import SFTConfig
 
 class Training(NamedTuple):
     """Objects of a training step: model chunks (one per virtual stage), optimizer, learning-rate
-    schedule, cost model.
+    schedule, FLOPs.
     """
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    cost: PackCost
-    """FLOPs of a sequence: what TFLOP/s are counted with, and packs balanced by unless there is a
-    fitted cost.
+    flops: PackCost
+    """FLOPs of a pack: TFLOP/s are counted with them, and packs are balanced by them unless there
+    is a fitted cost (--pack-cost).
     """
 
 
@@ -66,17 +66,19 @@ def build_training(
     """
     check_needs(config, device)
     transformer_config = build_transformer_config(config, device)
-    cost = flops_of(config, transformer_config, vocab_size)
-    pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
-    transformer_config.sequence_packing_options = replace(
+    flops = flops_of(config, transformer_config, vocab_size)
+    # The rest of the options that `build_transformer_config` began: costs are read from the
+    # finished config. Without packing nothing reads these options.
+    options = replace(
         PackingOptions.of(transformer_config),
-        cost=pack_cost,
+        cost=agreed_cost(config, transformer_config, vocab_size) or flops,
         vocab_size=padded_vocab_size(vocab_size, config),
-    )  # type: ignore[attr-defined]
+    )
+    transformer_config.sequence_packing_options = options  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
-    return Training(model, optimizer, build_scheduler(config, optimizer), cost)
+    return Training(model, optimizer, build_scheduler(config, optimizer), flops)
 
 
 def flops_of(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost:
@@ -97,8 +99,8 @@ def agreed_cost(
     """Returns the seconds of a pack on this rank, from the file of --pack-cost; None without it.
     Collective with it.
 
-    ValueError where the file was measured for another model, or differs between ranks: they would
-    schedule apart.
+    Raises ValueError if the file was measured for another model or differs between ranks, which
+    would then compute different schedules.
     """
     fitted = config.packing.fitted_cost
     if fitted is None:
@@ -135,7 +137,9 @@ def build_transformer_config(
     first = parallel.decoder_first_pipeline_num_layers
     last = parallel.decoder_last_pipeline_num_layers
     if first is not None and parallel.pipeline_model_parallel_size == 2:
-        last = None  # one says all, and given both megatron-core divides by no stages in between
+        # With two stages the first count implies the last. Given both, megatron-core divides by
+        # zero middle stages.
+        last = None
     described = architecture(model) | {
         "attention_backend": AttnBackend[model.attention_backend],
         "bias_activation_fusion": config.kernels.bias_swiglu_fusion,
@@ -145,10 +149,10 @@ def build_transformer_config(
     if model.recompute_granularity == "full":
         described["recompute_method"] = model.recompute_method or "uniform"
         described["recompute_num_layers"] = model.recompute_num_layers or 1
-    exchanges = [name.replace("allgather", "all_gather") for name in parallel.cp_comm_type]
+    cp_comm_types = [name.replace("allgather", "all_gather") for name in parallel.cp_comm_type]
     transformer_config = TransformerConfig(
         **described,
-        cp_comm_type=exchanges[0] if len(exchanges) == 1 else exchanges,
+        cp_comm_type=cp_comm_types[0] if len(cp_comm_types) == 1 else cp_comm_types,
         layernorm_epsilon=model.norm_epsilon,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -167,24 +171,26 @@ def build_transformer_config(
         bf16=config.training.bf16,
         deterministic_mode=config.training.deterministic_mode,
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=config.output.pretrained_checkpoint
-        is None,  # all weights are read, then
+        # A pretrained checkpoint overwrites all weights.
+        perform_initialization=config.output.pretrained_checkpoint is None,
         variable_seq_lengths=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending them
+        # On CPU gloo may still be sending them.
+        deallocate_pipeline_outputs=device.type == "cuda",
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     prepare_config(transformer_config, model)
-    transformer_config.layer_kinds = model.layer_kinds()  # type: ignore[attr-defined]  # what `cost_of` reads
+    # None of these is a field of megatron-core's dataclass. `cost_of` reads the first, the second
+    # is one of later Megatron-LM's, and `build_training` completes the third.
+    transformer_config.layer_kinds = model.layer_kinds()  # type: ignore[attr-defined]
     if packing.sequence_packing:
-        # Not fields of megatron-core's dataclass; the first is one of later Megatron-LM's.
-        transformer_config.sequence_packing_scheduler = (
-            packing.sequence_packing_scheduler or "default"
-        )  # type: ignore[attr-defined]
-        transformer_config.sequence_packing_options = PackingOptions(
+        scheduler = packing.sequence_packing_scheduler or "default"
+        transformer_config.sequence_packing_scheduler = scheduler  # type: ignore[attr-defined]
+        options = PackingOptions(
             over_length_policy=packing.over_length_policy, seed=config.training.seed
-        )  # type: ignore[attr-defined]
+        )
+        transformer_config.sequence_packing_options = options  # type: ignore[attr-defined]
     return transformer_config
 
 
@@ -214,9 +220,11 @@ def build_model(
         for gpt in gpts:
             CheckpointWeights(pretrained.path, gpt).read_all(vocab_size)
     elif pretrained is not None:
-        # Before wrapping: an optimizer copies the values that it finds.
+        # Before the optimizer is built: it copies the values that it finds.
         read_weights(gpts, pretrained.weights, pretrained.folder)
     chunks = []
+    # In the order cast, add adapters, wrap: adapters stay float32, and DistributedDataParallel has
+    # gradients of the parameters that require one at that moment, so of no frozen weights.
     for number, gpt in enumerate(gpts):
         module: torch.nn.Module = gpt
         if config.training.bf16:
@@ -235,6 +243,7 @@ def build_model(
                 disable_bucketing=number > 0,
             )
         )
+    # Of the ranks that hold the same HuggingFace weights only the first has read them.
     for chunk in chunks:
         chunk.broadcast_params()
     return chunks

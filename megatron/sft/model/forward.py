@@ -149,9 +149,9 @@ class PaddedBatch(NamedTuple):
 
 
 def padded_batches(
-    draws: Iterator[Sequence[Mapping[str, Any]]], num_rows: int, multiple: int
+    fetches: Iterator[Sequence[Mapping[str, Any]]], num_rows: int, multiple: int
 ) -> Iterator[PaddedBatch]:
-    """Pads each draw to its longest sample, up to a multiple of `multiple`; this context-parallel
+    """Pads each fetch to its longest sample, up to a multiple of `multiple`; this context-parallel
     rank's zigzag shard of it. Missing rows are all masked. On the host, pinned where there is CUDA.
     """
     size = parallel_state.get_context_parallel_world_size()
@@ -163,8 +163,8 @@ def padded_batches(
         return rows.pin_memory() if torch.cuda.is_available() else rows
 
     # Rows of a microbatch are padded to its longest, then to what the layout needs.
-    for draw in draws:
-        samples = read_samples(draw)
+    for fetch in fetches:
+        samples = read_samples(fetch)
         if {PARENTS, NUM_PATHS} & set(samples.schema):
             raise ValueError(
                 "trees of sequences need --sequence-packing: rows know no nodes; give each path as "

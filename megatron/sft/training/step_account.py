@@ -59,7 +59,7 @@ class Reduced(NamedTuple):
         return self.num_right_tokens / self.num_loss_tokens if self.num_loss_tokens else math.nan
 
     def by_source(self, names: Sequence[str]) -> dict[str, SourceMetrics]:
-        """Returns what each source had that was read; {} where there is one."""
+        """Returns the part of each source that was read; {} if there is only one source."""
         sequences, tokens = self.counts.of("sequences").tolist(), self.counts.of("tokens").tolist()
         sums, numbers = self.source_losses.tolist()
         return {
@@ -74,7 +74,9 @@ class Reduced(NamedTuple):
         }
 
     def dropped_by_source(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Returns, of each source that had some, why records were left out, and how many."""
+        """Returns the number of skipped records by source and reason, without sources that had
+        none.
+        """
         return {
             name: reasons
             for number, name in enumerate(names)
@@ -83,7 +85,7 @@ class Reduced(NamedTuple):
 
 
 def counts_samples() -> bool:
-    """Returns whether this rank speaks for its samples: one of all that draw the same ones."""
+    """Returns whether this rank counts its samples: one rank of all that load the same ones."""
     ranks = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -241,7 +243,7 @@ class StepAccount:
     def metrics(
         self, progress: Progress, update: Update, reduced: Reduced, seconds: float
     ) -> StepMetrics:
-        """Returns those of the step that led to `progress` and took `seconds` in all."""
+        """Returns the metrics of the step that led to `progress` and took `seconds` in all."""
         batch = update.batch
         stats = self.padded_stats(reduced) if batch is None else batch.stats
         flops = self._cost.of_batch(
@@ -291,11 +293,11 @@ class StepAccount:
             num_loss_tokens=reduced.num_loss_tokens,
             padded_tokens=reduced.num_padded_tokens,
             row_tokens=reduced.num_padded_tokens,
-            capacity_tokens=self._share.num_ranks * self._share.num_draws * capacity,
-            microbatches=self._share.num_draws,
+            capacity_tokens=self._share.num_ranks * self._share.num_fetches * capacity,
+            microbatches=self._share.num_fetches,
             num_ranks=self._share.num_ranks,
             step_cost=1.0,
             step_cost_bound=1.0,
-            bubble=idle / (self._share.num_draws * (self._config.num_virtual_stages or 1) + idle),
+            bubble=idle / (self._share.num_fetches * (self._config.num_virtual_stages or 1) + idle),
             moved_tokens=0,
         )

@@ -1,7 +1,7 @@
 """mcore. The global batches of a split of the data, each prepared before its step asks for it:
 packed, or padded rows.
 
-Everything that drawing a batch changes (counts, delayed sequences) comes with the batch, and so
+Everything that preparing a batch changes (counts, delayed sequences) comes with the batch, and so
 belongs to the step that takes it: checkpoints are the same however far ahead batches are prepared.
 """
 
@@ -102,9 +102,13 @@ class StepBatches(Iterator[StepBatch]):
         progress: Progress | None = None,
         queue: DelayQueue | None = None,
     ) -> None:
-        """Collective at the first one. `num_batches` will be asked for, or fewer; the last of them
-        leaves none in `queue`. progress: of a training that continues with them; None reads the
-        samples once, from the start.
+        """Prepares the first batches. Collective if it is the first of this process.
+
+        Args:
+            num_batches: batches that are asked for, at most; the last one leaves nothing in
+                `queue`.
+            progress: where a training continues; None reads the samples once, from the start.
+            queue: the delayed sequences of the checkpoint; it is copied.
         """
         data = config.data
         self._stream = SampleStream(
@@ -125,10 +129,11 @@ class StepBatches(Iterator[StepBatch]):
             prepare = self._packed
             self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
             reads = is_data_rank(self._groups)
-            # Made here, not by the thread that prefetches: it is collective over the world.
+            # Made here, not by the thread that prefetches: it is collective over the world, and
+            # would meet the model's collectives in another order on each rank.
             groups = data_groups(self._groups)
             for group in (groups.exchange, groups.replica):
-                if group is not None:  # else torch's own 30 minutes
+                if group is not None:  # instead of torch's own 30 minutes
                     _set_pg_timeout(
                         timedelta(minutes=config.parallel.distributed_timeout_minutes), group
                     )
@@ -150,12 +155,13 @@ class StepBatches(Iterator[StepBatch]):
         """Counts of all samples that this rank loaded."""
         return self._stream.counts
 
-    def hurry(self) -> None:
+    def limit_data_wait(self) -> None:
         """Lets data that does not come be an error within seconds; called from any thread."""
-        self._stream.hurry()
+        self._stream.limit_data_wait()
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Closes the prefetcher (see `Prefetcher`), then ends the worker processes."""
+        # In this order: the prefetching thread may still read from the workers.
         if self._prefetcher.close(timeout_seconds):
             self._stream.close()
 
@@ -166,7 +172,7 @@ class StepBatches(Iterator[StepBatch]):
         batch = schedule_global_batch(
             self._source,
             self._config,
-            self._share.num_draws,
+            self._share.num_fetches,
             self._groups,
             queue=self._queue,
             step=self._step,
@@ -177,11 +183,12 @@ class StepBatches(Iterator[StepBatch]):
     def _padded(self) -> StepBatch:
         before = self._stream.counts
         try:
-            rows = list(islice(self._rows, self._share.num_draws))
+            rows = list(islice(self._rows, self._share.num_fetches))
         except Exception as failure:  # the user's data and code may raise anything
-            if dist.get_world_size() > 1:  # the others have not failed, and save with nobody
+            # The other ranks have not failed, and a save would wait for them.
+            if dist.get_world_size() > 1:
                 raise
-            is_said = isinstance(failure, ValueError)
-            said = str(failure) if is_said else f"{type(failure).__name__}: {failure}"
-            raise GlobalBatchError(said) from failure
+            is_worded = isinstance(failure, ValueError)  # its message names the file or the option
+            message = str(failure) if is_worded else f"{type(failure).__name__}: {failure}"
+            raise GlobalBatchError(message) from failure
         return StepBatch(None, rows, self._stream.counts - before)

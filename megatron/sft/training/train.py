@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,17 @@ from megatron.sft.training.step_batches import StepBatches
 from megatron.sft.training.stop import Stopped, StopRules, StopSignals
 
 
+class UpdateResult(NamedTuple):
+    """What the optimizer made of the gradients of a step."""
+
+    lr: float
+    """Learning rate of this step."""
+    grad_norm: float
+    """Norm before clipping; NaN in a step that --skip-nan-steps left out."""
+    skipped: bool
+    """True if the weights are unchanged."""
+
+
 class Trainer:
     """Trains to `train_iters`, or to the step at which it is asked to stop."""
 
@@ -66,37 +78,57 @@ class Trainer:
         companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
         # Before the model is built: minutes are lost where a folder cannot be written to.
         locks = check_output(companions, run_dir)
-        self._training = build_training(config, datasets.vocab_size, device, pretrained)
-        model_config = get_model_config(self._training.model[0])
+        self._build_model(datasets.vocab_size, pretrained)
+        self._saved = SavedRun(companions, datasets, self._training, locks)
+        self._restore()
+        self._build_data(datasets)
+
+    def _build_model(
+        self, vocab_size: int, pretrained: Pretrained | MegatronCheckpoint | None
+    ) -> None:
+        """Builds the model, its optimizer and its passes; collective."""
+        # Before a checkpoint is loaded: it is copied into the parameters and the optimizer's state
+        # that are built here.
+        config, device = self._config, self._device
+        self._training = build_training(config, vocab_size, device, pretrained)
+        self._model_config = get_model_config(self._training.model[0])
         guard_step(
             self._training.optimizer, self._training.model, self._step_name, self._check_loss
         )
         if config.packing.sequence_packing:
-            check_config(model_config, device)
+            check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
         self._passes = Passes(config, self._training, device)
         self._num_skipped = 0
 
-        self._saved = SavedRun(companions, datasets, self._training, locks)
+    def _restore(self) -> None:
+        """Loads the checkpoint of --load, if there is one; collective."""
+        # Before the data: its batches begin at the samples that the checkpoint has consumed, with
+        # those that it holds delayed.
         self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
         self._check_samples_done()
         self._queue = restored_queue(
-            config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks
+            self._config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks
         )
 
+    def _build_data(self, datasets: Datasets) -> None:
+        """Starts the batches of the training, and makes what evaluates and reports; collective."""
         if not counts_samples():
-            # Other ranks of the replica load the same samples, and report the same.
+            # Other ranks of the replica load the same samples, and report the same. Before the
+            # batches, whose worker processes inherit the level.
             logging.getLogger("megatron.blending").setLevel(logging.ERROR)
+        config = self._config
         self._names = datasets.train.names
         num_records = None if config.data.mock_data else len(datasets.train)
         self._account = StepAccount(
-            config, self._share, self._training.cost, self._names, num_records
+            config, self._share, self._training.flops, self._names, num_records
         )
+        # After loading, which may raise: this starts worker processes and a thread.
         self._batches = StepBatches(
             config,
-            model_config,
+            self._model_config,
             datasets.train,
             self._share,
             config.training.train_iters - self._first_iteration,
@@ -105,17 +137,19 @@ class Trainer:
         )
         self._evaluator = Evaluator(
             config,
-            model_config,
+            self._model_config,
             datasets,
             self._share,
             self._training,
             self._passes,
-            device,
+            self._device,
             self._batches.settle,
         )
 
     def _check_samples_done(self) -> None:
-        """Raises ValueError where --train-samples counts, and steps before had another size."""
+        """Raises ValueError if --train-samples is set and the checkpoint's steps used another
+        --global-batch-size.
+        """
         config, done = self._config, self._progress
         counted = done.iteration * config.training.global_batch_size
         if config.training.train_samples is not None and done.consumed_samples != counted:
@@ -132,14 +166,14 @@ class Trainer:
 
     @property
     def num_steps_done(self) -> int:
-        """Steps of this process, after those that it loaded."""
+        """Steps taken by this process; those of the loaded checkpoint do not count."""
         return self._progress.iteration - self._first_iteration
 
-    def hurry(self) -> None:
-        """Waits for data no longer than a few seconds, once the run is asked to stop: a worker that
-        is stopped itself would hold it until it is killed.
+    def limit_data_wait(self) -> None:
+        """Limits the wait for data to a few seconds after a stop was requested. A stopped worker
+        would otherwise block this rank until it is killed.
         """
-        self._batches.hurry()
+        self._batches.limit_data_wait()
 
     def train(self, signals: StopSignals) -> None:
         """Runs to the end. Saves at intervals, at the end, on a stop signal, and before a data
@@ -159,7 +193,8 @@ class Trainer:
         if failure is None or (self.num_steps_done and not isinstance(failure, NonFiniteError)):
             self._save(log)  # the failed step has changed nothing
         self._saved.finish(log)
-        # Who stops a job may stop the processes that read for it, too: that is then no error.
+        # A stop signal may also kill the data workers. The GlobalBatchError that follows is then
+        # not a failure.
         if isinstance(failure, Stopped) or (
             isinstance(failure, GlobalBatchError) and self._is_stopped(signals)
         ):
@@ -178,8 +213,8 @@ class Trainer:
     def _run_steps(self, signals: StopSignals, log: RunLog | None) -> None:
         config = self._config
         last = config.training.train_iters
-        # A finished run that is started again tests nothing twice.
-        ends_here = self._progress.iteration < last or self._progress.evaluation_due
+        # A finished run that is started again does not repeat the test split.
+        runs_final_test = self._progress.iteration < last or self._progress.evaluation_due
         # A run that was stopped between a step and its evaluation does that first.
         self._evaluate_if_due(signals, log)
         while self._progress.iteration < last and not self._stops_early():
@@ -194,7 +229,7 @@ class Trainer:
                 "stopped early: no lower validation loss in "
                 f"{self._progress.evaluations_since_best} evaluations"
             )
-        if ends_here:
+        if runs_final_test:
             self._evaluate("test", signals, log)
 
     def _is_stopped(self, signals: StopSignals) -> bool:
@@ -272,38 +307,44 @@ class Trainer:
             chunk.zero_grad_buffer()
         self._training.optimizer.zero_grad()
         # The time of a step includes this wait; the passes' own time begins after it.
-        taken = next(self._batches)
+        batch = next(self._batches)
         watch = Stopwatch(self._device)
         # Fields, not variables: `_check_loss` reads them from inside the optimizer's step.
-        self._losses = self._passes.forward_backward(taken, len(self._names), forward_only=False)
+        self._losses = self._passes.forward_backward(batch, len(self._names), forward_only=False)
         watch.stop()
         stops = (
             signals.requested
             or self._rules.is_out_of_time()
             or self._rules.exits_after(self._progress.iteration + 1)
         )
+        # Before the update: on a GPU it is on its way meanwhile, and `_check_loss`, which the
+        # optimizer calls, reads its result.
         self._reduction = Reduction(
             self._losses,
             stops,
-            taken.counts,
+            batch.counts,
             self._device,
-            self._saved.is_written,
-            taken.num_padded_tokens,
-            figures_of(taken),
+            is_written=self._saved.is_written,
+            num_padded_tokens=batch.num_padded_tokens,
+            figures=figures_of(batch),
         )
         try:
-            # On a GPU the reduction is on its way meanwhile: its result is read after the update.
-            lr, grad_norm, succeeded = self._update()
+            result = self._update()
         except NonFiniteError as failure:
-            lr, grad_norm, succeeded = self._skip(failure, log)
+            result = self._skip(failure, log)
         reduced = self._reduction.result()
         update = Update(
-            taken.packed, taken.seconds_waited, watch.seconds, lr, grad_norm, not succeeded
+            batch=batch.packed,
+            data_seconds=batch.seconds_waited,
+            passes_seconds=watch.seconds,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
         )
         # Only now: a checkpoint of a step that failed must still hold what that step took from the
         # queue.
-        if self._queue is not None and taken.packed is not None:
-            self._queue.finish(taken.packed.delayed)
+        if self._queue is not None and batch.packed is not None:
+            self._queue.finish(batch.packed.delayed)
         seconds = time.perf_counter() - start
         training, iteration = self._config.training, self._progress.iteration + 1
         self._progress = self._progress._replace(
@@ -322,17 +363,20 @@ class Trainer:
             signals.agreed.set()
         return reduced.stop
 
-    def _skip(self, failure: NonFiniteError, log: RunLog | None) -> tuple[float, float, bool]:
-        """Does as `_update`, of a step that changes nothing; raises `failure` where no more may be
-        left out.
+    def _skip(self, failure: NonFiniteError, log: RunLog | None) -> UpdateResult:
+        """Returns what `_update` returns, for a step without an update. Raises `failure` after
+        --skip-nan-steps skips.
         """
-        most = self._config.training.skip_nan_steps
-        if self._num_skipped == most:
+        max_skipped = self._config.training.skip_nan_steps
+        if self._num_skipped == max_skipped:
             raise failure
         self._num_skipped += 1
         if log is not None:
-            log.say(f"{failure.what}; left out, {self._num_skipped} of --skip-nan-steps {most}")
-        return self._training.optimizer.param_groups[0]["lr"], math.nan, False
+            log.say(
+                f"{failure.what}; left out, {self._num_skipped} of --skip-nan-steps {max_skipped}"
+            )
+        lr = self._training.optimizer.param_groups[0]["lr"]
+        return UpdateResult(lr=lr, grad_norm=math.nan, skipped=True)
 
     def _step_name(self) -> str:
         return f"step {self._progress.iteration + 1}"
@@ -340,16 +384,17 @@ class Trainer:
     def _check_loss(self) -> None:
         check_loss(self._reduction.result(), self._losses, self._names, self._step_name())
 
-    def _update(self) -> tuple[float, float, bool]:
-        """Changes the weights: learning rate of this step, gradient norm, whether they were
-        changed."""
-        _, optimizer, scheduler, _ = self._training
+    def _update(self) -> UpdateResult:
+        """Steps the optimizer and the learning rate's schedule; raises NonFiniteError before
+        anything has changed.
+        """
+        optimizer, scheduler = self._training.optimizer, self._training.scheduler
         # Read before the scheduler steps: it is this step's rate, not the next one's.
         lr = optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)
-        return lr, float(grad_norm or 0.0), succeeded
+        return UpdateResult(lr=lr, grad_norm=float(grad_norm or 0.0), skipped=not succeeded)
 
     def _save(self, log: RunLog | None) -> None:
         self._saved.save(self._progress, self._queue, log)

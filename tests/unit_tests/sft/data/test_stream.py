@@ -84,9 +84,9 @@ def stream_of(size, share, seed=0, consumed_samples=0, num_workers=0, **options)
 
 def global_batch(streams, share):
     """The next global batch over all ranks: names of the records, in the order of their chunks."""
-    drawn = [[names(next(stream)) for _ in range(share.num_draws)] for stream in streams]
-    each = share.draws_per_chunk
-    starts = range(0, share.num_draws, each)
+    drawn = [[names(next(stream)) for _ in range(share.num_fetches)] for stream in streams]
+    each = share.fetches_per_chunk
+    starts = range(0, share.num_fetches, each)
     return [
         name for at in starts for draws in drawn for draw in draws[at : at + each] for name in draw
     ]
@@ -121,8 +121,8 @@ def test_a_global_batch_is_whole_chunks(share):
     """A chunk across the end of a batch would leave samples of the next one to a rank that
     resumes.
     """
-    assert share.num_draws % share.draws_per_chunk == 0
-    assert share.draws_per_chunk == 1 or share.draws_per_chunk * share.micro_batch_size <= 32
+    assert share.num_fetches % share.fetches_per_chunk == 0
+    assert share.fetches_per_chunk == 1 or share.fetches_per_chunk * share.micro_batch_size <= 32
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_consumed_samples_are_the_place(share, steps, size):
             stream_of(size, rank),
             stream_of(size, rank, consumed_samples=steps * share.global_batch_size),
         )
-        for _ in range(steps * share.num_draws):
+        for _ in range(steps * share.num_fetches):
             next(ran)
-        for _ in range(2 * share.num_draws):
+        for _ in range(2 * share.num_fetches):
             assert names(next(ran)) == names(next(jumped))
 
 
@@ -258,7 +258,8 @@ def test_worker_processes_change_nothing():
     )
     read_ahead.start()
     drawn = [
-        [names(next(stream)) for _ in range(3 * share.num_draws)] for stream in (plain, read_ahead)
+        [names(next(stream)) for _ in range(3 * share.num_fetches)]
+        for stream in (plain, read_ahead)
     ]
     assert drawn[0] == drawn[1]
     assert plain.counts == read_ahead.counts
