@@ -80,11 +80,12 @@ docs: $(VENV)/.run .venv-docs/.mkdocs
 UNIT_WORKERS ?= logical
 # A test starts up to 16 ranks, which wait for one another: two tests at once keep two cores busy but for the timeouts
 # that some wait for, which a third would fill (.ci/run), for up to 2 GB of memory more.
-# Tests of a file stay together: what they share are whole runs. The files that take longest begin.
+# Tests of a file stay together: what they share are whole runs. The files that take longest begin; test_cuda_stand_in
+# stands before test_fit, which changes its process for CPUs.
 FUNCTIONAL_WORKERS ?= 2
 SPREAD = --dist loadfile --no-loadscope-reorder -n $(FUNCTIONAL_WORKERS)
 LONG = $(addprefix tests/functional_tests/test_, layouts.py fault_matrix.py run.py hostile_batches.py \
-	option_combinations.py precision.py hf_training.py load_balancing.py fit.py families.py plugin.py lora_run.py)
+	option_combinations.py precision.py hf_training.py load_balancing.py cuda_stand_in.py fit.py families.py plugin.py lora_run.py)
 FUNCTIONAL = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/functional_tests/test_*.py)))
 
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
