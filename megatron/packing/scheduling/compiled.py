@@ -1,6 +1,7 @@
 """pure. The inner loops in C++ (core.cpp), which setup.py builds where there is a compiler.
 
-Without them `placement` takes plainer, shorter ways, slower and a little worse, which is said once.
+Without them `placement` takes plainer, shorter heuristics, slower and a little worse. One
+warning says so.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from megatron.packing.scheduling.synchronous import balance_microbatches
 
 
 def default(request: ScheduleRequest) -> Schedule:
-    """The schedule of the least modelled step time found. O(N log N).
+    """Returns the schedule of the least modelled step time found. O(N log N).
 
     Among schedules as quick, one that moves few tokens between ranks. Never more microbatches than
     give each sequence a pack of its own. README.md has the decision tree of the three modes.
@@ -51,29 +51,36 @@ def _mode_of(request: ScheduleRequest) -> Callable[[ScheduleRequest, list[int]],
     return balance_pipelines if model.num_stages > 1 else balance_ranks
 
 
-def _each_alone(request: ScheduleRequest, numbers: list[int]) -> Placed:
-    """Each sequence on a rank of its own, in the first pack: no schedule is better."""
-    return Placed(0.0, numbers[0], np.arange(request.lengths.size) * numbers[0])
+def _each_alone(request: ScheduleRequest, microbatch_counts: list[int]) -> Placed:
+    """Returns each sequence on a rank of its own, in the first pack: no schedule is better."""
+    # No search compares this time. Rank i, microbatch 0    ->    pack i * num_microbatches
+    num_microbatches = microbatch_counts[0]
+    pack = np.arange(request.lengths.size) * num_microbatches
+    return Placed(0.0, num_microbatches, pack)
 
 
 def _finish(request: ScheduleRequest, placed: Placed) -> Schedule:
-    """The schedule of a placement, with few tokens moved between ranks.
+    """Returns the schedule of a placement, with few tokens moved between ranks.
 
     Where only ranks' sums count, each rank's costliest pack comes first: if one runs out of memory,
     it does so at once.
     """
     order, _, cost = request.sorted
-    number = placed.num_microbatches
-    packs = Packs(request.num_ranks, number, request.capacity)
-    good_enough = request.work_bound * GOOD_ENOUGH - request.cost.fixed * number
-    pack = reduce_moved_tokens(request, placed.pack, packs, good_enough)
-    rank = pack // number
-    microbatch = pack - rank * number
+    num_microbatches = placed.num_microbatches
+    packs = Packs(request.num_ranks, num_microbatches, request.capacity)
+    # Without fixed costs; read only if no more than the ranks' sums count.
+    enough_rank_cost = request.work_bound * GOOD_ENOUGH - request.cost.fixed * num_microbatches
+    pack = reduce_moved_tokens(request, placed.pack, packs, enough_rank_cost)
+    # pack = rank * num_microbatches + microbatch
+    rank = pack // num_microbatches
+    microbatch = pack - rank * num_microbatches
     if request.model.only_rank_sums_count:
         by_cost = np.argsort(-pack_costs(cost, pack, packs), axis=1, kind="stable")
         # Costs [[5, 9, 7]]    ->    by_cost [[1, 2, 0]], new microbatches [[2, 0, 1]]
         microbatch = np.argsort(by_cost, axis=1)[rank, microbatch]
-    schedule = Schedule(np.empty_like(rank), np.empty_like(rank), request.num_ranks, number)
+    schedule = Schedule(
+        np.empty_like(rank), np.empty_like(rank), request.num_ranks, num_microbatches
+    )
     # From the longest first to the order of the request.
     schedule.rank[order], schedule.microbatch[order] = rank, microbatch
     return schedule

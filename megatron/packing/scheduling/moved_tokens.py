@@ -1,6 +1,6 @@
 """pure. Fewer tokens sent between data-parallel ranks, at the same modelled time.
 
-Two ways, tried in this order:
+Two heuristics, tried in this order:
 
     keep     each rank keeps the sequences that it loaded, up to what the costliest rank may hold,
              and only the rest is placed (where ranks wait for one another at the end of the step)
@@ -31,7 +31,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class MoveLimits:
-    """Limits of the ways that reduce moved tokens."""
+    """Limits of the heuristics that reduce moved tokens."""
 
     kept_free: tuple[float, ...] = (0, 1 / 256, 1 / 64, 1 / 32, 1 / 16)
     """Shares of the costliest rank's cost that ranks leave free for sequences that others cannot
@@ -51,18 +51,19 @@ LIMITS = MoveLimits()
 
 
 def tokens_moved(length: IntArray, source: IntArray, rank: IntArray) -> int:
-    """Tokens that leave the rank that loaded them."""
+    """Returns the tokens that leave the rank that loaded them."""
     return int(length[source != rank].sum())
 
 
 def reduce_moved_tokens(
-    request: ScheduleRequest, pack: IntArray, packs: Packs, good_enough: float
+    request: ScheduleRequest, pack: IntArray, packs: Packs, enough_rank_cost: float
 ) -> IntArray:
-    """A placement as quick as `pack` that moves at most as many tokens.
+    """Returns a placement as quick as `pack` that moves at most as many tokens.
 
     Args:
         pack: a placement of the sequences, the longest first.
-        good_enough: cost that the costliest rank may reach in any case, without fixed costs.
+        enough_rank_cost: cost that the costliest rank may reach in any case, without fixed costs.
+            Read only if no more than the ranks' sums count.
     """
     order, length, cost = request.sorted
     source = np.ascontiguousarray(request.source_rank[order])
@@ -71,7 +72,7 @@ def reduce_moved_tokens(
         return tokens_moved(length, source, placement // packs.num_microbatches)
 
     if request.model.only_rank_sums_count:
-        kept = _keep(length, cost, source, pack, packs, good_enough)
+        kept = _keep(length, cost, source, pack, packs, enough_rank_cost)
         if kept is not None and moved(kept) < moved(pack):
             return kept
     renamed = _rename(
@@ -86,13 +87,13 @@ def _keep(
     source: IntArray,
     pack: IntArray,
     packs: Packs,
-    good_enough: float,
+    enough_rank_cost: float,
 ) -> IntArray | None:
-    """A placement where ranks keep what they loaded; None where ranks become too uneven."""
+    """Returns a placement where ranks keep what they loaded; None where ranks become too uneven."""
     if compiled.CORE is None:
         return None
     limit = largest_rank(cost, pack, packs)
-    allowed = max(good_enough, limit)
+    allowed = max(enough_rank_cost, limit)
     for part in LIMITS.kept_free[-1 if length.size > LIMITS.large_batch else 0 :]:
         begun = np.empty(length.size, np.int64)
         sizes = length.size, cost, length, source, *packs
@@ -108,19 +109,20 @@ def _keep(
 def _rename(
     length: IntArray, source: IntArray, pack: IntArray, packs: Packs, each_microbatch: bool
 ) -> IntArray:
-    """The placement with ranks renamed to where most of their tokens were loaded.
+    """Returns the placement with ranks renamed to where most of their tokens were loaded.
 
     With `each_microbatch`, ranks have other names in each microbatch.
     """
-    number = packs.num_microbatches
-    rank = pack // number
-    microbatch = pack - rank * number
+    num_microbatches = packs.num_microbatches
+    # pack = rank * num_microbatches + microbatch
+    rank = pack // num_microbatches
+    microbatch = pack - rank * num_microbatches
     # One matching for all microbatches: those of microbatch m are numbered from m * num_ranks on.
     # Sequences never match a pack of another microbatch, as `first` is the same for both.
     first = microbatch * packs.num_ranks if each_microbatch else np.zeros_like(rank)
     size = packs.size if each_microbatch else packs.num_ranks
     place = _match(first + rank, first + source, length, size)
-    return place[first + rank] % packs.num_ranks * number + microbatch
+    return place[first + rank] % packs.num_ranks * num_microbatches + microbatch
 
 
 def _match(part: IntArray, place: IntArray, weight: IntArray, size: int) -> IntArray:

@@ -86,37 +86,38 @@ class PlacedPipelines(NamedTuple):
 def order_each_rank(
     request: ScheduleRequest, pack: IntArray, packs: Packs, num_shapes: int | None = None
 ) -> PlacedPipelines:
-    """The placement with each rank's packs in the best order and sizes found.
+    """Returns the placement with each rank's packs in the best order and sizes found.
 
     For ranks that run independently. No rank ends later than before by simulation. Pipelines too
     long to simulate are not split again. `num_shapes` limits the shapes tried, of all by default.
     """
     _, length, cost = request.sorted
-    model, number = request.model, packs.num_microbatches
+    model, num_microbatches = request.model, packs.num_microbatches
     shapes = _shapes(request, packs, num_shapes)
     costs = costs_as_run(request, pack, packs)
-    if not can_simulate(model, number):
+    if not can_simulate(model, num_microbatches):
         pack = _by_first_shape(pack, costs, model, shapes)
         costs = costs_as_run(request, pack, packs)
         # The flow shop: beside its own sum, a rank's costliest pack passes all further stages
         # alone.
         stages = model.effective_stages
         ends = (costs.sum(axis=1) + (stages - 1) * costs.max(axis=1)) / stages
-        return PlacedPipelines(ends, number, pack)
-    ways = [pack, _reordered(pack, costs, _by_size(shapes[0]))]
+        return PlacedPipelines(ends, num_microbatches, pack)
+    placements = [pack, _reordered(pack, costs, _by_size(shapes[0]))]
     for shape in shapes:
         split = split_ranks(length, cost, pack, packs, weights=shape)
-        ways.append(_reordered(split, pack_costs(cost, split, packs), _by_size(shape)))
-    all_costs = [costs_as_run(request, way, packs) for way in ways]
-    ends = simulate(np.concatenate(all_costs), model).reshape(len(ways), -1)  # [ways, ranks]
-    # Each rank takes the way that is best for it: sequence i that of its rank, pack[i] // number.
+        placements.append(_reordered(split, pack_costs(cost, split, packs), _by_size(shape)))
+    all_costs = [costs_as_run(request, placement, packs) for placement in placements]
+    ends = simulate(np.concatenate(all_costs), model).reshape(len(placements), -1)
+    # ends is [placements, ranks]. Each rank takes the placement that is best for it: sequence i
+    # that of its rank, pack[i] // num_microbatches.
     best = ends.argmin(axis=0)
-    pack = np.stack(ways)[best[pack // number], np.arange(pack.size)]
-    return PlacedPipelines(ends.min(axis=0), number, pack)
+    pack = np.stack(placements)[best[pack // num_microbatches], np.arange(pack.size)]
+    return PlacedPipelines(ends.min(axis=0), num_microbatches, pack)
 
 
 def order_microbatches(request: ScheduleRequest, pack: IntArray, packs: Packs) -> IntArray:
-    """The placement with microbatches in the best order found, the same on all ranks.
+    """Returns the placement with microbatches in the best order found, the same on all ranks.
 
     For ranks that wait for one another at each microbatch. It takes no longer than before by
     simulation, unless the pipeline is too long to simulate.
@@ -144,7 +145,7 @@ def can_simulate(model: StepModel, num_microbatches: int, limits: ShapeLimits = 
 def _by_first_shape(
     pack: IntArray, costs: FloatArray, model: StepModel, shapes: list[FloatArray]
 ) -> IntArray:
-    """The placement of pipelines too long to simulate, in the order of the best shape."""
+    """Returns the placement of pipelines too long to simulate, in the order of the best shape."""
     if model.num_virtual_stages > 1:
         return pack  # The shape suits 1F1B. Interleaved, it was up to 17 % slower than this order.
     return _reordered(pack, costs, _by_size(shapes[0]))
@@ -163,23 +164,23 @@ def _place_by_cost(costs: FloatArray, order: IntArray) -> IntArray:
 
 
 def _reordered(pack: IntArray, costs: FloatArray, order: IntArray) -> IntArray:
-    """The placement with each rank's packs in another order; see `_place_by_cost`."""
+    """Returns the placement with each rank's packs in another order; see `_place_by_cost`."""
     return _renumber(pack, _place_by_cost(costs, order))
 
 
 def _renumber(pack: IntArray, place: IntArray) -> IntArray:
-    """The placement with the microbatches of each rank renumbered by `place` [ranks, M]."""
+    """Returns the placement with the microbatches of each rank renumbered by `place` [ranks, M]."""
     num_ranks, num_microbatches = place.shape
     return (np.arange(num_ranks)[:, None] * num_microbatches + place).ravel()[pack]
 
 
 def _by_size(shape: FloatArray) -> IntArray:
-    """Microbatches in the order in which the costliest packs are given to them."""
+    """Returns microbatches in the order in which the costliest packs are given to them."""
     return np.argsort(-shape, kind="stable")
 
 
 def _shapes(request: ScheduleRequest, packs: Packs, count: int | None = None) -> list[FloatArray]:
-    """The best shapes under `count` limits of the largest size, the best shape first."""
+    """Returns the best shapes under `count` limits of the largest size, the best shape first."""
     fits = packs.capacity * packs.size / int(request.sorted.length.sum())
     fixed = request.cost.fixed * packs.size / float(request.sorted.cost.sum())
     return [
@@ -215,7 +216,7 @@ def best_shape(
 def _best_ends(
     model: StepModel, num_microbatches: int, fixed: float, largest: float, limits: ShapeLimits
 ) -> tuple[float, float, float]:
-    """The quickest ends of those that are tried; see `_sizes`."""
+    """Returns the quickest ends of those that are tried; see `_sizes`."""
 
     def quickest(ends: list[tuple[float, float, float]]) -> tuple[float, float, float]:
         sizes = np.stack([_sizes(model, num_microbatches, end, fixed, limits) for end in ends])

@@ -5,7 +5,7 @@ tried, the quickest by simulated 1F1B are refined, and the quickest of these is 
 
     1. `_sweep` tries numbers of microbatches, for large batches on a sample of the sequences;
     2. for each number `_place` places sequences and orders the packs;
-    3. for the best numbers `_refine` tries more ways and trades between ranks.
+    3. for the best numbers `_refine` tries more heuristics and trades between ranks.
 
 Placements come from the flow shop, a simpler model than 1F1B: a rank takes the sum of its packs
 and, for each further stage, its costliest pack once more. There a sequence that costs more than a
@@ -89,25 +89,26 @@ _TIME = attrgetter("time")
 
 
 def balance_pipelines(
-    request: ScheduleRequest, numbers: list[int], limits: PipelineLimits = LIMITS
+    request: ScheduleRequest, microbatch_counts: list[int], limits: PipelineLimits = LIMITS
 ) -> Placed:
-    """The quickest placement found with one of these numbers of microbatches.
+    """Returns the quickest placement found with one of these numbers of microbatches.
 
     Args:
-        numbers: ascending. The last one has a pack for each sequence.
+        microbatch_counts: numbers to try, ascending. The last one has a pack for each sequence.
     """
     size = request.sorted.length.size
     tight = tight_packs(request, request.microbatch_multiple)
-    numbers = [number for number in numbers if number >= tight.num_microbatches]
+    microbatch_counts = [count for count in microbatch_counts if count >= tight.num_microbatches]
     sample = _sample_of(request, limits)
     if size <= limits.small_batch:
-        swept = _sweep(request, tight, numbers, limits, is_quick=False)[: limits.max_refined]
-        best = _fewest_as_good([_refine(request, each, limits) for each in swept], limits)
+        swept = _sweep(request, tight, microbatch_counts, limits, is_quick=False)
+        refined = [_refine(request, each, limits) for each in swept[: limits.max_refined]]
+        best = _fewest_as_good(refined, limits)
     elif sample is None:
-        best = min(_sweep(request, tight, numbers, limits, is_quick=True), key=_TIME)
+        best = min(_sweep(request, tight, microbatch_counts, limits, is_quick=True), key=_TIME)
         best = best if size > limits.large_batch else _refine(request, best, limits)
     else:
-        best = _by_sample(request, sample, tight, numbers, limits)
+        best = _by_sample(request, sample, tight, microbatch_counts, limits)
     return Placed(best.time, best.num_microbatches, best.pack)
 
 
@@ -115,16 +116,15 @@ def _by_sample(
     request: ScheduleRequest,
     sample: ScheduleRequest,
     tight: TightPacks,
-    numbers: list[int],
+    microbatch_counts: list[int],
     limits: PipelineLimits,
 ) -> PlacedPipelines:
-    """The quickest placement with one of the two numbers that are best for a sample."""
+    """Returns the quickest placement with one of the two numbers that are best for a sample."""
     # The fewer ranks there are in the sample, the less its choice says.
     is_trusted = sample.num_ranks > limits.trusted_sample_ranks
     is_large = request.sorted.length.size > limits.large_batch
-    swept = _sweep(
-        sample, tight_packs(sample, sample.microbatch_multiple), numbers, limits, is_quick=True
-    )
+    tight_sample = tight_packs(sample, sample.microbatch_multiple)
+    swept = _sweep(sample, tight_sample, microbatch_counts, limits, is_quick=True)
     chosen = [each.num_microbatches for each in swept[: 1 if is_trusted and is_large else 2]]
     best = min((_place(request, each, tight, limits, is_quick=True) for each in chosen), key=_TIME)
     if is_large:
@@ -133,7 +133,7 @@ def _by_sample(
 
 
 def _sample_of(request: ScheduleRequest, limits: PipelineLimits) -> ScheduleRequest | None:
-    """Every k-th sequence, the longest first, on about k times fewer ranks.
+    """Returns every k-th sequence, the longest first, on about k times fewer ranks.
 
     The number of microbatches that is best for a sample is so for all. None where sequences or
     ranks are too few.
@@ -162,19 +162,19 @@ def _sample_of(request: ScheduleRequest, limits: PipelineLimits) -> ScheduleRequ
 def _sweep(
     request: ScheduleRequest,
     tight: TightPacks,
-    numbers: list[int],
+    microbatch_counts: list[int],
     limits: PipelineLimits,
     *,
     is_quick: bool,
 ) -> list[PlacedPipelines]:
-    """First placements with some of the numbers, the quickest first."""
+    """Returns first placements with some of the numbers, the quickest first."""
     is_many = request.sorted.length.size > 2 * limits.small_batch
     grid = limits.grid_of_more if is_many else limits.grid
-    places = geometric_grid(len(numbers), min(len(numbers), grid))
+    places = geometric_grid(len(microbatch_counts), min(len(microbatch_counts), grid))
 
     def attempt(place: int) -> PlacedPipelines:
-        number = max(numbers[place], tight.num_microbatches)
-        return _place(request, number, tight, limits, is_quick=is_quick)
+        num_microbatches = max(microbatch_counts[place], tight.num_microbatches)
+        return _place(request, num_microbatches, tight, limits, is_quick=is_quick)
 
     found = {place: attempt(place) for place in places}
     best = places.index(min(found, key=lambda place: found[place].time))
@@ -189,7 +189,7 @@ def _sweep(
 
 
 def _fewest_as_good(placed: list[PlacedPipelines], limits: PipelineLimits) -> PlacedPipelines:
-    """The one with the fewest microbatches among those about as quick as the quickest."""
+    """Returns the one with the fewest microbatches among those about as quick as the quickest."""
     enough = min(each.time for each in placed) * limits.tie
     as_good = [each for each in placed if each.time <= enough]
     return min(as_good, key=lambda each: each.num_microbatches)
@@ -197,50 +197,50 @@ def _fewest_as_good(placed: list[PlacedPipelines], limits: PipelineLimits) -> Pl
 
 def _place(
     request: ScheduleRequest,
-    number: int,
+    num_microbatches: int,
     tight: TightPacks,
     limits: PipelineLimits,
     *,
     is_quick: bool,
 ) -> PlacedPipelines:
-    """The better one of two placements: long sequences grouped on few ranks, or all packs even.
+    """Returns the better one of two placements: long sequences grouped on few ranks, or even packs.
 
     Both are ordered and simulated; if `is_quick`, only the one that is better in the flow shop, and
     with a single shape.
     """
     _, length, cost = request.sorted
-    packs = Packs(request.num_ranks, number, request.capacity)
-    low = _flow_shop_bound(request, number)
+    packs = Packs(request.num_ranks, num_microbatches, request.capacity)
+    low = _flow_shop_bound(request, num_microbatches)
     tries = (_group_long_sequences(request, packs, low * excess) for excess in limits.excesses)
     grouped = next((pack for pack in tries if pack is not None), None)
-    ways = [] if grouped is None else [grouped]
-    if not ways or length.size <= limits.large_batch:
+    placements = [] if grouped is None else [grouped]
+    if not placements or length.size <= limits.large_batch:
         even = place_longest_first(length, cost, packs.each_alone())
-        ways.append(_deal_and_split(request, tight.pack if even is None else even, packs))
+        placements.append(_deal_and_split(request, tight.pack if even is None else even, packs))
     if is_quick:
-        best = min(ways, key=lambda pack: _flow_shop_time(request, pack, packs))
+        best = min(placements, key=lambda pack: _flow_shop_time(request, pack, packs))
         return order_each_rank(request, best, packs, num_shapes=1)
-    return min((order_each_rank(request, pack, packs) for pack in ways), key=_TIME)
+    return min((order_each_rank(request, pack, packs) for pack in placements), key=_TIME)
 
 
 def _refine(
     request: ScheduleRequest, placed: PlacedPipelines, limits: PipelineLimits
 ) -> PlacedPipelines:
-    """The placement or a quicker one, by bisection and then by trades."""
+    """Returns the placement or a quicker one, by bisection and then by trades."""
     _, length, cost = request.sorted
     packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
     low = _flow_shop_bound(request, packs.num_microbatches)
     bisected = _bisect_flow_shop(request, packs, low)
-    ways = sorted(bisected, key=lambda pack: _flow_shop_time(request, pack, packs))[:2]
+    placements = sorted(bisected, key=lambda pack: _flow_shop_time(request, pack, packs))[:2]
     even = bisect_ranks(length, cost, packs.each_alone(), 2 * low)
     if even is not None:
-        ways.append(_deal_and_split(request, even, packs))
-    ordered = [order_each_rank(request, pack, packs) for pack in ways]
+        placements.append(_deal_and_split(request, even, packs))
+    ordered = [order_each_rank(request, pack, packs) for pack in placements]
     return _trade(request, min([placed, *ordered], key=_TIME), limits)
 
 
 def _deal_and_split(request: ScheduleRequest, pack: IntArray, packs: Packs) -> IntArray:
-    """Packs that are numbered anyhow, on ranks of even cost; each rank's made even once more."""
+    """Returns packs that are numbered anyhow on ranks of even cost, each rank's made even again."""
     _, length, cost = request.sorted
     return split_ranks(length, cost, deal(cost, pack, packs), packs, only_where_lower=True)
 
@@ -251,7 +251,7 @@ def _trade(
     limits: PipelineLimits,
     num_shapes: int | None = None,
 ) -> PlacedPipelines:
-    """The placement with sequences traded from ranks that end late to ranks that end early."""
+    """Returns the placement after trades from ranks that end late to ranks that end early."""
     _, length, cost = request.sorted
     packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
     for _ in range(limits.max_trade_rounds):
@@ -266,16 +266,16 @@ def _trade(
     return placed
 
 
-def _flow_shop_bound(request: ScheduleRequest, number: int) -> float:
-    """Lower bound of the time in the flow shop with even packs, times the number of stages."""
+def _flow_shop_bound(request: ScheduleRequest, num_microbatches: int) -> float:
+    """Returns a lower bound of the flow shop's time with even packs, times the number of stages."""
     # Even packs of interleaved pipelines make smaller bubbles (`bubble_packs`), but a costly pack
     # among others passes all further stages alone.
-    even = request.rank_cost_bound * (1 + request.model.bubble_packs / number)
+    even = request.rank_cost_bound * (1 + request.model.bubble_packs / num_microbatches)
     return max(even, float(request.sorted.cost.max()) * request.model.effective_stages)
 
 
 def _flow_shop_time(request: ScheduleRequest, pack: IntArray, packs: Packs) -> float:
-    """Time in the flow shop times the number of stages, without fixed costs."""
+    """Returns the time in the flow shop times the number of stages, without fixed costs."""
     costs = pack_costs(request.sorted.cost, pack, packs)
     more = request.model.effective_stages - 1
     return float((costs.sum(axis=1) + more * costs.max(axis=1)).max())
@@ -284,7 +284,7 @@ def _flow_shop_time(request: ScheduleRequest, pack: IntArray, packs: Packs) -> f
 def _bisect_flow_shop(
     request: ScheduleRequest, packs: Packs, low: float, limits: BisectionLimits = BISECTION
 ) -> Iterator[IntArray]:
-    """Placements that take less and less time in the flow shop, by bisection of that time."""
+    """Yields placements that take ever less time in the flow shop, by bisection of that time."""
     high = 2 * low
     for _ in range(limits.max_rounds):
         if high - low <= low * limits.resolution:
@@ -299,17 +299,19 @@ def _bisect_flow_shop(
 
 
 def _group_long_sequences(request: ScheduleRequest, packs: Packs, time: float) -> IntArray | None:
-    """Pipelines that each end within about `time` in the flow shop; None where none are found.
+    """Returns pipelines that end within about `time` in the flow shop; None if none are found.
 
     Long sequences are grouped on the first ranks, and the others make even packs.
     """
     _, length, cost = request.sorted
-    number, more = packs.num_microbatches, request.model.effective_stages - 1
+    num_microbatches, more = packs.num_microbatches, request.model.effective_stages - 1
     # A rank of even packs takes number + more of them. A costlier sequence is long.
-    fair_pack = time / (number + more)
+    fair_pack = time / (num_microbatches + more)
     pack, in_use = first_fit(
-        *(length, cost, packs),
-        limit=fair_pack * number,
+        length=length,
+        cost=cost,
+        packs=packs,
+        limit=fair_pack * num_microbatches,
         ceiling=time,
         overhead=more,
         opens_above=fair_pack,
@@ -327,5 +329,5 @@ def _group_long_sequences(request: ScheduleRequest, packs: Packs, time: float) -
         even, _ = first_fit(length[rest], cost[rest], others.each_alone(), limit=limit)
         if even.min() < 0:
             return None
-        pack[rest] = in_use * number + deal(cost[rest], even, others)
+        pack[rest] = in_use * num_microbatches + deal(cost[rest], even, others)
     return split_ranks(length, cost, pack, packs, only_where_lower=True)

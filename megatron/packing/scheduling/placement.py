@@ -1,4 +1,4 @@
-"""pure. Ways to place sequences on ranks and in packs with free capacity.
+"""pure. Heuristics that place sequences on ranks and in packs with free capacity.
 
 Notation: `length` int64 [N] is descending, `cost` float64 [N] too but for masked tokens. A
 placement is int64 [N], the pack of each sequence, `rank * num_microbatches + microbatch`; -1 means
@@ -63,8 +63,8 @@ class Packs(NamedTuple):
         return self.num_ranks * self.num_microbatches
 
     def each_alone(self) -> Packs:
-        """Returns these packs, each as a rank of its own: ways that balance ranks then balance
-        packs.
+        """Returns these packs, each as a rank of its own: heuristics that balance ranks then
+        balance packs.
         """
         return Packs(self.size, 1, self.capacity)
 

@@ -6,6 +6,8 @@ only adds its fixed cost. So for each number of microbatches, from the fewest on
     1. LPT places sequences on ranks; where capacity is too tight for that, tight packs are dealt;
     2. while ranks are not even enough, trades balance them, then bisection;
     3. the search ends when the bound is reached, or when more microbatches bring nothing.
+
+Notation as in `placement`: `pack` is an array, the pack of each sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class RankLimits:
     """Limits of the search of this mode."""
 
     large_batch: int = 1 << 14
-    """Sequences, above which a batch is large: each way takes milliseconds, and ranks of many
+    """Sequences, above which a batch is large: each heuristic takes milliseconds, and ranks of many
     sequences are nearly even anyhow."""
     good_enough: float = GOOD_ENOUGH
     """Modelled time over its bound, at which the search ends."""
@@ -50,36 +52,36 @@ LIMITS = RankLimits()
 
 
 def balance_ranks(
-    request: ScheduleRequest, numbers: list[int], limits: RankLimits = LIMITS
+    request: ScheduleRequest, microbatch_counts: list[int], limits: RankLimits = LIMITS
 ) -> Placed:
-    """The quickest placement found with one of these numbers of microbatches.
+    """Returns the quickest placement found with one of these numbers of microbatches.
 
     Args:
-        numbers: ascending. The last one has a pack for each sequence.
+        microbatch_counts: numbers to try, ascending. The last one has a pack for each sequence.
     """
     bound, is_large = request.rank_cost_bound, request.lengths.size > limits.large_batch
     good_enough = limits.good_enough_large if is_large else limits.good_enough
     best: Placed | None = None
     tight: TightPacks | None = None
     fruitless = 0
-    for number in numbers:
-        if tight is not None and number < tight.num_microbatches:
+    for num_microbatches in microbatch_counts:
+        if tight is not None and num_microbatches < tight.num_microbatches:
             continue  # LPT finds no room either
-        fixed = request.cost.fixed * number
+        fixed = request.cost.fixed * num_microbatches
         is_done = best is not None and best.time <= (bound + fixed) * good_enough
         if is_done or fruitless >= limits.max_fruitless:
             break
-        packs = Packs(request.num_ranks, number, request.capacity)
+        packs = Packs(request.num_ranks, num_microbatches, request.capacity)
         pack = place_longest_first(*request.sorted[1:], packs)
         if pack is None:  # capacity is too tight for that
             tight = tight or tight_packs(request, request.microbatch_multiple)
-            if tight.num_microbatches > number:
+            if tight.num_microbatches > num_microbatches:
                 continue
             pack = _deal_tight(request, tight, packs, bound * good_enough, limits)
         largest, pack = _refine(request, pack, packs, bound * good_enough, limits)
         fruitless += 1
         if best is None or largest + fixed < best.time:
-            best = Placed(largest + fixed, number, pack)
+            best = Placed(largest + fixed, num_microbatches, pack)
             fruitless = fruitless if is_large else 0
     assert best is not None, "the last number has a pack for each sequence"
     return best
@@ -88,7 +90,9 @@ def balance_ranks(
 def _deal_tight(
     request: ScheduleRequest, tight: TightPacks, packs: Packs, enough: float, limits: RankLimits
 ) -> IntArray:
-    """Tight packs dealt to ranks, and traded while the costliest rank costs more than `enough`."""
+    """Returns tight packs dealt to ranks, and traded if the costliest rank costs more than
+    `enough`.
+    """
     _, length, cost = request.sorted
     pack = deal(cost, tight.pack, packs)
     if length.size > limits.large_batch or largest_rank(cost, pack, packs) <= enough:
@@ -99,17 +103,17 @@ def _deal_tight(
 def _refine(
     request: ScheduleRequest, pack: IntArray, packs: Packs, enough: float, limits: RankLimits
 ) -> tuple[float, IntArray]:
-    """The costliest rank's cost and the placement, balanced until that cost is `enough`."""
+    """Returns the costliest rank's cost and the placement, balanced until that cost is `enough`."""
     _, length, cost = request.sorted
     largest = largest_rank(cost, pack, packs)
-    ways = [(largest, pack)]
+    placements = [(largest, pack)]
     if largest > enough:
         traded = trade(length, cost, pack, packs)
-        ways.append((largest_rank(cost, traded, packs), traded))
-    if ways[-1][0] > enough:
+        placements.append((largest_rank(cost, traded, packs), traded))
+    if placements[-1][0] > enough:
         found = bisect_ranks(length, cost, packs, largest)
         if found is not None and length.size <= limits.large_batch:
             found = trade(length, cost, found, packs)
         if found is not None:
-            ways.append((largest_rank(cost, found, packs), found))
-    return min(ways, key=lambda way: way[0])
+            placements.append((largest_rank(cost, found, packs), found))
+    return min(placements, key=lambda placement: placement[0])

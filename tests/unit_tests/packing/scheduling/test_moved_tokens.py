@@ -114,7 +114,7 @@ def test_fewer_tokens_move(distribution, monkeypatch):
     home = default(asked)
     monkeypatch.setattr(
         "megatron.packing.scheduling.default.reduce_moved_tokens",
-        lambda request, pack, packs, good_enough: pack,
+        lambda request, pack, packs, enough_rank_cost: pack,
     )
     anywhere = default(asked)
     moved = [
