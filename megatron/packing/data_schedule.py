@@ -25,6 +25,7 @@ class WrappedDataLoader(NamedTuple):
 
     data_iterator: PackedIterator | list[PackedIterator]
     num_microbatches: int
+    """Microbatches that each data-parallel rank trains."""
     num_total_tokens_this_global_batch: int
     sequence_square_sum_this_global_batch: int
 
@@ -42,14 +43,17 @@ def wrap_dataloader(
 
     Args:
         data_iterator: on data ranks (see `step.groups`), an iterator whose `next` gives a sample or
-            a list of them (see `batch.reading`), or a list of such iterators with interleaving. It
-            is not read on other ranks.
+            a list of them (see `batch.reading`). Of a list of iterators, one per virtual stage,
+            only the first is read. It is not read on other ranks.
         config: megatron-core's, or a namespace of these fields alone: `max_seqlen_per_dp_cp_rank`
             (tokens that one rank may hold; a pack may hold that many times the context-parallel
             size), `sequence_packing_scheduler`, `virtual_pipeline_model_parallel_size`,
             `microbatch_group_size_per_vp_stage`, and `sequence_packing_options` if it has any.
-        num_microbatches: `next` calls on each data rank.
+        num_microbatches: `next` calls per data rank (Megatron-LM's name). It is not the number of
+            microbatches trained: packing decides that, see `WrappedDataLoader.num_microbatches`.
         scheduler_type: overrides the scheduler of `config`.
+        pg_collection: megatron-core's groups `tp`, `pp`, `cp`, `dp` and `mp`; None takes those of
+            `parallel_state`.
         queue: holds outliers back for a later step (see `step.delay`). Pass the same one at every
             step of a run, on every rank or on none.
 

@@ -104,8 +104,8 @@ def read_item(item: Mapping[str, Any]) -> Item:
     has_paths = bool(of_paths) or "first_path" in fields
     num_paths = rows_of_paths(fields, of_paths, np.array(lengths)) if has_paths else NO_PATHS
     num_tokens = fields["tokens"].size
-    rows = {name: rows_of(name, its, num_tokens, len(lengths)) for name, its in extra.items()}
-    rows |= {name: Rows(None, None, its) for name, its in of_paths.items()}
+    rows = {name: rows_of(name, values, num_tokens, len(lengths)) for name, values in extra.items()}
+    rows |= {name: Rows(None, None, values) for name, values in of_paths.items()}
     has_branches = trees is not None and trees.parents.size > trees.rows.size
     payload = payload_of(whole, len(lengths))
     costs = {} if payload is None else whole.get("costs") or {}

@@ -63,6 +63,7 @@ def layouts_of_samples(
     if PARENTS not in samples.columns:
         return layouts_of(samples.lengths, num_sequences, alignment)
     nodes = Nodes.of(samples)
+    # The pack's nodes: packs of 2 and 1 samples, of samples 0 0 1 2 2    ->    bounds 0 3 5
     bounds = np.searchsorted(nodes.sample, np.concatenate(([0], ends)))
     layouts = []
     for start, end in pairwise(bounds.tolist()):
@@ -79,7 +80,7 @@ def layouts_of_samples(
 
 
 def layout_microbatches(
-    layouts: Sequence[PackLayout], samples: Samples | None = None
+    layouts: Sequence[PackLayout], *, samples: Samples | None = None
 ) -> list[Microbatch]:
     """Returns the microbatches of a stage without tokens.
 
@@ -123,6 +124,7 @@ def pack(
     num_segments = num_sequences
     if PARENTS in samples.columns:
         of_segment = Nodes.of(samples).sample
+        # 2 and 1 samples, of samples 0 0 1 2 2: packs 0 0 0 1 1    ->    3 and 2 segments
         num_segments = np.bincount(
             np.repeat(np.arange(num_sequences.size), num_sequences)[of_segment],
             minlength=num_sequences.size,
@@ -156,6 +158,7 @@ def pack(
 
 def _row_ends(samples: Samples, scope: str, num_sequences: IntArray) -> IntArray:
     """Returns where the rows of each pack's samples end, int64 [microbatches]."""
+    # Rows 2 1 3, packs of 2 and 1 samples    ->    3 6
     rows = samples.sizes.rows(scope)
     return np.cumsum(np.concatenate(([0], rows)))[np.cumsum(num_sequences)]
 
@@ -172,6 +175,8 @@ def _path_pairs(
     starts = np.cumsum([0, *(layout.num_tokens for layout in layouts)])
     pack = np.searchsorted(starts, token, side="right") - 1
     ends = _row_ends(samples, PATH, num_sequences)
+    # Tokens and paths count from 0 in each pack: packs of 6 and 4 tokens, token 7    ->    1 of
+    # pack 1
     pairs = np.stack((token - starts[pack], path - np.concatenate(([0], ends))[pack]))
     sizes = np.bincount(pack, minlength=len(layouts)).tolist()
     return list(torch.from_numpy(pairs).split(sizes, dim=1))

@@ -27,8 +27,8 @@ def to_bytes(payloads: Sequence[Payload | None]) -> Tensor:
             header.append(payload and (None, payload.key))
             continue
         shapes: dict[str, Any] = {}
-        for name, its in payload.tensors.items():
-            whole = [tensor_of(tensor).detach().cpu().contiguous() for tensor in its]
+        for name, values in payload.tensors.items():
+            whole = [tensor_of(tensor).detach().cpu().contiguous() for tensor in values]
             shapes[name] = [(tensor.dtype, tuple(tensor.shape)) for tensor in whole]
             tensors += whole
         header.append((shapes, payload.key))
@@ -61,7 +61,9 @@ def from_bytes(data: Tensor) -> list[Payload | None]:
             payloads.append(None)
             continue
         shapes, key = entry
-        tensors = shapes and {name: [taken(*one) for one in its] for name, its in shapes.items()}
+        tensors = shapes and {
+            name: [taken(*one) for one in values] for name, values in shapes.items()
+        }
         payloads.append(Payload(tensors, key))
     return payloads
 
@@ -98,8 +100,8 @@ def payloads_of_packs(
         tensors: dict[str, list[Tensor]] = {}
         segments: dict[str, list[int]] = {}
         for segment, payload in enumerate(payloads[start:end]):
-            for name, its in (payload.tensors or {} if payload else {}).items():
-                tensors.setdefault(name, []).extend(map(tensor_of, its))
-                segments.setdefault(name, []).extend([segment] * len(its))
-        numbers = {name: np.array(its, np.int64) for name, its in segments.items()}
+            for name, values in (payload.tensors or {} if payload else {}).items():
+                tensors.setdefault(name, []).extend(map(tensor_of, values))
+                segments.setdefault(name, []).extend([segment] * len(values))
+        numbers = {name: np.array(values, np.int64) for name, values in segments.items()}
         yield PackPayloads(tensors, numbers)

@@ -35,8 +35,8 @@ class Payload(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors that are there."""
-        its = () if self.tensors is None else self.tensors.values()
-        return sum(int(tensor.nbytes) for tensors in its for tensor in tensors)
+        by_name = () if self.tensors is None else self.tensors.values()
+        return sum(int(tensor.nbytes) for tensors in by_name for tensor in tensors)
 
 
 def payload_of(item: Mapping[str, Any], num_sequences: int) -> Payload | None:

@@ -256,10 +256,12 @@ class SampleReader:
     def _column(self, name: str, make_default: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """Returns the values of all items, in a new array; the default's for items without them."""
         values = [item.fields.get(name) for item in self._items]
-        if any(its is None for its in values):
+        if any(value is None for value in values):
             ends = np.cumsum([item.size for item in self._items])[:-1]
             defaults = np.split(make_default(), ends)
-            values = [default if its is None else its for its, default in zip(values, defaults)]
+            values = [
+                default if value is None else value for value, default in zip(values, defaults)
+            ]
         return np.concatenate(values)  # type: ignore[arg-type]
 
     def _check_ids(self, name: str, ids: npt.NDArray[Any], ends: IntArray) -> int:

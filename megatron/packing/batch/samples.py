@@ -59,11 +59,13 @@ class Samples:
 
     sizes: Sizes
     columns: Columns
-    """ALWAYS and those of `schema`: [rows of the column's scope, *shape] each.
+    """ALWAYS and those of `schema`: [rows of the column's scope, *shape] each. ALWAYS are:
 
-    sources: a number of the user's, by which losses are split. last_labels: the label of each
-    sequence's last token. weights: of the tokens that count, in the loss's sum. flags: 1 where a
-    token's label counts.
+        sources      number of the user's, by which losses are split, per sequence
+        tokens       ids, per token
+        last_labels  label of the last token, per sequence
+        weights      weight in the loss's sum of the tokens that count, per sequence
+        flags        1 if a token's label counts, else 0, per token
     """
 
     @classmethod
@@ -107,6 +109,7 @@ class Samples:
         # A mask of zeros and ones is its flags. Else each sequence may have one weight, which must
         # be the largest value, as masked tokens are zero.
         if not np.array_equal(loss_mask, flags):
+            # reduceat needs lengths of at least 1; item.py refuses empty sequences.
             weights = np.maximum.reduceat(loss_mask, ends - lengths)
             if not np.array_equal(loss_mask, flags * np.repeat(weights, lengths)):
                 kept[LOSS_MASK] = loss_mask
@@ -148,6 +151,7 @@ class Samples:
         """int64 [n]: how many tokens of each sequence count."""
         if not self.lengths.size:
             return np.empty(0, np.int64)
+        # Lengths are at least 1, as reduceat needs: item.py refuses empty sequences.
         return np.add.reduceat(
             self.columns[FLAGS], np.cumsum(self.lengths) - self.lengths, dtype=np.int64
         )
@@ -193,10 +197,11 @@ class Samples:
         index: dict[str, npt.NDArray[Any]] = {SEQUENCE: ids}
         for scope in {column.scope for column in self.columns} - {SEQUENCE}:
             rows = self.sizes.rows(scope)
+            # rows 2 1 3, ids 2 0: starts 3 0, counts 3 2    ->    3 4 5 0 1
             index[scope] = expand_ranges((np.cumsum(rows) - rows)[ids], rows[ids])
-        return self._gathered(self.sizes.take(ids), index)
+        return self._rows_at(self.sizes.take(ids), index)
 
-    def first(self, limit: int) -> Samples:
+    def truncated(self, limit: int) -> Samples:
         """Returns all sequences, each truncated to `limit` tokens.
 
         Raises ValueError for a tree of more tokens: a part of its nodes is another tree.
@@ -206,28 +211,31 @@ class Samples:
         lengths = np.minimum(self.lengths, limit)
         starts, ends = np.cumsum(self.lengths) - self.lengths, np.cumsum(lengths)
         index = expand_ranges(starts, lengths)
-        truncated = self._gathered(replace(self.sizes, lengths=lengths), {TOKEN: index})
-        last_labels = truncated.columns[LAST_LABELS]
-        if lengths.size:
+        shorter = self._rows_at(replace(self.sizes, lengths=lengths), {TOKEN: index})
+        last_labels = shorter.columns[LAST_LABELS]
+        if lengths.size:  # the last token that is left is labelled with the next, which is cut off
             last_labels = self._whole(LABELS)[index[ends - 1]]
-        return replace(truncated, columns={**truncated.columns, LAST_LABELS: last_labels})
+        return replace(shorter, columns={**shorter.columns, LAST_LABELS: last_labels})
 
     def split(self, counts: IntArray) -> list[Samples]:
         """Returns the first counts[0] sequences, the next counts[1] ..., as views."""
         ends = np.cumsum(counts)[:-1]
         row_ends: dict[str, npt.NDArray[Any]] = {SEQUENCE: ends}
         for scope in {column.scope for column in self.columns} - {SEQUENCE}:
+            # Rows 2 1 3, split after 2 sequences    ->    after row 3
             row_ends[scope] = np.concatenate(([0], np.cumsum(self.sizes.rows(scope))))[ends]
-        parts = {
+        parts_by_column = {
             column: np.split(values, row_ends[column.scope])
             for column, values in self.columns.items()
         }
         return [
-            Samples(sizes=sizes, columns={column: its[i] for column, its in parts.items()})
+            Samples(
+                sizes=sizes, columns={column: parts[i] for column, parts in parts_by_column.items()}
+            )
             for i, sizes in enumerate(self.sizes.split(ends))
         ]
 
-    def _gathered(self, sizes: Sizes, index: Mapping[str, npt.NDArray[Any]]) -> Samples:
+    def _rows_at(self, sizes: Sizes, index: Mapping[str, npt.NDArray[Any]]) -> Samples:
         """Returns the rows at `index`, by scope; all rows of scopes that are not there."""
         columns = {
             column: values[index[column.scope]] if column.scope in index else values

@@ -41,26 +41,33 @@ from megatron.packing.batch.tree import checked_trees
 from megatron.packing.batch.tree_cuts import Tree, TreeRules, parts_of, tree_of
 
 
-class ShapedTrees(NamedTuple):
-    """Samples as they are trained, and the number of the sample that each is a part of, rising."""
+class ShapedSamples(NamedTuple):
+    """Samples as they are trained: sequences as they were, and trees in their layout's shape.
+
+    A tree that is cut becomes several samples:
+
+        samples 0 1 2, of which 1 is cut in two    ->    original_index 0 1 1 2
+    """
 
     samples: Samples
-    part_of: IntArray
+    original_index: IntArray
+    """int64 [n]: index of the sample that each was or is a part of, ascending."""
 
     def parts(self) -> IntArray | None:
         """Returns 0 for a whole sample, 1, 2, ... for the parts of one; None where all are whole.
 
-        part_of 0 1 1 2    ->    0 1 2 0
+        original_index 0 1 1 2    ->    0 1 2 0
         """
-        num_parts = np.bincount(self.part_of, minlength=1)
+        num_parts = np.bincount(self.original_index, minlength=1)
         if num_parts.max() < 2:
             return None
         firsts = np.cumsum(num_parts) - num_parts
-        number = np.arange(self.part_of.size) - firsts[self.part_of] + 1
-        return np.where(num_parts[self.part_of] > 1, number, 0)
+        original = self.original_index
+        part = np.arange(original.size) - firsts[original] + 1
+        return np.where(num_parts[original] > 1, part, 0)
 
 
-def shaped(samples: Samples, rules: TreeRules) -> ShapedTrees:
+def shaped(samples: Samples, rules: TreeRules) -> ShapedSamples:
     """Returns the samples, of which trees are cut, joined or taken apart by `rules`.
 
     A tree over capacity becomes several whose nodes are those of neighbouring paths, as many as
@@ -69,46 +76,50 @@ def shaped(samples: Samples, rules: TreeRules) -> ShapedTrees:
     """
     num_samples = samples.lengths.size
     if PARENTS not in samples.columns:
-        return ShapedTrees(samples, np.arange(num_samples))
+        return ShapedSamples(samples, np.arange(num_samples))
     nodes = Nodes.of(samples)
     bounds = np.searchsorted(nodes.sample, np.arange(num_samples + 1))
     has_paths = PATH in samples.sizes.ragged
     trees: list[Tree] = []
-    part_of: list[int] = []
+    original_index: list[int] = []
     for number, (start, end) in enumerate(zip(bounds.tolist(), bounds[1:].tolist())):
         made = parts_of(tree_of(nodes, start, end), rules, keeps_root=has_paths)
         trees += made
-        part_of += [number] * len(made)
-    owner = np.array(part_of, np.int64)
-    return ShapedTrees(_copied(samples, nodes, trees, owner), owner)
+        original_index += [number] * len(made)
+    ids = np.array(original_index, np.int64)
+    return ShapedSamples(_copied(samples, nodes, trees, ids), ids)
 
 
 def truncated(samples: Samples, limit: int) -> Samples:
     """Returns all samples, each path truncated to `limit` tokens."""
     if PARENTS not in samples.columns:
-        return with_path_tokens(samples.first(limit))
+        return with_path_tokens(samples.truncated(limit))
     nodes = Nodes.of(samples)
     lengths = np.clip(limit - nodes.depths, 0, nodes.lengths)
     kept = np.flatnonzero(lengths)
     starts = (np.cumsum(nodes.lengths) - nodes.lengths)[kept]
-    place = np.cumsum(lengths > 0) - 1
-    parents = np.where(nodes.parents[kept] < 0, -1, place[nodes.parents[kept]])
+    # Number of each node among those kept: lengths 3 0 2    ->    0 0 1. A kept node's parent is
+    # kept, as it begins earlier.
+    new_number = np.cumsum(lengths > 0) - 1
+    parents = np.where(nodes.parents[kept] < 0, -1, new_number[nodes.parents[kept]])
     ids = np.arange(samples.lengths.size)
     index = expand_ranges(starts, lengths[kept])
     cut = _rebuilt(samples, ids, index, np.zeros(index.size, np.bool_), lengths[kept], parents)
     return with_path_tokens(cut)
 
 
-def _copied(samples: Samples, nodes: Nodes, trees: Sequence[Tree], owner: IntArray) -> Samples:
-    """Returns samples of new trees, whose nodes are runs of `nodes`."""
+def _copied(samples: Samples, nodes: Nodes, trees: Sequence[Tree], ids: IntArray) -> Samples:
+    """Returns samples of new trees, whose nodes are runs of `nodes`; tree i is of sample ids[i]."""
     pieces = np.array([piece for tree in trees for node in tree for piece in node.pieces], np.int64)
-    is_same = owner.size == samples.lengths.size and pieces.size == sum(map(len, trees))
+    is_same = ids.size == samples.lengths.size and pieces.size == sum(map(len, trees))
     if is_same and np.array_equal(pieces, np.arange(nodes.lengths.size)):
         return samples
     starts, sizes = np.cumsum(nodes.lengths) - nodes.lengths, nodes.lengths[pieces]
+    # The first of equal pieces is the original: pieces 0 1 0 2    ->    F F T F
     is_copy = np.ones(pieces.size, np.bool_)
     is_copy[np.unique(pieces, return_index=True)[1]] = False
     lengths = np.array([node.length for tree in trees for node in tree], np.int64)
+    # Parents count within their tree: trees of 3 and 2 nodes begin at nodes 0 and 3.
     firsts = np.cumsum([0, *(len(tree) for tree in trees)])
     parents = np.array(
         [
@@ -119,7 +130,7 @@ def _copied(samples: Samples, nodes: Nodes, trees: Sequence[Tree], owner: IntArr
         np.int64,
     )
     index = expand_ranges(starts[pieces], sizes)
-    return _rebuilt(samples, owner, index, is_copy.repeat(sizes), lengths, parents)
+    return _rebuilt(samples, ids, index, is_copy.repeat(sizes), lengths, parents)
 
 
 def _rebuilt(

@@ -52,8 +52,8 @@ class BatchPayloads(NamedTuple):
         """Returns those of a microbatch, sent to a device."""
         tensors, segments = microbatch["payloads"]
         return cls(
-            {name: [to_device(one, device) for one in its] for name, its in tensors.items()},
-            {name: torch.from_numpy(its) for name, its in segments.items()},
+            {name: [to_device(one, device) for one in values] for name, values in tensors.items()},
+            {name: torch.from_numpy(values) for name, values in segments.items()},
             microbatch.get("host_tokens", microbatch["tokens"]),
             index,
         )

@@ -27,7 +27,7 @@ class BatchFields(NamedTuple):
 
     `tokens` and `position_ids` on the first stage (and where multi-token prediction is), `labels`
     and `loss_mask` on the last, None elsewhere. Positions along axes are [3, 1, T] on each stage,
-    of the whole pack: its layers make their rotary embedding of them, and cut that themselves.
+    of the whole pack: its layers make their rotary embedding of them, and then cut that.
     `attention_mask` is None: the packs' layout says who attends to whom. `padding_mask` is bool,
     True where there is no real token (for the router of experts).
     """
@@ -107,13 +107,14 @@ def get_batch_on_this_rank_for_sequence_packing(
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
     device = device_of(groups.tp)
     params = packed_seq_params(microbatch, device)
-    index = shard_index(params.padded_lengths, groups.cp.size(), groups.cp.rank())
-    # On the device of the fields, which may still be the host.
-    index_there = None if index is None else to_device(index, microbatch["padding_mask"].device)
+    host_index = shard_index(params.padded_lengths, groups.cp.size(), groups.cp.rank())
+    # Fields may be on the device already (`copied_ahead`), or still on the host.
+    fields_device = microbatch["padding_mask"].device
+    fields_index = None if host_index is None else to_device(host_index, fields_device)
 
-    def shard(values: Tensor) -> Tensor:
-        own = values if index_there is None else values.index_select(0, index_there)
-        return to_device(own, device).unsqueeze(0)
+    def to_shard(values: Tensor) -> Tensor:
+        local = values if fields_index is None else values.index_select(0, fields_index)
+        return to_device(local, device).unsqueeze(0)
 
     is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
     is_last = groups.pp.rank() == groups.pp.size() - 1 and (
@@ -123,26 +124,27 @@ def get_batch_on_this_rank_for_sequence_packing(
         ("tokens", "labels", "loss_mask", "position_ids")
     )
     if is_first or mtp_on_this_rank:
-        fields |= {name: shard(microbatch[name]) for name in ("tokens", "position_ids")}
+        fields |= {name: to_shard(microbatch[name]) for name in ("tokens", "position_ids")}
     if is_last or mtp_on_this_rank:
-        fields |= {name: shard(microbatch[name]) for name in ("labels", "loss_mask")}
-        params.loss_rows = _loss_rows(microbatch, index, device)
+        fields |= {name: to_shard(microbatch[name]) for name in ("labels", "loss_mask")}
+        params.loss_rows = _loss_rows(microbatch, host_index, device)
     if "axis_positions" in microbatch:
+        # [T, 3] -> [3, 1, T], uncut: the rotary embedding is made for the whole pack, then cut.
         fields["position_ids"] = to_device(microbatch["axis_positions"], device).T.unsqueeze(1)
     batch = Batch(
         **fields,
         attention_mask=None,
         packed_seq_params=params,
-        padding_mask=shard(microbatch["padding_mask"]),
+        padding_mask=to_shard(microbatch["padding_mask"]),
     )
     if is_first and "payloads" in microbatch:
-        batch.payloads = BatchPayloads.of(microbatch, index, device)
+        batch.payloads = BatchPayloads.of(microbatch, host_index, device)
     if fields["labels"] is not None:
-        batch.extra = _extra_columns(microbatch, index, device)
+        batch.extra = _extra_columns(microbatch, host_index, device)
         if "num_paths" in microbatch:
-            batch.num_paths = params.num_paths = shard(microbatch["num_paths"])
+            batch.num_paths = params.num_paths = to_shard(microbatch["num_paths"])
         if "path_pairs" in microbatch:
-            batch.paths = _paths_of(microbatch, index, device)
+            batch.paths = _paths_of(microbatch, host_index, device)
     return batch
 
 
@@ -165,7 +167,7 @@ def _next_microbatch(data_iterator: Iterator[Any] | None) -> dict[str, Any]:
 
 
 def _loss_rows(
-    microbatch: dict[str, Any], index: Tensor | None, device: torch.device
+    microbatch: dict[str, Any], host_index: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """Returns the tokens of this rank that count, int64 [n], found on the host: `head` must not
     wait for the device to find them. None where the mask is on the model's device alone.
@@ -174,16 +176,16 @@ def _loss_rows(
     is_on_host = mask is not None and mask.device.type == "cpu"
     if mask is None or not is_on_host or device.type == "cpu":
         return None
-    own = mask if index is None else mask[index]
-    return to_device(own.nonzero().squeeze(1), device)
+    local = mask if host_index is None else mask[host_index]
+    return to_device(local.nonzero().squeeze(1), device)
 
 
 def _extra_columns(
-    microbatch: dict[str, Any], index: Tensor | None, device: torch.device
+    microbatch: dict[str, Any], host_index: Tensor | None, device: torch.device
 ) -> dict[str, Tensor]:
     """Returns `Batch.extra`.
 
-    index: the tokens of this context-parallel rank, on the host; None for all.
+    host_index: the tokens of this context-parallel rank, on the host; None for all.
     """
     found: dict[str, Tensor] = {}
     for kind, columns in microbatch.items():
@@ -191,24 +193,28 @@ def _extra_columns(
             if kind != "extra_per_token":
                 found[name] = to_device(values, device)
                 continue
-            shard = values if index is None else values.index_select(0, index)
-            found[name] = to_device(shard, device).unsqueeze(0)
+            local = values if host_index is None else values.index_select(0, host_index)
+            found[name] = to_device(local, device).unsqueeze(0)
     return found
 
 
-def _paths_of(microbatch: dict[str, Any], index: Tensor | None, device: torch.device) -> PackPaths:
+def _paths_of(
+    microbatch: dict[str, Any], host_index: Tensor | None, device: torch.device
+) -> PackPaths:
     """Returns `Batch.paths`.
 
-    index: the tokens of this context-parallel rank, on the host; None for all.
+    host_index: the tokens of this context-parallel rank, on the host; None for all.
     """
     token, path = microbatch["path_pairs"]
     expected = microbatch["extra_per_path"][PATH_TOKENS.name].long()
     num_tokens = torch.bincount(path, minlength=expected.numel())
-    if index is not None:
-        place = torch.full((microbatch["padding_mask"].numel(),), -1)
-        place[index] = torch.arange(index.numel())
-        place = place[token]  # of each pair in this rank's shard; -1 where it is another's
-        token, path = place[place >= 0], path[place >= 0]
+    if host_index is not None:
+        # Where each token of the pack is in this rank's shard; -1 if another rank holds it.
+        # 4 tokens, host_index 0 3    ->    0 -1 -1 1
+        local_index = torch.full((microbatch["padding_mask"].numel(),), -1)
+        local_index[host_index] = torch.arange(host_index.numel())
+        pair_local = local_index[token]
+        token, path = pair_local[pair_local >= 0], path[pair_local >= 0]
     are_whole = torch.equal(num_tokens, expected)
     return PackPaths(
         token=to_device(token, device),
@@ -223,22 +229,26 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
     padding is from 0 or from its sequence's, and masked. No collective.
     """
     lengths = microbatch["cu_seqlens_padded"].diff()
-    index = shard_index(tuple(lengths.tolist()), groups.cp.size(), groups.cp.rank())
+    host_index = shard_index(tuple(lengths.tolist()), groups.cp.size(), groups.cp.rank())
     sources = microbatch["sources"].repeat_interleave(lengths.long())
-    shard = sources if index is None else sources[index]
-    return to_device(shard, device_of(groups.tp)).unsqueeze(0)
+    local = sources if host_index is None else sources[host_index]
+    return to_device(local, device_of(groups.tp)).unsqueeze(0)
 
 
 def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
-    """Returns the layout as megatron-core's modules take it: padded `cu_seqlens` alone, as if packs
-    had no padding.
+    """Returns the layout as megatron-core's modules take it: only the padded `cu_seqlens`, as if
+    packs had no padding.
 
-    Padding follows its sequence, so causal attention never looks at it, and it costs no more than
-    its few tokens. Told of both kinds, Transformer Engine overlooks padding after the last
-    sequence, divides real lengths by the context-parallel size whether or not they are multiples of
-    it, and compares the two on the host in each layer; multi-token prediction cuts the pack by the
-    real ones. They are on the device for Transformer Engine, else on the host, where multi-token
-    prediction reads them: a device tensor would be host syncs.
+    The real ones are left out because
+
+    - causal attention never reads padding, which follows its sequence;
+    - Transformer Engine, given both, ignores padding after the last sequence, divides real lengths
+      by the context-parallel size even if they are not multiples of it, and compares both on the
+      host in every layer;
+    - multi-token prediction would shift tokens by the real lengths.
+
+    For Transformer Engine they are on the device. Without it, multi-token prediction reads them on
+    the host, and a device tensor would cost host syncs.
     """
     on_host = microbatch["cu_seqlens_padded"]
     padded = to_device(on_host, device) if transformer_engine_installed() else on_host
@@ -249,7 +259,7 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
         max_seqlen_q=microbatch["max_seqlen"],
         max_seqlen_kv=microbatch["max_seqlen"],
     )
-    # `zigzag.padded_lengths` takes these, and so reads nothing from the device.
+    # `zigzag.padded_lengths` takes these: reading `cu_seqlens` from the device would sync.
     params.padded_lengths = tuple(on_host.diff().tolist())
     params.has_axes = "axis_positions" in microbatch
     if microbatch.get("parents") is not None:

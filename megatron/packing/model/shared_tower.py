@@ -67,10 +67,10 @@ class SharedTower(torch.nn.Module):
             ValueError: `num_rows` or `costs` are not one for each image, or the tower makes another
                 number of rows.
         """
-        for name, its in (("num_rows", num_rows), ("costs", costs)):
-            if its is not None and len(its) != len(images):
+        for name, values in (("num_rows", num_rows), ("costs", costs)):
+            if values is not None and len(values) != len(images):
                 raise ValueError(
-                    f"{name} must be one for each of {len(images)} images, but is {its}"
+                    f"{name} must be one for each of {len(images)} images, but is {values}"
                 )
         tp_size, tp_rank = (1, 0) if self._tp is None else (self._tp.size(), self._tp.rank())
         num_ranks = tp_size * self._cp.size()
@@ -109,7 +109,7 @@ def shares(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
         rank = min(range(num_ranks), key=totals.__getitem__)
         found[rank].append(number)
         totals[rank] += costs[number]
-    return [sorted(its) for its in found]
+    return [sorted(images) for images in found]
 
 
 class _SumOfShares(torch.autograd.Function):

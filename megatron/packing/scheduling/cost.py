@@ -62,10 +62,8 @@ class PackCost:
     """
 
     def __post_init__(self) -> None:
-        terms = (
-            *(self.quadratic, self.fixed, self.head, self.least),
-            *(factor for _, factor in self.windows),
-        )
+        terms = [self.quadratic, self.fixed, self.head, self.least]
+        terms += [factor for _, factor in self.windows]
         if not (self.head < self.linear < math.inf and all(0 <= term < math.inf for term in terms)):
             raise ValueError(
                 "a pack cost needs linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite, "

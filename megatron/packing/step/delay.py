@@ -222,7 +222,7 @@ def _saved(payload: Payload) -> dict[str, Any]:
     if payload.tensors is None:
         return {"key": payload.key}
     tensors = payload.tensors.items()
-    return {"tensors": {name: [tensor_of(one) for one in its] for name, its in tensors}}
+    return {"tensors": {name: [tensor_of(one) for one in parts] for name, parts in tensors}}
 
 
 def _loaded(state: dict[str, Any]) -> Delayed:

@@ -64,21 +64,21 @@ def decide_together(
     report: RankReport,
     num_fetches: int,
     settings: PackingSettings,
-    exchange: dist.ProcessGroup,
+    data_ranks_group: dist.ProcessGroup,
     max_delay: int | None,
 ) -> Decision:
     """Returns the scheduling rank's decision on all data ranks; see `decide`.
 
     Raises on all of them alike what `decide` raises, and StopIteration at the end of the data.
     """
-    reports = gather(report, exchange)
+    reports = gather(report, data_ranks_group)
     answer: Decision | GlobalBatchError | None = None
     if reports is not None:
         try:
             answer = decide(reports, num_fetches, settings, max_delay)
         except GlobalBatchError as failure:  # the other data ranks wait for an answer
             answer = failure
-    answer = broadcast(answer, 0, exchange)
+    answer = broadcast(answer, 0, data_ranks_group)
     if answer is None:
         raise StopIteration
     if isinstance(answer, GlobalBatchError):
@@ -86,24 +86,24 @@ def decide_together(
     return answer
 
 
-def gather(report: RankReport, exchange: dist.ProcessGroup) -> list[RankReport] | None:
+def gather(report: RankReport, data_ranks_group: dist.ProcessGroup) -> list[RankReport] | None:
     """Returns all reports on the first data rank, which schedules; None on the others."""
-    if exchange.size() == 1:
+    if data_ranks_group.size() == 1:
         return [report]
     # gather_object would send all ranks all sizes first, in a ring, and pad each report to the
     # largest.
     mine = torch.frombuffer(bytearray(pickle.dumps(report)), dtype=torch.uint8)
-    size, first = torch.tensor([mine.numel()]), dist.get_global_rank(exchange, 0)
-    if exchange.rank() != 0:
-        dist.gather(size, dst=first, group=exchange)
-        dist.send(mine, first, group=exchange)
+    size, first = torch.tensor([mine.numel()]), dist.get_global_rank(data_ranks_group, 0)
+    if data_ranks_group.rank() != 0:
+        dist.gather(size, dst=first, group=data_ranks_group)
+        dist.send(mine, first, group=data_ranks_group)
         return None
-    sizes = [torch.empty_like(size) for _ in range(exchange.size())]
-    dist.gather(size, sizes, dst=first, group=exchange)
+    sizes = [torch.empty_like(size) for _ in range(data_ranks_group.size())]
+    dist.gather(size, sizes, dst=first, group=data_ranks_group)
     reports = [report]
-    for rank in range(1, exchange.size()):
+    for rank in range(1, data_ranks_group.size()):
         other = torch.empty(int(sizes[rank]), dtype=torch.uint8)
-        dist.recv(other, dist.get_global_rank(exchange, rank), group=exchange)
+        dist.recv(other, dist.get_global_rank(data_ranks_group, rank), group=data_ranks_group)
         reports.append(pickle.loads(other.numpy().tobytes()))
     return reports
 
@@ -118,7 +118,7 @@ def broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 
 def move(
-    samples: Samples, decision: Decision, exchange: dist.ProcessGroup
+    samples: Samples, decision: Decision, data_ranks_group: dist.ProcessGroup
 ) -> tuple[Samples, npt.NDArray[np.int32]]:
     """Sends each sample to the data rank of the replica that trains it; returns those that this
     replica trains, and the microbatch of each.
@@ -126,9 +126,10 @@ def move(
         rank 0 holds a b c with targets 1 0 1, rank 1 holds d e with targets 0 1
         ->    rank 0 receives b d, rank 1 receives a c e: by source, then in the order held there
     """
-    rank, size = exchange.rank(), exchange.size()
+    rank, size = data_ranks_group.rank(), data_ranks_group.size()
     target = decision.rank[decision.source_rank == rank]
-    # Sequences that wait have target -1, and are sorted before all others.
+    # Sequences that wait have target -1, and are sorted before all others:
+    # target 1 -1 0 1, one waits    ->    order 2 0 3
     order = np.argsort(target, kind="stable")[int((target < 0).sum()) :]
     outgoing = samples.take(order)
     mine = decision.rank == rank
@@ -136,6 +137,7 @@ def move(
         return outgoing, decision.microbatch[mine]
     parts = outgoing.split(np.bincount(target[order], minlength=size))
     words = [part.to_words() for part in parts]
+    # Every data rank has the sizes of all sequences, so both ends know each message's length.
     sources = np.bincount(decision.source_rank[mine], minlength=size)
     sizes = decision.sizes.take(mine).split(np.cumsum(sources)[:-1])
     receive = [num_words(part, decision.schema) for part in sizes]
@@ -145,27 +147,30 @@ def move(
         torch.from_numpy(np.concatenate(words)),
         receive,
         [part.size for part in words],
-        group=exchange,
+        group=data_ranks_group,
     )
     received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
-    arrived = [Samples.from_words(part, its, decision.schema) for part, its in zip(received, sizes)]
+    arrived = [
+        Samples.from_words(part, part_sizes, decision.schema)
+        for part, part_sizes in zip(received, sizes)
+    ]
     return joined(arrived), decision.microbatch[mine]
 
 
 def broadcast_part(
-    part: ReplicaPart | GlobalBatchError | StopIteration | None, own: DataGroups
+    part: ReplicaPart | GlobalBatchError | StopIteration | None, groups: DataGroups
 ) -> ReplicaPart:
     """Returns the part of this replica on each of its ranks, or raises the data rank's error there.
 
     Args:
         part: the part, or the error, on the data rank; None on the others.
     """
-    group, data = own.replica, torch.empty(0, dtype=torch.uint8)
+    group, data = groups.replica, torch.empty(0, dtype=torch.uint8)
     plan = part.plan if isinstance(part, ReplicaPart) else part
-    if isinstance(part, ReplicaPart) and part.payloads and len(own.first_stage) > 1:
+    if isinstance(part, ReplicaPart) and part.payloads and len(groups.first_stage) > 1:
         data = to_bytes(part.payloads)
         plan = part.plan._replace(num_payload_bytes=data.numel())
-    plan = broadcast(plan, dist.get_group_rank(group, own.data_rank), group)
+    plan = broadcast(plan, dist.get_group_rank(group, groups.data_rank), group)
     if isinstance(plan, Exception):
         raise plan
     assert plan is not None, "the data rank has a part or an error"
@@ -176,29 +181,29 @@ def broadcast_part(
         words = torch.from_numpy(part.samples.to_words())
     else:
         words = torch.empty(num_words(plan.sizes, plan.schema), dtype=torch.int32)
-    dist.broadcast(words, src=own.data_rank, group=group)
+    dist.broadcast(words, src=groups.data_rank, group=group)
     if isinstance(part, ReplicaPart):
-        _send_payloads(data, own)
+        _send_payloads(data, groups)
         return part
     samples = Samples.from_words(words.numpy(), plan.sizes, plan.schema)
-    return ReplicaPart(plan, samples, _receive_payloads(plan.num_payload_bytes, own))
+    return ReplicaPart(plan, samples, _receive_payloads(plan.num_payload_bytes, groups))
 
 
-def _send_payloads(data: torch.Tensor, own: DataGroups) -> None:
+def _send_payloads(data: torch.Tensor, groups: DataGroups) -> None:
     """Sends bytes from the data rank to the other ranks of its first stage; nothing where there are
     none.
     """
     if data.numel():
-        others = [rank for rank in own.first_stage if rank != own.data_rank]
-        for sent in [dist.isend(data, rank, group=own.replica) for rank in others]:
+        others = [rank for rank in groups.first_stage if rank != groups.data_rank]
+        for sent in [dist.isend(data, rank, group=groups.replica) for rank in others]:
             assert sent is not None, "this rank is in its replica"
             sent.wait()
 
 
-def _receive_payloads(num_bytes: int, own: DataGroups) -> Sequence[Payload | None]:
+def _receive_payloads(num_bytes: int, groups: DataGroups) -> Sequence[Payload | None]:
     """Returns the payloads that `_send_payloads` sent; none on ranks of later stages."""
-    if not num_bytes or dist.get_rank() not in own.first_stage:
+    if not num_bytes or dist.get_rank() not in groups.first_stage:
         return ()
     received = torch.empty(num_bytes, dtype=torch.uint8)
-    dist.recv(received, own.data_rank, group=own.replica)
+    dist.recv(received, groups.data_rank, group=groups.replica)
     return from_bytes(received)

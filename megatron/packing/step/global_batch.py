@@ -13,7 +13,7 @@
                token; payloads to the first stage
     pack       every rank makes the microbatches that its pipeline stage needs, padded
 
-The messages of gather, decide, move and broadcast are `exchange`, in this order.
+Module `exchange` holds the messages of gather, decide, move and broadcast, in this order.
 All of it is on the host and over gloo. The number of collectives does not depend on the number of
 microbatches, and none is left for the microbatches. An error on a data rank (end of data, an
 exception while loading or scheduling, a batch that no schedule fits) is raised alike on all ranks.
@@ -41,6 +41,7 @@ from megatron.packing.batch.microbatches import (
     pack,
 )
 from megatron.packing.batch.payload_bytes import payloads_of_packs
+from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import shaped
 from megatron.packing.step.decide import Decision, GlobalBatchError
@@ -109,6 +110,7 @@ class GlobalBatch:
         """
         if num_virtual_stages is None:
             return PackedIterator(self.microbatches, device)
+        # Each virtual stage runs all microbatches at its own time: one list, an iterator for each.
         return [PackedIterator(self.microbatches, device) for _ in range(num_virtual_stages)]
 
 
@@ -131,36 +133,47 @@ def schedule_global_batch(
     """
     settings = PackingSettings.of(config, groups, scheduler_type, step)
     options = PackingOptions.of(config)
-    own = data_groups(groups)
+    groups_of_data = data_groups(groups)
     part: ReplicaPart | GlobalBatchError | StopIteration | None = None
-    if own.exchange is not None:
+    if groups_of_data.data_ranks_group is not None:
         try:
             part = _load_and_place(
-                data_iterator, num_microbatches, settings, own.exchange, queue, options.payloads
+                data_iterator,
+                num_microbatches,
+                settings,
+                groups_of_data.data_ranks_group,
+                queue,
+                options.payloads,
             )
-        except (GlobalBatchError, StopIteration) as failure:  # the rest of the replica waits
+        # The other ranks of the replica wait in `broadcast_part`, so the error is sent to them.
+        # Whatever the user's code raises in loading or scheduling has become one of these two, on
+        # all data ranks. Anything else is a broken connection or a defect: it ends this process,
+        # and the collectives of ranks that wait for it fail, at the latest by their timeout.
+        except (GlobalBatchError, StopIteration) as failure:
             part = failure
-    plan, samples, payloads, delayed, decision = broadcast_part(part, own)
+    plan, samples, payloads, delayed, decision = broadcast_part(part, groups_of_data)
     reason = reason_against(config, plan.schema, options.megatron_lm_calls)
     if reason is not None:
         raise GlobalBatchError(reason)
-    if (
-        queue is not None
-    ):  # nothing is refused any more: a step that fails leaves the queue as it was
+    # Nothing can fail any more. A step that fails leaves the queue unchanged.
+    if queue is not None:
         queue.finish(delayed)
     if getattr(config, "mrope_section", None) is not None:  # also where all samples are text
         samples = samples.with_schema((AXIS_POSITIONS,))
     layouts = layouts_of_samples(samples, plan.num_sequences, settings.alignment)
+    # The first stage has the embedding, the last one the loss and multi-token prediction. Stages in
+    # the middle read no tokens, only where sequences begin and end.
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     microbatches = (
         pack(samples, plan.num_sequences, layouts)
         if has_tokens
-        else layout_microbatches(layouts, samples)
+        else layout_microbatches(layouts, samples=samples)
     )
     if payloads:
-        of_packs = payloads_of_packs(payloads, plan.num_sequences)
+        payloads_by_pack = payloads_of_packs(payloads, plan.num_sequences)
         microbatches = [
-            {**one, "payloads": its} for one, its in zip(microbatches, of_packs, strict=True)
+            {**microbatch, "payloads": of_pack}
+            for microbatch, of_pack in zip(microbatches, payloads_by_pack, strict=True)
         ]
     return GlobalBatch(
         microbatches=microbatches,
@@ -175,7 +188,7 @@ def _load_and_place(
     data_iterator: Any,
     num_fetches: int,
     settings: PackingSettings,
-    exchange: dist.ProcessGroup,
+    data_ranks_group: dist.ProcessGroup,
     queue: DelayQueue | None,
     store: PayloadStore | None,
 ) -> ReplicaPart:
@@ -184,7 +197,7 @@ def _load_and_place(
     Raises GlobalBatchError, or StopIteration at the end of the data, on all data ranks alike.
     """
     iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
-    name = f"data-parallel rank {exchange.rank()} (rank {dist.get_rank()})"
+    name = f"data-parallel rank {data_ranks_group.rank()} (rank {dist.get_rank()})"
     loaded = load_samples(
         iterator,
         num_fetches,
@@ -198,38 +211,43 @@ def _load_and_place(
     is_repeated = getattr(iterator, "replaying", False)
     local = LocalSamples.of(loaded, queue, name, is_repeated=is_repeated)
     # The queue holds trees as they were loaded; their shape is that of this layout.
-    trees = shaped(local.samples, settings.trees)
-    if exchange.rank() == 0:
-        warn_of_trees(local.samples, trees, settings.paths_apart)
-    report = RankReport.of(local.loaded, local.delayed, trees, settings.alignment)
+    shaped_samples = shaped(local.samples, settings.trees)
+    is_scheduling_rank = data_ranks_group.rank() == 0
+    if is_scheduling_rank:
+        warn_of_trees(local.samples, shaped_samples, settings.paths_apart)
+    report = RankReport.of(local.loaded, local.delayed, shaped_samples, settings.alignment)
     max_delay = None if queue is None else queue.max_steps
-    decision = decide_together(report, num_fetches, settings, exchange, max_delay)
-    samples = trees.samples.with_schema(decision.schema)
+    decision = decide_together(report, num_fetches, settings, data_ranks_group, max_delay)
+    # All ranks send the same columns: a receiver computes bytes from lengths and this schema.
+    samples = shaped_samples.samples.with_schema(decision.schema)
     moved, restore = None, None
     if PAYLOADS in decision.schema:
-        store = store or PayloadStore()  # delayed ones of a run that had one
+        # Delayed samples from a checkpoint may have payloads although this run sets no store.
+        store = store or PayloadStore()
         restore = store.restore or restore_of(iterator)
-        moved = move_payloads(samples, local.payloads, decision, exchange, store, restore)
-    waits = decision.rank[decision.source_rank == exchange.rank()] < 0
-    delayed = local.left_behind(trees.part_of[waits], restores=restore is not None)
-    samples, microbatch = move(samples, decision, exchange)
-    part = _part_of(samples, microbatch, decision, moved)._replace(delayed=delayed)
-    return part._replace(decision=decision) if exchange.rank() == 0 else part
+        moved = move_payloads(samples, local.payloads, decision, data_ranks_group, store, restore)
+    waits = decision.rank[decision.source_rank == data_ranks_group.rank()] < 0
+    # A whole sample waits or leaves: the parts of a tree that is cut are never delayed.
+    stays = shaped_samples.original_index[waits]
+    delayed = local.left_behind(stays, restores=restore is not None)
+    arrived, microbatch_of = move(samples, decision, data_ranks_group)
+    plan, samples, payloads = _in_order_of_packs(arrived, microbatch_of, decision.stats, moved)
+    return ReplicaPart(plan, samples, payloads, delayed, decision if is_scheduling_rank else None)
 
 
-def _part_of(
-    samples: Samples,
-    microbatch: npt.NDArray[np.int32],
-    decision: Decision,
+def _in_order_of_packs(
+    arrived: Samples,
+    microbatch_of: npt.NDArray[np.int32],
+    stats: PackingStats,
     moved: Moved | None,
-) -> ReplicaPart:
-    """Returns the part of this replica, with its samples by microbatch.
+) -> tuple[StepPlan, Samples, Sequence[Payload | None]]:
+    """Returns the samples that this replica trains by microbatch, with their plan and payloads.
 
     Args:
-        samples, microbatch: those that it trains, in the order in which they arrived.
-        moved: their payloads; None where no sample of the step has any.
+        arrived: those samples, in the order in which they arrived.
+        microbatch_of: int32 [n], the microbatch of each.
+        moved: their payloads; None if no sample of the step has any.
     """
-    stats = decision.stats
     if moved is not None:
         stats = replace(
             stats,
@@ -237,9 +255,10 @@ def _part_of(
             payload_bytes=moved.max_bytes,
             moved_payload_bytes=moved.sent_bytes,
         )
-    order = np.argsort(microbatch, kind="stable")
-    samples = samples.take(order)
-    num_sequences = np.bincount(microbatch, minlength=stats.microbatches)
+    # microbatch_of 1 0 1    ->    order 1 0 2, num_sequences 1 2
+    order = np.argsort(microbatch_of, kind="stable")
+    samples = arrived.take(order)
+    num_sequences = np.bincount(microbatch_of, minlength=stats.microbatches)
     plan = StepPlan(stats, num_sequences, samples.sizes, samples.schema)
     payloads = () if moved is None else [moved.held[i] for i in order.tolist()]
-    return ReplicaPart(plan, samples, payloads)
+    return plan, samples, payloads

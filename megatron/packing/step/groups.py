@@ -7,7 +7,7 @@ own: all that travels is on the host, and a thread that prepares batches must no
 the model.
 
     2 replicas of 4 ranks (tensor parallel 2, pipeline 2), ranks 0 1 4 5 and 2 3 6 7:
-    data ranks 0 and 2    ->    exchange [0, 2], replicas [0, 1, 4, 5] and [2, 3, 6, 7]
+    data ranks 0 and 2    ->    group of data ranks [0, 2], replicas [0, 1, 4, 5] and [2, 3, 6, 7]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class DataGroups:
     """The groups of this rank that carry global batches."""
 
-    exchange: dist.ProcessGroup | None
+    data_ranks_group: dist.ProcessGroup | None
     """All data ranks, in the order of data-parallel ranks; None on other ranks."""
     replica: dist.ProcessGroup
     """The ranks of this data-parallel replica."""
@@ -57,30 +57,37 @@ def data_groups(groups: Any) -> DataGroups:
     They are made by the first call, which is collective over the world. Their collectives have
     torch's own timeout for gloo.
     """
-    return _made(groups.tp, groups.cp, groups.pp, groups.dp, groups.mp)
+    return _make_groups(
+        groups.cp,
+        groups.dp,
+        groups.mp,
+        loads=is_data_rank(groups),
+        is_first_stage=groups.pp.rank() == 0,
+    )
 
 
 @lru_cache(maxsize=8)
-def _made(
-    tp: dist.ProcessGroup,
+def _make_groups(
     cp: dist.ProcessGroup,
-    pp: dist.ProcessGroup,
     dp: dist.ProcessGroup,
     mp: dist.ProcessGroup,
+    *,
+    loads: bool,
+    is_first_stage: bool,
 ) -> DataGroups:
-    loads, is_first = tp.rank() == cp.rank() == pp.rank() == 0, pp.rank() == 0
     # mp holds a replica's tensor and pipeline ranks of one context rank; cp joins them over context
     # ranks. So two gathers list the replica's members, each with whether it loads data.
-    stages = _gather_all((dist.get_rank(), (loads, is_first)), mp)
+    stages = _gather_all((dist.get_rank(), (loads, is_first_stage)), mp)
     members = dict(member for shard in _gather_all(stages, cp) for member in shard)
     (data_rank,) = (rank for rank, (its_loads, _) in members.items() if its_loads)
     data_ranks = tuple(dist.get_process_group_ranks(dp)) if loads else ()
     if list(data_ranks) != sorted(data_ranks):
         raise ValueError("the data-parallel group must list its ranks in ascending order")
     replica = tuple(sorted(members))
+    # Ranks that load no data name the empty group: all ranks of the world take part in this.
     mine = _new_groups(_gather_all((data_ranks, replica), dist.group.WORLD))
     return DataGroups(
-        exchange=mine[0, data_ranks] if loads else None,
+        data_ranks_group=mine[0, data_ranks] if loads else None,
         replica=mine[1, replica],
         data_rank=data_rank,
         first_stage=tuple(sorted(rank for rank, (_, first) in members.items() if first)),

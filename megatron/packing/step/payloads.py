@@ -72,7 +72,7 @@ def move_payloads(
     samples: Samples,
     held: Sequence[Payload],
     decision: Decision,
-    exchange: dist.ProcessGroup,
+    data_ranks_group: dist.ProcessGroup,
     store: PayloadStore,
     restore: Restore | None,
 ) -> Moved:
@@ -85,31 +85,31 @@ def move_payloads(
         held: payloads that their column `payloads` numbers.
         restore: function that makes the payload of a key on this rank; None where nothing does.
     """
-    rank = exchange.rank()
-    leaving = _leaving(samples, held, decision, exchange)
+    rank = data_ranks_group.rank()
+    leaving = _leaving(samples, held, decision, data_ranks_group)
     sent = [
-        [_as_sent(payload, to, rank, store, restore) for payload in its]
-        for to, its in enumerate(leaving)
+        [_as_sent(payload, to, rank, store, restore) for payload in payloads]
+        for to, payloads in enumerate(leaving)
     ]
-    arrived, sent_bytes = _swap(sent, exchange)
+    arrived, sent_bytes = _swap(sent, data_ranks_group)
     failures = _decode(arrived, restore)
-    own = _outcome(failures, arrived, sent_bytes)
+    outcome = _outcome(failures, arrived, sent_bytes)
     by_key = _sent_by_key(leaving, sent, rank)
-    own = own._replace(
+    outcome = outcome._replace(
         num_by_key=len(by_key), unsent_bytes=sum(payload.num_bytes for payload in by_key)
     )
-    outcomes = _gather(own, exchange)
+    outcomes = _gather(outcome, data_ranks_group)
     if rank == 0:
         _say_once(outcomes, store)
     if any(outcome.failures for outcome in outcomes):  # all ranks see the same, and go on alike
-        outcomes = _send_again(outcomes, leaving, arrived, exchange, store, restore)
+        outcomes = _send_again(outcomes, leaving, arrived, data_ranks_group, store, restore)
     return _moved(arrived, outcomes)
 
 
 def _moved(arrived: Sequence[Sequence[Payload | None]], outcomes: Sequence[_Outcome]) -> Moved:
     """Returns the payloads that arrived here, with the sums over all data ranks."""
     return Moved(
-        [payload for its in arrived for payload in its],
+        [payload for payloads in arrived for payload in payloads],
         sum(outcome.number for outcome in outcomes),
         max(outcome.held_bytes for outcome in outcomes),
         sum(outcome.sent_bytes for outcome in outcomes),
@@ -117,16 +117,19 @@ def _moved(arrived: Sequence[Sequence[Payload | None]], outcomes: Sequence[_Outc
 
 
 def _leaving(
-    samples: Samples, held: Sequence[Payload], decision: Decision, exchange: dist.ProcessGroup
+    samples: Samples,
+    held: Sequence[Payload],
+    decision: Decision,
+    data_ranks_group: dist.ProcessGroup,
 ) -> list[list[Payload | None]]:
     """Returns by data-parallel rank the payloads of this rank's sequences that are trained there;
     None for a sequence of tokens alone.
     """
-    target = decision.rank[decision.source_rank == exchange.rank()]
+    target = decision.rank[decision.source_rank == data_ranks_group.rank()]
     numbers = samples.columns[PAYLOADS]
     return [
         [None if number < 0 else held[number] for number in numbers[target == to].tolist()]
-        for to in range(exchange.size())
+        for to in range(data_ranks_group.size())
     ]
 
 
@@ -146,7 +149,7 @@ def _sent_by_key(
 def _outcome(
     failures: list[_Failure], arrived: Sequence[Sequence[Payload | None]], sent_bytes: int
 ) -> _Outcome:
-    payloads = [payload for its in arrived for payload in its if payload is not None]
+    payloads = [payload for of_rank in arrived for payload in of_rank if payload is not None]
     held_bytes = sum(payload.num_bytes for payload in payloads)
     return _Outcome(failures, len(payloads), held_bytes, sent_bytes)
 
@@ -155,7 +158,7 @@ def _send_again(
     outcomes: Sequence[_Outcome],
     leaving: Sequence[Sequence[Payload | None]],
     arrived: list[list[Payload | None]],
-    exchange: dist.ProcessGroup,
+    data_ranks_group: dist.ProcessGroup,
     store: PayloadStore,
     restore: Restore | None,
 ) -> list[_Outcome]:
@@ -164,7 +167,7 @@ def _send_again(
     Returns the outcomes of both times together.
     """
     failed = _failed(outcomes)
-    rank = exchange.rank()
+    rank = data_ranks_group.rank()
     if rank == 0:
         _say_without_files(failed, store)
     store.without_files |= {to for to, _ in failed}
@@ -174,14 +177,14 @@ def _send_again(
             whole = leaving[to][each.place]
             assert whole is not None
             sent[to].append(with_tensors(whole, restore))
-    received, sent_bytes = _swap(sent, exchange)
+    received, sent_bytes = _swap(sent, data_ranks_group)
     failures = _decode(received, None)
-    own = [each for to, each in failed if to == rank]
-    for source, its in enumerate(received):
-        places = [each.place for each in own if each.source == source]
-        for place, payload in zip(places, its, strict=True):
+    failed_here = [each for to, each in failed if to == rank]
+    for source, payloads in enumerate(received):
+        places = [each.place for each in failed_here if each.source == source]
+        for place, payload in zip(places, payloads, strict=True):
             arrived[source][place] = payload
-    again = _gather(_outcome(failures, arrived, sent_bytes), exchange)
+    again = _gather(_outcome(failures, arrived, sent_bytes), data_ranks_group)
     _failed(again)
     return [
         one._replace(held_bytes=other.held_bytes, sent_bytes=one.sent_bytes + other.sent_bytes)
@@ -228,43 +231,43 @@ def _as_sent(
 def _decode(arrived: list[list[Payload | None]], restore: Restore | None) -> list[_Failure]:
     """Makes the tensors of keys, in place; returns what failed."""
     failures = []
-    for source, its in enumerate(arrived):
-        for place, payload in enumerate(its):
+    for source, payloads in enumerate(arrived):
+        for place, payload in enumerate(payloads):
             if payload is None or payload.tensors is not None:
                 continue
             is_final = isinstance(payload.key, Lost)
             made = payload if is_final else with_tensors(payload, restore)
-            its[place] = made
+            payloads[place] = made
             if made.tensors is None:
                 failures.append(_Failure(source, place, made.key.reason, is_final))
     return failures
 
 
 def _swap(
-    sent: Sequence[Sequence[Payload | None]], exchange: dist.ProcessGroup
+    sent: Sequence[Sequence[Payload | None]], data_ranks_group: dist.ProcessGroup
 ) -> tuple[list[list[Payload | None]], int]:
     """Returns what each data rank sent this one, and the bytes that this one sent to others."""
-    rank, size = exchange.rank(), exchange.size()
+    rank, size = data_ranks_group.rank(), data_ranks_group.size()
     if size == 1:
         return [list(sent[0])], 0
-    parts = [to_bytes([] if to == rank else its) for to, its in enumerate(sent)]
+    parts = [to_bytes([] if to == rank else payloads) for to, payloads in enumerate(sent)]
     num_sent = torch.tensor([part.numel() for part in parts])
     num_received = torch.empty_like(num_sent)
-    dist.all_to_all_single(num_received, num_sent, group=exchange)
+    dist.all_to_all_single(num_received, num_sent, group=data_ranks_group)
     incoming = torch.empty(int(num_received.sum()), dtype=torch.uint8)
     dist.all_to_all_single(
-        incoming, torch.cat(parts), num_received.tolist(), num_sent.tolist(), group=exchange
+        incoming, torch.cat(parts), num_received.tolist(), num_sent.tolist(), group=data_ranks_group
     )
     arrived = [from_bytes(part) for part in incoming.split(num_received.tolist())]
     arrived[rank] = list(sent[rank])
     return arrived, int(num_sent.sum() - num_sent[rank])
 
 
-def _gather(outcome: _Outcome, exchange: dist.ProcessGroup) -> list[_Outcome]:
+def _gather(outcome: _Outcome, data_ranks_group: dist.ProcessGroup) -> list[_Outcome]:
     outcomes: list[Any] = [outcome]
-    if exchange.size() > 1:
-        outcomes = [None] * exchange.size()
-        dist.all_gather_object(outcomes, outcome, group=exchange)
+    if data_ranks_group.size() > 1:
+        outcomes = [None] * data_ranks_group.size()
+        dist.all_gather_object(outcomes, outcome, group=data_ranks_group)
     return outcomes
 
 

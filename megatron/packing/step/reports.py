@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megatron.packing.batch.columns import PAYLOAD_COSTS, IntArray, Schema
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
-from megatron.packing.batch.tree_shapes import ShapedTrees
+from megatron.packing.batch.tree_shapes import ShapedSamples
 from megatron.packing.step.delay import Delayed
 from megatron.packing.step.load import Loaded
 
@@ -46,22 +46,28 @@ class RankReport:
 
     @classmethod
     def of(
-        cls, loaded: Loaded, delayed: Delayed | None, local: ShapedTrees, alignment: Alignment
+        cls,
+        loaded: Loaded,
+        delayed: Delayed | None,
+        shaped_samples: ShapedSamples,
+        alignment: Alignment,
     ) -> RankReport:
-        """Returns the report of a rank with `local` sequences: those that waited, then those that
-        it loaded.
+        """Returns the report of a rank with these sequences: those that waited, then those that it
+        loaded.
         """
         waited = np.empty(0, np.int64) if delayed is None else delayed.steps
-        samples, part_of = local
+        samples, original_index = shaped_samples
+        # 1 waited and 2 loaded, of which a tree is cut in two: original_index 0 1 2 2. All parts
+        # have the fetch of their tree.
         return cls(
             lengths=samples.lengths,
-            fetch=np.concatenate((np.zeros_like(waited), loaded.fetch))[part_of],
-            steps_delayed=np.concatenate((waited, np.zeros_like(loaded.fetch)))[part_of],
+            fetch=np.concatenate((np.zeros_like(waited), loaded.fetch))[original_index],
+            steps_delayed=np.concatenate((waited, np.zeros_like(loaded.fetch)))[original_index],
             num_loss_tokens=samples.num_loss_tokens,
             schema=samples.schema,
             ragged=samples.sizes.ragged,
             trees=SampleSizes.of_trees(samples, alignment),
-            part=local.parts(),
+            part=shaped_samples.parts(),
             payload_costs=samples.columns.get(PAYLOAD_COSTS),
             num_dropped=loaded.num_dropped,
             num_truncated=loaded.num_truncated,

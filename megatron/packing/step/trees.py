@@ -7,11 +7,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
-
 from megatron.packing.batch.columns import AXIS_POSITIONS, NUM_PATHS, PARENTS, PAYLOADS, Schema
 from megatron.packing.batch.samples import Samples
-from megatron.packing.batch.tree_shapes import ShapedTrees
+from megatron.packing.batch.tree_shapes import ShapedSamples
 from megatron.packing.step.transformer_engine import transformer_engine_installed
 
 
@@ -27,11 +25,11 @@ def why_paths_stay_apart(config: Any) -> str:
     return ""
 
 
-def warn_of_trees(samples: Samples, trees: ShapedTrees, paths_apart: str) -> None:
+def warn_of_trees(samples: Samples, shaped_samples: ShapedSamples, paths_apart: str) -> None:
     """Warns of trees that are trained path by path, or in parts; Python shows each once.
 
     Args:
-        samples: those that `trees` were shaped from.
+        samples: those that `shaped_samples` were shaped from.
         paths_apart: why each path becomes a sequence; "" where trees are trained as such.
     """
     if paths_apart and PARENTS in samples.columns:
@@ -40,7 +38,8 @@ def warn_of_trees(samples: Samples, trees: ShapedTrees, paths_apart: str) -> Non
             f"{paths_apart}",
             stacklevel=2,
         )
-    if not paths_apart and trees.part_of.size and np.bincount(trees.part_of).max() > 1:
+    parts = shaped_samples.parts()
+    if not paths_apart and parts is not None:
         warnings.warn(
             "some trees of sequences are trained in parts, each of which computes the prefix that "
             "it shares with others: they do not fit into a pack (--max-seqlen-per-dp-cp-rank), or "

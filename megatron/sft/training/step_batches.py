@@ -132,7 +132,7 @@ class StepBatches(Iterator[StepBatch]):
             # Made here, not by the thread that prefetches: it is collective over the world, and
             # would meet the model's collectives in another order on each rank.
             groups = data_groups(self._groups)
-            for group in (groups.exchange, groups.replica):
+            for group in (groups.data_ranks_group, groups.replica):
                 if group is not None:  # instead of torch's own 30 minutes
                     _set_pg_timeout(
                         timedelta(minutes=config.parallel.distributed_timeout_minutes), group

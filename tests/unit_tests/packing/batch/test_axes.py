@@ -80,7 +80,9 @@ def test_positions_travel_and_are_padded_with_their_sequences() -> None:
     alignment = Alignment(sequence=4, pack=8)
     layouts = layouts_of_samples(received, np.array([1, 3]), alignment)
     packs = pack(received, np.array([1, 3]), layouts)
-    for packed, of_layout in zip(packs, layout_microbatches(layouts, received), strict=True):
+    for packed, of_layout in zip(
+        packs, layout_microbatches(layouts, samples=received), strict=True
+    ):
         assert torch.equal(packed["axis_positions"], of_layout["axis_positions"])
     of_second = packs[1]["axis_positions"]
     assert of_second.shape == (16, 3)  # 5 and 3, 1 and 3, 2 and 2 of padding

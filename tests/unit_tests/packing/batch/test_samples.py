@@ -168,7 +168,7 @@ def test_first_cuts_all_fields(parts: list[Sequence], limit: int) -> None:
     """A truncated sample whose labels or mask keep their length would shift all that is packed
     after it.
     """
-    assert parts_of(samples_of(parts).first(limit)) == [
+    assert parts_of(samples_of(parts).truncated(limit)) == [
         tuple(field[:limit] for field in part) for part in parts
     ]
 
@@ -233,7 +233,7 @@ def test_extra_columns_go_wherever_their_sequences_go(data: Any) -> None:
     assert extra_of(joined([second, Samples.none(), first])) == {
         name: parts[cut:] + parts[:cut] for name, parts in expected.items()
     }
-    assert extra_of(received.first(1))["axes"] == [part[:1] for part in expected["axes"]]
+    assert extra_of(received.truncated(1))["axes"] == [part[:1] for part in expected["axes"]]
 
 
 def test_words_of_another_size_are_refused() -> None:
@@ -322,6 +322,6 @@ def test_a_plain_sequence_is_a_tree_of_one_node() -> None:
     # Positions count along the path: both branches stand behind the trunk's two tokens.
     assert both.fields().position_ids.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     with pytest.raises(ValueError, match="a tree of more than 5 tokens cannot be truncated"):
-        both.first(5)
+        both.truncated(5)
     assert plain.with_schema(plain.schema).sizes.ragged == {}
     assert num_words(Sizes(lengths=np.array([2])), ()) == plain.to_words().size

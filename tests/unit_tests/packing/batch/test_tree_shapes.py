@@ -109,7 +109,7 @@ def test_a_tree_over_capacity_becomes_parts_of_neighbouring_paths() -> None:
     assert samples.lengths.tolist() == [4 + 2 + 2 + 2, 1]
     result = shaped(samples, rules(capacity=8))
     assert result.samples.lengths.tolist() == [8, 6, 1]
-    assert result.part_of.tolist() == [0, 0, 1]
+    assert result.original_index.tolist() == [0, 0, 1]
     parts = result.parts()
     assert parts is not None
     assert parts.tolist() == [1, 2, 0]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.batch.tree_shapes import ShapedTrees
+from megatron.packing.batch.tree_shapes import ShapedSamples
 from megatron.packing.step.delay import Delayed, DelayQueue, LocalSamples
 from megatron.packing.step.load import Loaded
 from megatron.packing.step.reports import RankReport
@@ -135,7 +135,7 @@ def test_samples_with_other_columns_than_those_that_wait_are_reported() -> None:
     queue.finish(delayed(2)._replace(samples=with_extra(delayed(2).samples)))
     loaded = Loaded(samples=delayed(3, 4, 5).samples, fetch=np.array([0, 1, 1]))
     local = LocalSamples.of(loaded, queue, "rank 1", is_repeated=False)
-    own = ShapedTrees(local.samples, np.arange(local.samples.lengths.size))
+    own = ShapedSamples(local.samples, np.arange(local.samples.lengths.size))
     report = RankReport.of(local.loaded, local.delayed, own, Alignment())
     assert report.error is not None
     assert report.error.startswith("rank 1: 'advantages' must be in all samples")

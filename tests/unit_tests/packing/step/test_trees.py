@@ -11,7 +11,7 @@ import pytest
 
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.samples import Samples
-from megatron.packing.batch.tree_shapes import ShapedTrees
+from megatron.packing.batch.tree_shapes import ShapedSamples
 from megatron.packing.step import trees
 from tests.unit_tests.packing.batch.test_reading import TREE
 
@@ -35,8 +35,8 @@ def test_attention_of_transformer_engine_keeps_paths_apart(monkeypatch: pytest.M
     assert "Transformer Engine" not in reason, "the trainer hides its import-time notices"
 
 
-def whole(samples: Samples) -> ShapedTrees:
-    return ShapedTrees(samples, np.arange(samples.lengths.size))
+def whole(samples: Samples) -> ShapedSamples:
+    return ShapedSamples(samples, np.arange(samples.lengths.size))
 
 
 def test_paths_apart_are_said() -> None:
@@ -54,8 +54,8 @@ def test_parts_of_trees_are_said() -> None:
     """A trunk is computed once per part: more tokens than `show` promised, and no word why."""
     samples = read_samples([TREE, TREE])
     with pytest.warns(UserWarning, match=r"trained in parts, .*--max-seqlen-per-dp-cp-rank"):
-        trees.warn_of_trees(samples, ShapedTrees(samples, np.array([0, 1, 1])), "")
+        trees.warn_of_trees(samples, ShapedSamples(samples, np.array([0, 1, 1])), "")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trees.warn_of_trees(samples, ShapedTrees(samples, np.array([0, 1])), "")
-        trees.warn_of_trees(samples, ShapedTrees(samples, np.array([], np.int64)), "")
+        trees.warn_of_trees(samples, ShapedSamples(samples, np.array([0, 1])), "")
+        trees.warn_of_trees(samples, ShapedSamples(samples, np.array([], np.int64)), "")
