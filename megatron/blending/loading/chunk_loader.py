@@ -14,7 +14,7 @@ from megatron.blending.loading.messages import END, MakeServer, Message, Start
 from megatron.blending.loading.worker_pool import WorkerPool
 from megatron.blending.streams.chunk import ChunkDataset
 from megatron.blending.streams.failures import Failure, FailureLog
-from megatron.blending.streams.node import Binding, Block
+from megatron.blending.streams.node import Binding, PlanBatch
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _FIRST_SAMPLES = 256
@@ -133,7 +133,7 @@ class ChunkServer:
             numbers = numbers if size is None else numbers[numbers < size]
             if not len(numbers):
                 return
-            plan = self._root.plan(numbers, Block())
+            plan = self._root.plan(numbers, PlanBatch())
             for place in range(len(numbers)):
                 yield plan.values(place, place + 1)[0]
             first, samples = first + step * count, min(2 * samples, _MAX_SAMPLES)

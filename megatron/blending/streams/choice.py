@@ -8,13 +8,19 @@ from typing import Any, get_args
 import numpy as np
 
 from megatron.blending.arguments import check_one_of
-from megatron.blending.order.proportions import BlendMode, Choices, Proportions, until_exhausted
+from megatron.blending.order.proportions import (
+    BlendMode,
+    Choices,
+    Proportions,
+    Segments,
+    until_exhausted,
+)
 from megatron.blending.order.weights import WeightSchedule, integer_weights
 from megatron.blending.streams.node import (
     Binding,
-    Block,
     Ints,
     Plan,
+    PlanBatch,
     SavableDataset,
     as_pairs,
     check_datasets,
@@ -23,25 +29,31 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 BLEND_MODES = get_args(BlendMode)
 _ORDER_VERSION = 2
-"""Version of the order that weights and seed give: another one is another stream."""
+"""Version of the order that weights and seed give. Another version is another stream, so that
+states saved with it are refused.
+"""
 
 
 class ChoiceDataset(SavableDataset[Any]):
-    """The node says for each of its positions which child, and which of that child's."""
+    """Makes each of its positions of one position of one of its children.
 
-    preserves_position = False
+    Children 0 1 0 with the numbers 0 0 1: positions 0 and 1 of child 0, with position 0 of child 1
+    between them.
+    """
+
+    shares_tree_path = False
 
     def choose(self, positions: Ints) -> Choices:
         raise NotImplementedError
 
-    def plan(self, positions: Ints, block: Block) -> "ChoicePlan":
-        return ChoicePlan(self, positions, block)
+    def plan(self, positions: Ints, plan_batch: PlanBatch) -> "ChoicePlan":
+        return ChoicePlan(self, positions, plan_batch)
 
     def __len__(self) -> int:
         return sum(len(child) for child in self.children)
 
     def counts(self, position: int) -> list[int]:
-        """Returns how many of the first outputs are each child's; of a bound node."""
+        """Returns how many of the first `position` outputs are each child's. The node is bound."""
         raise NotImplementedError
 
     def used(self, position: int) -> list[int]:
@@ -51,9 +63,12 @@ class ChoiceDataset(SavableDataset[Any]):
 class BlendDataset(ChoiceDataset):
     """Gives outputs of its children in proportion to weights: batches, if they give batches.
 
-    Endless children keep their weights for ever. Finite ones are read through once per pass, in
-    proportion for as long as they last. `BlendDataset((a, 0.6), (b, 0.4))`, also with one tuple of
-    the pairs.
+    - Endless children keep their weights for ever.
+    - Finite children are read once per pass, in proportion for as long as they last.
+    - Of finite and endless children together, the finite ones are read once. Then the endless ones
+      continue alone, for ever.
+
+    `BlendDataset((a, 0.6), (b, 0.4))`, also with one tuple of the pairs.
     """
 
     def __init__(
@@ -77,9 +92,9 @@ class BlendDataset(ChoiceDataset):
         self.schedule = schedule
         self.worker_config = worker_config
         self._sizes = [child.size for child in self.children]
-        self._proportions: Any = None
-        self._by_weights: Any = None
-        self._whole = integer_weights(self.weights)
+        self._choices_in_pass: Any = None
+        self._choices_by_weight: Any = None
+        self._integer_weights = integer_weights(self.weights)
         if schedule is not None and not isinstance(schedule, WeightSchedule):
             raise ValueError(f"schedule of a blend must be a WeightSchedule, but is {schedule!r}")
         num_weights = len(self.children) if schedule is None else len(schedule.points[0][1])
@@ -99,46 +114,51 @@ class BlendDataset(ChoiceDataset):
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self._sizes = [child.size for child in self.children]
-        seed = binding.seed_at(f"{self.place} blend")
-        segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
-        self._by_weights = Proportions(segments, seed, self.mode)
-        self._proportions = self._by_weights
+        seed = binding.seed_at(f"{self.tree_path} blend")
+        # By the weights alone, as if no child ended. It differs from the order within a pass only
+        # where some child is finite.
+        self._choices_by_weight = Proportions(self._segments(), seed, self.mode)
+        self._choices_in_pass = self._choices_by_weight
         if self._has_end:
-            self._proportions = Proportions(until_exhausted(self.weights, self._sizes), seed)
+            self._choices_in_pass = Proportions(until_exhausted(self.weights, self._sizes), seed)
+
+    def _segments(self) -> Segments:
+        return [(0, self._integer_weights)] if self.schedule is None else self.schedule.segments()
 
     def choose(self, positions: Ints) -> Choices:
         if self.size is None:
-            return self._proportions.choose(positions)
-        passes, places = np.divmod(positions, self.size)
-        children, numbers = self._proportions.choose(places)
-        # A further pass chooses the same children; each goes on where it ended in the pass before.
+            return self._choices_in_pass.choose(positions)
+        passes, positions_in_pass = np.divmod(positions, self.size)
+        children, numbers = self._choices_in_pass.choose(positions_in_pass)
+        # Every pass chooses the same children, and each continues where it ended in the pass
+        # before: children of 3 and 2 outputs begin pass 1 with their numbers 3 and 2.
         sizes = np.array([size or 0 for size in self._sizes], np.int64)
         return Choices(children, numbers + passes * sizes[children])
 
     def counts(self, position: int) -> list[int]:
         if self.size is None:
-            return self._proportions.counts(position)
-        passes, place = divmod(position, self.size)
+            return self._choices_in_pass.counts(position)
+        passes, position_in_pass = divmod(position, self.size)
         return [
             passes * (size or 0) + count
-            for size, count in zip(self._sizes, self._proportions.counts(place))
+            for size, count in zip(self._sizes, self._choices_in_pass.counts(position_in_pass))
         ]
 
     @property
-    def chosen(self) -> list[tuple[int, int]]:
-        """(child, weight) of those that have any."""
-        return [(child, weight) for child, weight in enumerate(self._whole) if weight]
+    def weighted_children(self) -> list[tuple[int, int]]:
+        """(child, integer weight) of the children with a weight above 0."""
+        return [(child, weight) for child, weight in enumerate(self._integer_weights) if weight]
 
     def children_of(self, output: int, count: int) -> list[int]:
-        """Returns the children of consecutive outputs, by the weights alone: where children are
-        packs or groups, nobody knows beforehand when one runs out.
+        """Returns the children of `count` consecutive outputs by the weights alone.
+
+        It is for children of packs or groups, whose number is known only when they are made.
         """
         positions = np.arange(output, output + count, dtype=np.int64)
-        return self._by_weights.choose(positions).children.tolist()
+        return self._choices_by_weight.choose(positions).children.tolist()
 
     def signature(self) -> list[Any]:
-        segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
-        written = [[start, list(integer_weights(weights))] for start, weights in segments]
+        written = [[start, list(integer_weights(weights))] for start, weights in self._segments()]
         return [type(self).__name__, _ORDER_VERSION, self.mode, written]
 
 
@@ -167,69 +187,71 @@ class ConcatDataset(ChoiceDataset):
         self.size = int(self._ends[-1])
 
     def choose(self, positions: Ints) -> Choices:
-        passes, places = np.divmod(positions, self.size)
-        children = np.searchsorted(self._ends, places, side="right").astype(np.int64)
-        # Children of 3 and 2: place 4 is the second one's number 1, and 1 + 2 in the next pass.
+        passes, positions_in_pass = np.divmod(positions, self.size)
+        children = np.searchsorted(self._ends, positions_in_pass, side="right").astype(np.int64)
+        # Children of 3 and 2 outputs: position 4 is output 1 of child 1; position 9, which is 4 of
+        # pass 1, is its output 1 + 2.
         sizes = np.diff(self._ends, prepend=0)
         starts = self._ends - sizes
-        return Choices(children, places - starts[children] + passes * sizes[children])
+        return Choices(children, positions_in_pass - starts[children] + passes * sizes[children])
 
     def counts(self, position: int) -> list[int]:
-        passes, place = divmod(position, self.size)
+        passes, position_in_pass = divmod(position, self.size)
         sizes = [child.size or 0 for child in self.children]
         within = [
-            min(max(place - (int(end) - size), 0), size) for end, size in zip(self._ends, sizes)
+            min(max(position_in_pass - (int(end) - size), 0), size)
+            for end, size in zip(self._ends, sizes)
         ]
         return [passes * size + count for size, count in zip(sizes, within)]
 
 
 class ChoicePlan:
-    """Tells which child gives each output, and the place in that child's plan."""
+    """Plan of a node that chooses: the child of each output, and the index in that child's plan."""
 
-    def __init__(self, node: ChoiceDataset, positions: Ints, block: Block) -> None:
-        # Each child plans what it gives at all of these positions in one call. Outputs of children
-        # 0 1 0    ->    child 0 plans two, child 1 one; places 0 0 1 in their plans.
-        chosen = node.choose(positions)
-        self.length = len(chosen.children)
+    def __init__(self, node: ChoiceDataset, positions: Ints, plan_batch: PlanBatch) -> None:
+        # Each child plans all of its outputs in one call. Outputs of the children 0 1 0 -> child 0
+        # plans two outputs and child 1 one; their indices in these plans are 0 0 1.
+        choices = node.choose(positions)
+        self.length = len(choices.children)
         self._plans: dict[int, Plan] = {}
-        places_of = np.zeros(self.length, np.int64)
-        for child, places in _by_child(chosen.children):
-            places_of[places] = np.arange(len(places))
-            self._plans[child] = node.children[child].plan(chosen.numbers[places], block)
-        self._children: list[int] = chosen.children.tolist()
-        self._places: list[int] = places_of.tolist()
+        index_in_plan = np.zeros(self.length, np.int64)
+        for child, indices in _by_child(choices.children):
+            index_in_plan[indices] = np.arange(len(indices))
+            self._plans[child] = node.children[child].plan(choices.numbers[indices], plan_batch)
+        self._children: list[int] = choices.children.tolist()
+        self._index_in_plan: list[int] = index_in_plan.tolist()
 
     def values(self, start: int, end: int) -> list[Any]:
         if end == start + 1:
-            place = self._places[start]
-            return self._plans[self._children[start]].values(place, place + 1)
-        # One call per child again; a child's outputs stand together in its plan. They are then
-        # dealt out in the order of the choices.
-        chosen = self._children[start:end]
-        first: dict[int, int] = {}
-        for child, place in zip(chosen, self._places[start:end]):
-            first.setdefault(child, place)
-        counts = Counter(chosen)
-        taken = {
-            child: iter(self._plans[child].values(at, at + counts[child]))
-            for child, at in first.items()
+            index = self._index_in_plan[start]
+            return self._plans[self._children[start]].values(index, index + 1)
+        # One call per child again: consecutive outputs of a child are consecutive in its plan.
+        # Children 1 0 1 with the indices 0 0 1 -> child 1 makes its indices 0 to 1, child 0 its 0.
+        children = self._children[start:end]
+        first_index: dict[int, int] = {}
+        for child, index in zip(children, self._index_in_plan[start:end]):
+            first_index.setdefault(child, index)
+        counts = Counter(children)
+        values_of = {
+            child: iter(self._plans[child].values(first, first + counts[child]))
+            for child, first in first_index.items()
         }
-        return list(map(next, map(taken.__getitem__, chosen)))
+        return [next(values_of[child]) for child in children]
 
     def entries(self, start: int, end: int) -> list[tuple[Any, int]]:
         found = (
-            self._plans[child].entries(at, at + 1)
-            for child, at in zip(self._children[start:end], self._places[start:end])
+            self._plans[child].entries(index, index + 1)
+            for child, index in zip(self._children[start:end], self._index_in_plan[start:end])
         )
         return list(chain.from_iterable(found))
 
 
 def _by_child(children: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yields (child, places where it stands), for each child that is there."""
+    """Yields (child, indices at which it stands): `1 0 1 -> (0, [1]), (1, [0, 2])`."""
     if not len(children):
         return
     order = np.argsort(children, kind="stable")
     ordered = children[order]
     starts = np.concatenate([[0], np.flatnonzero(np.diff(ordered)) + 1])
-    for start, places in zip(starts, np.split(order, starts[1:])):
-        yield int(ordered[start]), places
+    for start, indices in zip(starts, np.split(order, starts[1:])):
+        yield int(ordered[start]), indices

@@ -1,5 +1,5 @@
-"""pure. A ChunkDataset gives consecutive outputs of its child together, and keeps holes where they
-are.
+"""pure. A ChunkDataset gives consecutive outputs of its child together, and keeps a SkippedSample
+where a sample makes none.
 """
 
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.items import ON_FAILURE, MultiOutput, SkipMarker
 from megatron.blending.streams.node import (
     Binding,
-    Block,
     Ints,
+    PlanBatch,
     SavableDataset,
     check_datasets,
 )
@@ -40,11 +40,12 @@ LeftOut = SkippedSample
 class ChunkDataset(SavableDataset[Any]):
     """Lists of `length` consecutive outputs of the child, from its position `first` on.
 
-    Output k begins at position `first + k * length`.
+    Output k begins at position `first + k * length`: with `first=10, length=4` output 2 holds the
+    positions 18 to 21.
 
-    Where a sample makes no output, or several, its SkippedSample stands in the list: a batch is
-    filled with what follows, a chunk never is. So what stands in it follows from its number, and
-    whoever gets it counts what was left out.
+    A SkippedSample stands in the list for a sample that makes no output, or several. Unlike a
+    batch, a chunk is never filled with later samples. So its content follows from its number alone,
+    and the reader of the chunk counts the samples that were left out.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ChunkDataset(SavableDataset[Any]):
         num_outputs: int | None = None,
         worker_config: WorkerConfig | None = None,
     ) -> None:
-        """`num_outputs`: of one pass over the child, after whose end lists are shorter and at last
+        """`num_outputs`: lists of one pass over the child, of which those at its end are shorter or
         empty; None: pass after pass, for ever.
         """
         check_datasets("ChunkDataset", [dataset])
@@ -74,21 +75,24 @@ class ChunkDataset(SavableDataset[Any]):
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         sources = [
-            node.number for node in binding.nodes[self.number + 1 : self.end] if not node.children
+            node.node_id
+            for node in binding.nodes[self.node_id + 1 : self.end_node_id]
+            if not node.children
         ]
         self.numbers = {number: at for at, number in enumerate(sources)}
 
-    def plan(self, positions: Ints, block: Block) -> "ChunkPlan":
+    def plan(self, positions: Ints, plan_batch: PlanBatch) -> "ChunkPlan":
         starts, sizes = self.first + positions * self.length, np.full_like(positions, self.length)
+        # 10 samples in 3 lists of 4: starts 0 4 8, sizes 4 4 2.
         if self.size is not None:
             sizes = np.clip(len(self.children[0]) - starts, 0, self.length)
-        return ChunkPlan(self, starts, sizes, block)
+        return ChunkPlan(self, starts, sizes, plan_batch)
 
     def used(self, position: int) -> list[int]:
         return [self.first + position * self.length]
 
     def signature(self) -> list[Any]:
-        # States of loaders have this name, which the class had before.
+        # States of loaders hold the former name of the class.
         return ["WindowDataset", self.length, self.first]
 
 
@@ -97,13 +101,13 @@ WindowDataset = ChunkDataset
 
 
 class ChunkPlan(RangesPlan):
-    """Plans some chunks, and gives whatever stands there, as it is."""
+    """Plan of chunks."""
 
     def values(self, start: int, end: int) -> list[Any]:
-        # Whoever gets the chunks says what failed.
+        # No failure is announced here: the reader of the chunks reports their SkippedSamples.
         before = ON_FAILURE.set(None)
         try:
-            return [self._chunk(*self.child_range(place)) for place in range(start, end)]
+            return [self._chunk(*self.child_range(index)) for index in range(start, end)]
         finally:
             ON_FAILURE.reset(before)
 
@@ -120,18 +124,18 @@ class ChunkPlan(RangesPlan):
         ]
 
     def _value(self, at: int) -> object:
-        """Makes one of them: one by one it is found out which fail."""
+        """Returns one output of a range that failed as a whole; a SkipMarker if it fails, too."""
         try:
             return self.child.values(at, at + 1)[0]
         except Exception as error:
             return SkipMarker(-1, None, error)
 
-    def _left_out(self, hole: object, at: int) -> SkippedSample:
+    def _left_out(self, marker: object, at: int) -> SkippedSample:
         source, position = self.child.entries(at, at + 1)[0]
         error: Exception = TypeError("several outputs of one sample; a chunk has one of each")
-        if type(hole) is SkipMarker:
-            error = hole.error if hole.error is not None else SkipSample("filtered")
-        found = self.node.numbers[source.number], source.describe(position)
+        if type(marker) is SkipMarker:
+            error = marker.error if marker.error is not None else SkipSample("filtered")
+        found = self.node.numbers[source.node_id], source.describe(position)
         if isinstance(error, SkipSample):
             return SkippedSample(*found, reason=str(error))
         is_said = isinstance(error, ValueError) and str(error)

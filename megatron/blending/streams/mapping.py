@@ -18,17 +18,17 @@ from megatron.blending.streams.items import (
 )
 from megatron.blending.streams.node import (
     Binding,
-    Block,
     Ints,
     Plan,
+    PlanBatch,
     SavableDataset,
     check_datasets,
 )
 from megatron.blending.streams.seeding import At
 from megatron.blending.streams.worker_config import WorkerConfig
 
-# What energon's MapDataset takes besides, and nothing here needs: functions are called as if they
-# were stateless.
+# Arguments of energon's MapDataset that are ignored: every function is called as if it were
+# stateless.
 _ENERGON_ONLY = ("error_handler", "stateless_map_fn", "map_fn_config", "failure_tolerance")
 
 
@@ -59,8 +59,8 @@ class SameOutputs(SavableDataset[Any]):
     def num_positions(self) -> int | None:
         return self.children[0].num_positions
 
-    def plan(self, positions: Ints, block: Block) -> "MapPlan":
-        return MapPlan(self, self.children[0].plan(positions, block), positions)
+    def plan(self, positions: Ints, plan_batch: PlanBatch) -> "MapPlan":
+        return MapPlan(self, self.children[0].plan(positions, plan_batch), positions)
 
     @property
     def function(self) -> Callable[[Any], Any]:
@@ -72,7 +72,7 @@ class SameOutputs(SavableDataset[Any]):
         raise NotImplementedError
 
     def apply_each(self, values: list[Any], child: Plan, start: int) -> list[Any]:
-        """Returns what becomes of outputs that stand from place `start` of the child's plan on, by
+        """Returns what becomes of outputs that stand from index `start` of the child's plan on, by
         a function that is not seeded.
         """
         raise NotImplementedError
@@ -81,8 +81,10 @@ class SameOutputs(SavableDataset[Any]):
 class MapDataset(SameOutputs):
     """Changes each output by `map_fn`.
 
-    It may raise SkipSample, and give several outputs by being a generator.
+    The function may raise SkipSample, and give several outputs by being a generator.
     """
+
+    changes_outputs = True
 
     def __init__(
         self,
@@ -103,28 +105,26 @@ class MapDataset(SameOutputs):
         return function
 
     def apply(self, value: Any, at: At, entries: Entries) -> Any:
-        return called(self.user, value, self.number, at, entries)
+        return called(self.user, value, self.node_id, at, entries)
 
     def apply_each(self, values: list[Any], child: Plan, start: int) -> list[Any]:
-        # As `apply` does, in one loop: calls would cost text a tenth more.
+        # The same as `apply` in one loop: a call per sample would cost text a tenth more time.
         function, made = self.map_fn, []
-        for place, value in enumerate(values, start):
+        for index, value in enumerate(values, start):
             try:
                 found = function(value)
             except Exception as error:
-                entries = partial(child.entries, place, place + 1)
-                found = failed(self.number, function, error, value, entries)
+                entries = partial(child.entries, index, index + 1)
+                found = failed(self.node_id, function, error, value, entries)
             if type(found) is GeneratorType:
-                entries = partial(child.entries, place, place + 1)
-                found = MultiOutput(generated(found, function, value, self.number, entries))
+                entries = partial(child.entries, index, index + 1)
+                found = MultiOutput(generated(found, function, value, self.node_id, entries))
             made.append(found)
         return made
 
 
 class FilterDataset(SameOutputs):
-    """Keeps the outputs for which `filter_fn` is true; the others are left out silently, and
-    counted.
-    """
+    """Keeps the outputs for which `filter_fn` is true. The others are counted, and not logged."""
 
     def __init__(
         self,
@@ -149,13 +149,13 @@ class FilterDataset(SameOutputs):
             if self.user(value, at):
                 return value
         except Exception as error:
-            return failed(self.number, self.filter_fn, error, value, entries)
-        return SkipMarker(self.number, self.filter_fn, None, value, entries)
+            return failed(self.node_id, self.filter_fn, error, value, entries)
+        return SkipMarker(self.node_id, self.filter_fn, None, value, entries)
 
     def apply_each(self, values: list[Any], child: Plan, start: int) -> list[Any]:
         return [
-            self.apply(value, 0, partial(child.entries, place, place + 1))
-            for place, value in enumerate(values, start)
+            self.apply(value, 0, partial(child.entries, index, index + 1))
+            for index, value in enumerate(values, start)
         ]
 
 
@@ -171,10 +171,11 @@ class MapPlan:
 
     def values(self, start: int, end: int) -> list[Any]:
         values, node, child = self._child.values(start, end), self._node, self._child
+        # The fast path: single outputs only, and no generator to seed for each of them.
         if SPECIAL.isdisjoint(map(type, values)) and not node.user.is_seeded:
             return node.apply_each(values, child, start)
         positions = self._positions[start:end].tolist()
         return [
-            applied(node, value, position, partial(child.entries, place, place + 1))
-            for place, (value, position) in enumerate(zip(values, positions), start)
+            applied(node, value, position, partial(child.entries, index, index + 1))
+            for index, (value, position) in enumerate(zip(values, positions), start)
         ]

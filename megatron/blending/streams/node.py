@@ -1,13 +1,13 @@
-"""pure. Every node of a stream is a function of the position: parts of it are planned, then made.
+"""pure. Every node of a stream is a function of the position: positions are planned, then made.
 
-A node says which positions of its children its own positions are made of, in arrays (`plan`).
+`plan` computes, in arrays, the positions of its children that a node's own positions are made of.
 Records are read when the plan is asked for values. Position `k` of a node with `size` positions is
-position `k % size` of pass `k // size`; a size of None has no end. Nothing here depends on ranks or
-workers, or on what was asked before.
+position `k % size` of pass `k // size`; a node whose size is None has no end. Nothing here depends
+on ranks or workers, or on earlier calls.
 
-Most nodes hold one output at each position. Packs and groups are made of a block of positions of
-their child, so that one of their own positions holds many (`is_block`). What a position may hold is
-in items.py.
+Most nodes hold one output at each position. Packs and groups are made of a block (consecutive
+positions) of their child, so that one of their own positions holds many outputs (`is_block`).
+items.py lists what a position may hold.
 """
 
 import copy
@@ -29,27 +29,35 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Plan(Protocol):
-    """Says how a part of a node's positions is made."""
+    """Plan of some positions of a node. An index of the plan counts these positions from 0.
+
+    A plan of the positions 7 3 has index 0 for position 7 and index 1 for position 3.
+    """
 
     length: int
 
     def values(self, start: int, end: int) -> list[Any]:
-        """Returns what stands at some of the planned positions."""
+        """Returns what stands at the positions with the indices start to end - 1."""
 
     def entries(self, start: int, end: int) -> list[tuple[Any, int]]:
         """Returns the sources that these are made of, each with the position that is read."""
 
 
 class SourceOrder(Protocol):
+    """Plan of a source that waits for the records which stand at its positions."""
+
     order: ReadingOrder
     positions: Ints
 
-    def settle(self, records: Ints) -> None: ...
+    def set_records(self, records: Ints) -> None:
+        """Receives the number of the record at each of the positions."""
 
 
-class Block:
-    """Plans that are made together: all their sources are put in order at once, when the first is
-    read.
+class PlanBatch:
+    """Plans of sources whose records are computed together, in one call, when the first is read.
+
+    It is made for each call of `plan` on a root, and passed down to the sources. It has nothing to
+    do with batches of samples.
     """
 
     def __init__(self) -> None:
@@ -58,13 +66,14 @@ class Block:
     def add(self, source: SourceOrder) -> None:
         self._pending.append(source)
 
-    def settle(self) -> None:
+    def resolve_records(self) -> None:
+        # Emptied, so that no plan is resolved twice if more are added later.
         pending, self._pending = self._pending, []
         found = records_at(
             [source.order for source in pending], [source.positions for source in pending]
         )
         for source, records in zip(pending, found):
-            source.settle(records)
+            source.set_records(records)
 
 
 @dataclass
@@ -74,38 +83,43 @@ class Binding:
     seed: int
     world_size: int = 1
     nodes: list["SavableDataset[Any]"] = field(default_factory=list)
-    salts: dict[str, str] = field(default_factory=dict)
-    """Places of sources that keep the order of another place: where they stood when their data was
-    begun.
+    seed_paths: dict[str, str] = field(default_factory=dict)
+    """Tree path whose seed a source keeps, by its current tree path. It has an entry where a
+    resumed blend has moved the source: {"1": "0"} reads source 1 in the order that it had as
+    source 0.
     """
-    bases: dict[str, int] = field(default_factory=dict)
-    """Places of sources that do not begin at 0, and where they begin."""
-    is_size_of_ranks: bool = False
-    """True if the size of a pass was given for each rank; set by the tree."""
+    start_positions: dict[str, int] = field(default_factory=dict)
+    """First position of a source, by tree path; 0 for sources without an entry."""
+    size_is_per_rank: bool = False
+    """True if the user gave the size of a pass per rank; set by the nodes when they are bound."""
 
     def clone(self) -> "Binding":
-        """Returns the same, for another copy of the tree."""
+        """Returns a binding with the same facts, for another copy of the tree."""
         return replace(self, nodes=[])
 
     def user_function(
         self, function: Callable[..., Any], node: "SavableDataset[Any]", role: str
     ) -> UserFunction:
-        """Returns a function of a node as it is to be called."""
-        return UserFunction(function, self.seed, f"{node.number} {role}")
+        """Returns `function` as the node calls it; `role` distinguishes its functions."""
+        return UserFunction(function, self.seed, f"{node.node_id} {role}")
 
-    def seed_at(self, place: str) -> int:
-        return salted_seed(self.seed, self.salts.get(place, place))
+    def seed_at(self, tree_path: str) -> int:
+        """Returns the seed of the order at a tree path."""
+        return salted_seed(self.seed, self.seed_paths.get(tree_path, tree_path))
 
 
 class SavableDataset(Generic[T_co]):
-    """A node of a stream. It may stand in several trees: a loader works on a copy that is bound to
-    its place.
+    """A node of a stream. It may stand in several trees: a loader works on a bound copy of it.
 
-    Iterating over it iterates over a loader of its own.
+    Iterating over a node iterates over a loader of its own.
     """
 
     make_loader: ClassVar[Callable[[Any], Any]]
-    """Set by the module of loaders, which knows nodes, and not they it."""
+    """Set by the module of loaders, which imports this one; the other way would be a cycle."""
+    changes_outputs: ClassVar[bool] = False
+    """True if a user's function makes the outputs: it maps, batches or packs those of the child.
+    A filter leaves some out, and changes none.
+    """
     children: "tuple[SavableDataset[Any], ...]" = ()
     worker_config: WorkerConfig | None = None
     size: int | None = None
@@ -115,20 +129,24 @@ class SavableDataset(Generic[T_co]):
     continues_across_epochs: bool = False
     """True if the next pass continues the children's streams, instead of beginning them again."""
     preserves_outputs: bool = False
-    """True if each output is one of the only child's."""
-    preserves_position: bool = True
-    """True if an only child has the same place."""
-
-    number: int = -1
-    """Place in the bound tree, counted from the root down; its descendants are number + 1 to end -
-    1.
+    """True if each output is one of the only child's, or made of a single one of them. The child is
+    then outermost if the node is.
     """
-    end: int = -1
-    place: str = ""
-    """Numbers of the children on the way from the root, where there are several: "0.2"."""
+    shares_tree_path: bool = True
+    """True if the node passes its own tree path on to an only child."""
+
+    # Set in the copies that `bind` makes. A blend of two maps of sources has, as (node_id,
+    # end_node_id, tree_path): blend (0, 5, ""), maps (1, 3, "0") and (3, 5, "1"), sources
+    # (2, 3, "0") and (4, 5, "1").
+    node_id: int = -1
+    """Number of the node in the bound tree, counted in preorder from the root, 0."""
+    end_node_id: int = -1
+    """End of the ids of the node and its descendants, which are node_id to end_node_id - 1."""
+    tree_path: str = ""
+    """Numbers of the children on the way from the root, at the nodes that have several: "0.2"."""
 
     def __len__(self) -> int:
-        """Returns the outputs of one pass over the data, also where it is repeated for ever."""
+        """Returns the number of outputs of one pass over the data, also of endless data."""
         return len(self.children[0])
 
     def __iter__(self) -> Iterator[T_co]:
@@ -136,49 +154,51 @@ class SavableDataset(Generic[T_co]):
 
     @property
     def is_limit(self) -> bool:
-        """Returns whether a pass gives `size` outputs at most, also where more could be made."""
+        """Returns whether a pass gives at most `size` outputs although more could be made."""
         return False
 
     @property
     def num_positions(self) -> int | None:
-        """Positions of one pass; more than `size` where some are there to replace skipped ones."""
+        """Positions of one pass. They are more than `size` if some may replace skipped samples."""
         return self.size
 
     @cached_property
     def samples_per_output(self) -> int:
-        """Records that a position is made of, roughly."""
+        """Approximate number of records that a position is made of."""
         return max((child.samples_per_output for child in self.children), default=1)
 
     def bind(
-        self, binding: Binding, place: str = "", is_outermost: bool = True
+        self, binding: Binding, tree_path: str = "", is_outermost: bool = True
     ) -> "SavableDataset[T_co]":
-        """Returns a copy of the tree whose nodes know their places. `is_outermost`: its outputs are
-        the loader's.
+        """Returns a copy of the tree whose nodes know their ids and tree paths.
+
+        `is_outermost`: the outputs of this node are the loader's.
         """
         twin = copy.copy(self)
-        twin.number = len(binding.nodes)
-        twin.place = place
+        twin.node_id = len(binding.nodes)
+        twin.tree_path = tree_path
         binding.nodes.append(twin)
-        # A place names the choices on the way from the root, and seeds the order of what is below.
-        # Nodes that leave their only child's positions as they are add nothing to it: a map that is
-        # put in or taken out keeps the order.
+        # A tree path names the choices on the way from the root, and seeds the order of the nodes
+        # below. Nodes with one child add nothing to it, unless they choose: a map that is added or
+        # removed keeps the order.
         is_only_child = len(self.children) == 1
         twin.children = tuple(
             child.bind(
                 binding,
-                place
-                if is_only_child and self.preserves_position
-                else f"{place}.{number}".lstrip("."),
+                tree_path
+                if is_only_child and self.shares_tree_path
+                else f"{tree_path}.{number}".lstrip("."),
                 is_outermost and self.preserves_outputs,
             )
             for number, child in enumerate(self.children)
         )
-        twin.end = len(binding.nodes)
+        # Children come before `on_bound`, which reads their sizes and the range of their ids.
+        twin.end_node_id = len(binding.nodes)
         twin.on_bound(binding, is_outermost)
         return twin
 
     def found_config(self) -> WorkerConfig | None:
-        """Returns the first worker_config in the tree, from here down; None if there is none."""
+        """Returns the first worker_config in the tree, from this node down; None without one."""
         if self.worker_config is not None:
             return self.worker_config
         return next(
@@ -186,27 +206,28 @@ class SavableDataset(Generic[T_co]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Workers have no use for it, and process groups cannot be sent to them.
+        # Workers do not use the config, and process groups in it cannot be pickled.
         return {**self.__dict__, "worker_config": None}
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
-        """Takes what a bound node needs; its children are bound."""
+        """Sets what a bound node needs. Its children are bound already."""
 
-    def plan(self, positions: Ints, block: Block) -> Plan:
+    def plan(self, positions: Ints, plan_batch: PlanBatch) -> Plan:
+        """Returns the plan of any positions, in any order; it reads no records."""
         raise NotImplementedError
 
     def used(self, position: int) -> list[int]:
-        """Returns how many positions of each child the first `position` ones are made of."""
+        """Returns how many positions of each child the first `position` positions are made of."""
         return [position]
 
     def signature(self) -> list[Any]:
-        """Returns what must be equal for a saved state to mean the same, children apart."""
+        """Returns what must be equal, besides the children, for a saved state to fit this node."""
         return [type(self).__name__]
 
 
 def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
-    """Returns pairs of (data set, weight), given one by one or as one tuple of them; ValueError for
-    anything else.
+    """Returns pairs of (data set, weight), which are given one by one or as one tuple. ValueError
+    for anything else.
     """
     if (
         len(given) == 1

@@ -1,4 +1,4 @@
-"""pure. Some nodes only say which positions of their child there are, and in which order."""
+"""pure. Nodes that only choose which positions of their child there are, and in which order."""
 
 import math
 from fractions import Fraction
@@ -12,9 +12,9 @@ from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.order.weights import Weight
 from megatron.blending.streams.node import (
     Binding,
-    Block,
     Ints,
     Plan,
+    PlanBatch,
     SavableDataset,
     check_datasets,
 )
@@ -24,7 +24,7 @@ _ENDLESS = 2**40
 
 
 class PositionsDataset(SavableDataset[Any]):
-    """Its outputs are those of its child at other positions."""
+    """Gives the outputs of its child at other positions."""
 
     def __init__(self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None) -> None:
         check_datasets(type(self).__name__, [dataset])
@@ -33,10 +33,11 @@ class PositionsDataset(SavableDataset[Any]):
         self.is_block = dataset.is_block
 
     def within_child(self, positions: Ints) -> Ints:
+        """Returns the position of the child that each position of the node is."""
         return positions
 
-    def plan(self, positions: Ints, block: Block) -> Plan:
-        return self.children[0].plan(self.within_child(positions), block)
+    def plan(self, positions: Ints, plan_batch: PlanBatch) -> Plan:
+        return self.children[0].plan(self.within_child(positions), plan_batch)
 
 
 class RepeatDataset(PositionsDataset):
@@ -49,8 +50,8 @@ class RepeatDataset(PositionsDataset):
         *,
         worker_config: WorkerConfig | None = None,
     ) -> None:
-        """`repeats`: None for ever; with a fraction, the last time is a part of it: floor(len *
-        repeats) outputs.
+        """`repeats`: number of passes over the data; None: for ever. With a fraction the last pass
+        is cut: 10 outputs repeated 2.55 times are floor(25.5) = 25.
         """
         super().__init__(dataset, worker_config)
         if repeats is not None and not (
@@ -61,6 +62,7 @@ class RepeatDataset(PositionsDataset):
             )
         self.repeats = repeats
         if repeats is not None and dataset.size is not None:
+            # The decimals as written, not the float: 0.29 * 100 must give 29, not 28.
             exact = (
                 repeats if isinstance(repeats, (int, Fraction)) else Fraction(repr(float(repeats)))
             )
@@ -79,11 +81,11 @@ class RepeatDataset(PositionsDataset):
 
 
 class LimitDataset(PositionsDataset):
-    """Gives the first `length` outputs: of each rank with only maps above (as energon), else of the
-    whole stream.
+    """Gives the first `length` outputs.
 
-    Of an endless data set, the next pass gives the next ones, or with `reset_after_epoch` the same
-    ones again.
+    They are counted per rank if only maps stand above the node (as in energon), else over the whole
+    stream. Of an endless data set the next pass gives the next `length` outputs; with
+    `reset_after_epoch` it gives the same ones again.
     """
 
     preserves_outputs = True
@@ -96,15 +98,13 @@ class LimitDataset(PositionsDataset):
         reset_after_epoch: bool = False,
         worker_config: WorkerConfig | None = None,
     ) -> None:
-        """`reset_after_epoch`: each pass begins the data set again, as it does with a finite one in
-        any case.
-        """
+        """`reset_after_epoch`: each pass begins the data set again. Finite data sets always do."""
         super().__init__(dataset, worker_config)
         check_whole("LimitDataset: length", length)
         self.length = length
         self.size: int = length if dataset.size is None else min(length, dataset.size)
-        # A limit of endless data goes forward with each pass; a finite data set starts again
-        # anyhow.
+        # A further pass over endless data continues where the last one ended, unless it is reset.
+        # Over finite data it starts again.
         continues_across_epochs = dataset.size is None or dataset.continues_across_epochs
         self.continues_across_epochs = continues_across_epochs and not reset_after_epoch
         self.begins_again = continues_across_epochs and reset_after_epoch
@@ -115,8 +115,8 @@ class LimitDataset(PositionsDataset):
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         total = self.length * binding.world_size if is_outermost else self.length
-        binding.is_size_of_ranks |= is_outermost
-        # How many packs or groups a pass over finite data has is known only when they are made.
+        binding.size_is_per_rank |= is_outermost
+        # The number of packs or groups in a pass over finite data is known only when they are made.
         inner = None if is_outermost and self.is_block else self.children[0].size
         self.size = total if inner is None else min(total, inner)
         self.is_outermost = is_outermost
@@ -127,9 +127,7 @@ class LimitDataset(PositionsDataset):
 
     @property
     def num_positions(self) -> int:
-        """Positions to read from. Of an outermost node some lie behind the limit, to fill skips
-        with.
-        """
+        """Positions to read from. An outermost limit reads past `size` to replace skips."""
         if not self.is_limit:
             return self.size
         return self.children[0].num_positions or _ENDLESS
@@ -137,10 +135,12 @@ class LimitDataset(PositionsDataset):
     def within_child(self, positions: Ints) -> Ints:
         if self.continues_across_epochs:
             return positions
-        passes, places = np.divmod(positions, self.num_positions)
-        return (
-            places if self.begins_again else passes * (self.children[0].num_positions or 0) + places
-        )
+        # A limit of 3 over 5 outputs: position 4 is position 1 of pass 1, so 5 + 1 of the child.
+        # Over endless data that is begun again, position 4 is 1 of the child.
+        passes, position_in_pass = np.divmod(positions, self.num_positions)
+        if self.begins_again:
+            return position_in_pass
+        return passes * (self.children[0].num_positions or 0) + position_in_pass
 
     def used(self, position: int) -> list[int]:
         return self.within_child(np.array([position], np.int64)).tolist()
@@ -154,13 +154,13 @@ class LimitDataset(PositionsDataset):
 
 
 class EpochizeDataset(PositionsDataset):
-    """Data set whose epoch has `length` outputs, or `num_epochs` times the data's own length; the
-    next pass continues from there.
+    """Data set whose epochs have `length` outputs; each epoch continues where the last one ended.
 
-    A finite data set is repeated for ever within. `length` is of each rank where only maps are
-    above (as energon's virtual epochs), else of the whole stream; together with `num_epochs` it is
-    so many times as long. Every rank gets as many: what an epoch of the whole stream does not
-    divide into comes first in the next one.
+    A finite data set is repeated for ever below it. `length` is counted per rank if only maps stand
+    above the node (as energon's virtual epochs), else over the whole stream. `num_epochs`
+    multiplies it; without `length` it multiplies the data's own length. Every rank gets equally
+    many outputs: an epoch of 10 over 4 ranks gives 2 to each, and the 2 that are left come first in
+    the next epoch.
     """
 
     continues_across_epochs = True
@@ -187,21 +187,21 @@ class EpochizeDataset(PositionsDataset):
         return self.size
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
-        for node in binding.nodes[self.number :]:
+        for node in binding.nodes[self.node_id :]:
             if hasattr(node, "is_outermost"):
-                # Below, no pass ends: the data continues in the next epoch.
+                # No pass ends below this node, as the data continues in the next epoch.
                 node.is_outermost = False
         if is_outermost and self.length is not None:
             self.size = self.num_epochs * self.length * binding.world_size
-            binding.is_size_of_ranks = True
+            binding.size_is_per_rank = True
 
     def signature(self) -> list[Any]:
         return [type(self).__name__]
 
 
 class ShuffleBufferDataset(PositionsDataset):
-    """Mixes outputs within windows of `size`, one window after the other. Nothing is held back for
-    it.
+    """Mixes outputs within windows of `size`, one window after the other. It holds no samples: an
+    output is read where its position says.
     """
 
     def __init__(
@@ -219,24 +219,26 @@ class ShuffleBufferDataset(PositionsDataset):
         self._seed = 0
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
-        self._seed = binding.seed_at(f"{self.place} shuffle {self.window}")
+        self._seed = binding.seed_at(f"{self.tree_path} shuffle {self.window}")
 
     def within_child(self, positions: Ints) -> Ints:
         if self.size is None:
             return self._mixed(positions, self.window)
-        passes, places = np.divmod(positions, self.size)
+        passes, position_in_pass = np.divmod(positions, self.size)
         num_whole = self.size // self.window
         found = np.zeros_like(positions)
-        is_whole = places < num_whole * self.window
+        is_whole = position_in_pass < num_whole * self.window
         # Whole windows are numbered through from pass to pass, and so are the last, shorter ones.
         # Size 10, window 4: pass 1 has the whole windows 2 and 3, whose positions 8 to 15 stand for
         # 10 to 17 of the child.
-        whole = self._mixed(passes * num_whole * self.window + places, self.window)
+        whole = self._mixed(passes * num_whole * self.window + position_in_pass, self.window)
         found[is_whole] = (whole - passes * num_whole * self.window + passes * self.size)[is_whole]
         if not is_whole.all():
+            # The last windows hold 2 outputs here. That of pass 1 mixes the positions 2 and 3 of a
+            # numbering of their own, which stand for 18 and 19 of the child.
             rest = self.size - num_whole * self.window
             start = num_whole * self.window
-            last = self._mixed(passes * rest + places - start, rest)
+            last = self._mixed(passes * rest + position_in_pass - start, rest)
             found[~is_whole] = (last - passes * rest + start + passes * self.size)[~is_whole]
         return found
 
@@ -249,6 +251,8 @@ class ShuffleBufferDataset(PositionsDataset):
 
 
 def _blends_blocks(dataset: SavableDataset[Any]) -> bool:
-    """Returns whether outputs are counted as they come, so none has a position to be shuffled."""
+    """Returns whether the data set has a blend of packs or groups. Their outputs are counted when
+    they are made, so none has a position that could be shuffled.
+    """
     is_blend = dataset.is_block and hasattr(dataset, "weights")
     return is_blend or any(map(_blends_blocks, dataset.children))

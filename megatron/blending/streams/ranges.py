@@ -1,31 +1,32 @@
-"""pure. Some nodes make each of their positions of a range of their child's."""
+"""pure. Plan of a node that makes each of its positions of a range of positions of its child."""
 
 from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.node import Block, Ints
+from megatron.blending.streams.node import Ints, PlanBatch
 
 
 class RangesPlan:
-    """Positions of a node that are made of consecutive positions of its only child.
+    """Plan of positions that are made of consecutive positions of the node's only child.
 
-    Worked example: `starts` 0 and 10 with `sizes` 2 and 3 ask the child for the positions 0, 1, 10,
-    11 and 12; position 1 of the plan is made of places 2 to 4 of the child's.
+    `starts` 0 and 10 with `sizes` 2 and 3 -> the child plans the positions 0 1 10 11 12. Index 1 of
+    this plan is made of the indices 2 to 4 of the child's plan: `child_range(1)` is (2, 5).
     """
 
-    def __init__(self, node: Any, starts: Ints, sizes: Ints, block: Block) -> None:
+    def __init__(self, node: Any, starts: Ints, sizes: Ints, plan_batch: PlanBatch) -> None:
         self.length = len(starts)
         self.node = node
         self._ends = np.cumsum(sizes)
+        # starts 0 10, sizes 2 3, ends 2 5 -> 0 0 8 8 8, plus 0 1 2 3 4 -> 0 1 10 11 12.
         first = np.repeat(starts - (self._ends - sizes), sizes)
         self.positions: Ints = first + np.arange(len(first), dtype=np.int64)
         """Positions of the child, those of each range one after the other."""
-        self.child = node.children[0].plan(self.positions, block)
+        self.child = node.children[0].plan(self.positions, plan_batch)
 
-    def child_range(self, place: int) -> tuple[int, int]:
-        """Returns where in the child's plan a position starts and ends."""
-        return int(self._ends[place - 1]) if place else 0, int(self._ends[place])
+    def child_range(self, index: int) -> tuple[int, int]:
+        """Returns the start and end, in the child's plan, of what index `index` is made of."""
+        return int(self._ends[index - 1]) if index else 0, int(self._ends[index])
 
     def entries(self, start: int, end: int) -> list[tuple[Any, int]]:
         return self.child.entries(self.child_range(start)[0], self.child_range(end - 1)[1])

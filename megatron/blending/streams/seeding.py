@@ -55,23 +55,22 @@ def stateless(
 
 
 At = int | tuple[Any, ...]
-"""Place of a value: its position among the outputs of the node that gave it; of several there, also
-which.
+"""Position of a value among the outputs of the node that gave it; with the number of the output if
+there are several: `(7, 1)`.
 """
 
 
 class UserFunction:
-    """Function of a user's, as a node calls it: with generators seeded for the call if it is marked
-    so.
+    """Function of a user, as a node calls it: with seeded generators if the function is marked so.
 
-    The seed is one of the stream, of the node, and of where the (first) sample came from: its
-    `__restore_key__`, or the position where it stands if it does not say.
+    The seed follows from that of the stream, the node, and where the (first) sample came from: its
+    `__restore_key__`, or its position if it has none.
     """
 
-    def __init__(self, function: Callable[..., Any], stream_seed: int = 0, place: str = "") -> None:
+    def __init__(self, function: Callable[..., Any], stream_seed: int = 0, role: str = "") -> None:
         self.function = function
         self.is_seeded = bool(mark_of(function, "__restore_seeds__"))
-        self._salt = f"{stream_seed} {place}"
+        self._salt = f"{stream_seed} {role}"
 
     def __call__(self, value: Any, at: At, *others: Any) -> Any:
         if not self.is_seeded:

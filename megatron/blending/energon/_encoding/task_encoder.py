@@ -1,11 +1,20 @@
 """pure. A TaskEncoder says how a task cooks, encodes, packs and batches; the steps become nodes of
 a stream.
 
-A step that is not overridden is not there: it costs nothing. Steps, in order (* = only with
-packing):
-    cook (crude sources)  ->  encode_sample or preencode_sample  ->  select_samples_to_pack *  ->
-                          postencode_sample
-    ->  pack_selected_samples *  ->  batch  ->  encode_batch
+Steps that a task does not override cost nothing. In the order in which they run:
+
+    step                      runs                                  input -> output
+    a cooker                  for crude sources                     parts of a record -> sample
+    encode_sample             always, or else preencode_sample      sample -> encoded sample
+    preencode_sample          instead of encode_sample              sample -> sample to choose by
+    select_samples_to_pack    with packing_buffer_size              samples of a block -> groups
+    postencode_sample         always; with packing, on chosen ones  sample -> encoded sample
+    pack_selected_samples     with packing_buffer_size              group -> pack
+    batch                     with batch_size or a criterion        encoded samples -> batch
+    encode_batch              as batch                              batch -> what the loop gets
+
+The criterion is `batch_group_criterion`. With `pack_by = "lengths"` samples are encoded after they
+are chosen: `encode_sample` then runs just before `postencode_sample`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -55,29 +64,30 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     "error".
     """
     pack_by: str = "samples"
-    """Content of a block of `packing_buffer_size` while packs are chosen: "samples", encoded, or
-    "lengths". With lengths `select_samples_to_pack` gets what `sample_length` returned, as ints,
-    and a sample is encoded when its pack is made, so that the memory is that of one pack.
+    """Content of a block of `packing_buffer_size` while packs are chosen: "samples", which are
+    encoded, or "lengths". With lengths `select_samples_to_pack` gets the ints that `sample_length`
+    returned. A sample is then encoded when its pack is made, so that the memory is that of one
+    pack.
     """
     max_open_groups: int = MAX_OPEN_GROUPS
-    """Groups of `batch_group_criterion` that each rank keeps open; of more, the oldest is given out
-    before it is full.
+    """Groups of `batch_group_criterion` that each rank keeps open. If there are more, the oldest is
+    given out before it is full.
     """
 
     def encode_sample(self, sample: T_sample) -> T_encoded_sample:
-        """Returns what the model's input is made of; raise SkipSample to leave it out. A generator
-        gives several.
+        """Returns the encoded sample, of which the model's input is made. It may raise SkipSample
+        to leave the sample out, and give several by being a generator.
         """
         return sample  # type: ignore[return-value]
 
     def preencode_sample(self, sample: T_sample) -> Any:
-        """Returns what `select_samples_to_pack` chooses by: the cheap part of encoding, where there
-        is packing.
+        """Returns what `select_samples_to_pack` chooses by: the cheap part of encoding. It is for
+        tasks that pack.
         """
         return sample
 
     def sample_length(self, sample: T_sample) -> int:
-        """Returns about how long an unencoded sample will be, without encoding it; for `pack_by =
+        """Returns the approximate length of a sample before it is encoded; for `pack_by =
         "lengths"`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define sample_length")
@@ -103,8 +113,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         raise NotImplementedError(f"{type(self).__name__} must define batch_group_criterion")
 
     def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
-        """Returns one batch: of the samples' own type, with tensors stacked, smaller ones padded,
-        the rest in lists.
+        """Returns one batch of the samples' own type. Tensors are stacked, smaller ones padded, and
+        other values put in lists.
         """
         return self._batch(samples, type(samples[0]))
 
@@ -125,8 +135,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     @property
     def current_batch_index(self) -> int:
-        """Number of the output that is being made, among those of its rank: the same on all ranks.
-        Where outputs are packed or left out, that of the block or position that it is made of.
+        """Number of the output that is being made, among those of its rank; equal on all ranks. If
+        outputs are packed or left out, it is the number of their block or position.
         """
         return _current(
             BATCH_INDEX,
@@ -143,9 +153,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         )
 
     def uses(self, step: str) -> bool:
-        """Returns whether the method of that name does anything: it is overridden, by the class or
-        on the object.
-        """
+        """Returns whether the method of that name is overridden, by the class or on the object."""
         return step in vars(self) or getattr(type(self), step) is not getattr(TaskEncoder, step)
 
     def _batch(
@@ -185,35 +193,42 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None,
         worker_config: WorkerConfig | None = None,
     ) -> SavableDataset[Any]:
-        """Returns `dataset` packed, or merely post-encoded where `packing_buffer_size` is None."""
+        """Returns `dataset` packed. With `packing_buffer_size=None` it is only post-encoded."""
         check_encoder(self, packing_buffer_size)
         post_encode = self.postencode_sample if self.uses("postencode_sample") else None
         if packing_buffer_size is None:
             if post_encode is None:
                 return dataset
             return MapDataset(dataset, map_fn=post_encode, worker_config=worker_config)
-        by_length: dict[str, Any] = {}
-        if self.pack_by == "lengths":
-            step = self._encoding_step()
-            is_encoded = isinstance(dataset, MapDataset) and step is not None
-            if is_encoded and getattr(dataset, "map_fn", None) == getattr(self, str(step)):
-                # Samples are encoded when their pack is made, behind the choice.
-                dataset = dataset.children[0]
-                post_encode = self._encode_whole
-            by_length = {"length_of": self.sample_length}
+        is_by_length = self.pack_by == "lengths"
+        if is_by_length and self._is_encoded_by_self(dataset):
+            # build_encode_sample wrapped the data set already. With lengths only the samples of a
+            # pack are encoded, after they are chosen, so take the raw samples below that node.
+            dataset = dataset.children[0]
+            post_encode = self._encode_whole
         return PackingDataset(
             dataset,
             buffer_size=packing_buffer_size,
             pre_packer=self.select_samples_to_pack,
             final_packer=self.pack_selected_samples,
             sample_encoder=post_encode,
+            length_of=self.sample_length if is_by_length else None,
             over_long=self.over_long,
             worker_config=worker_config,
-            **by_length,
+        )
+
+    def _is_encoded_by_self(self, dataset: SavableDataset[Any]) -> bool:
+        """Returns whether `dataset` is the node of `build_encode_sample`."""
+        step = self._encoding_step()
+        # By equality: each access to a bound method makes another object.
+        return (
+            isinstance(dataset, MapDataset)
+            and step is not None
+            and dataset.map_fn == getattr(self, step)
         )
 
     def _encode_whole(self, sample: Any) -> Any:
-        """Encodes a sample of which only the length was known."""
+        """Returns the encoded sample of which only the length was known until its pack was made."""
         step = self._encoding_step()
         encoded = sample if step is None else getattr(self, step)(sample)
         return self.postencode_sample(encoded) if self.uses("postencode_sample") else encoded
@@ -227,14 +242,14 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig | None = None,
     ) -> SavableDataset[Any]:
-        """Returns `dataset` in batches; of samples as they are, or packs, where `batch_size` is
-        None.
+        """Returns `dataset` batched. With `batch_size=None` it returns single samples, or single
+        packs.
 
-        Samples that no function has touched on the way here are encoded first, so that an
-        overridden `build_train_datasets` that only blends and batches gives what the task's batches
-        are made of.
+        Samples that no function has changed yet are encoded first. So an overridden
+        `build_train_datasets` may only blend and batch, and still gives the task's own batches.
         """
-        if not is_touched(dataset):
+        # Encode before packing and packing before batching: each takes the outputs of the last.
+        if not has_changed_outputs(dataset):
             dataset = self.build_encode_sample(dataset, worker_config=worker_config)
         dataset = self.build_packing(
             dataset, packing_buffer_size=packing_buffer_size, worker_config=worker_config
@@ -250,6 +265,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
                 worker_config=worker_config,
             )
         elif batch_size is None:
+            # Single samples are no batches, so `encode_batch` does not apply to them.
             return dataset
         else:
             dataset = BatchDataset(
@@ -277,23 +293,26 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         weight_schedule: WeightSchedule | None = None,
         repeat: bool = True,
     ) -> SavableDataset[Any]:
-        """Returns the training stream. A hook: it is called with those of these arguments that its
-        signature takes.
+        """Returns the training stream. An override may take any of these arguments, and is called
+        with those that its signature has.
 
-        `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight).
-        They are endless if `repeat`, but for `blend_mode` "sample_repetitions": one epoch each,
-        with weights that make them end together.
+        `datasets`: the sources in the order of the metadataset; each unpacks as (dataset, weight).
+        They are endless if `repeat`. With `blend_mode` "sample_repetitions" they have one epoch
+        each and weights that make them end together.
         """
         dataset = datasets[0][0]
         if len(datasets) > 1:
             dataset = BlendDataset(
                 *datasets, mode=proportions, schedule=weight_schedule, worker_config=worker_config
             )
+        # Repeated as a whole, so that each epoch of the blend holds each source as often as it
+        # says.
         if repeat and blend_mode == "sample_repetitions":
             dataset = RepeatDataset(dataset, worker_config=worker_config)
         dataset = self._in_batches(
             dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size
         )
+        # Last, so that a virtual epoch counts outputs of the loader (batches) and not samples.
         if virtual_epoch_length > 0:
             dataset = EpochizeDataset(
                 dataset, length=virtual_epoch_length, worker_config=worker_config
@@ -310,8 +329,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         limit: int | None = None,
     ) -> SavableDataset[Any]:
-        """Returns the validation stream: the sources one after the other, weights ignored; at most
-        `limit` batches.
+        """Returns the validation stream: at most `limit` batches of the sources, one source after
+        the other. Weights are ignored.
         """
         first = datasets[0][0]
         dataset = (
@@ -379,11 +398,6 @@ def _current(index: ContextVar[int | None], otherwise: str) -> int:
     return found
 
 
-def is_touched(dataset: SavableDataset[Any]) -> bool:
-    """Returns whether samples go through a function (MapDataset) or into batches anywhere below."""
-    has_function = (
-        hasattr(dataset, "map_fn")
-        or hasattr(dataset, "batcher")
-        or hasattr(dataset, "final_packer")
-    )
-    return has_function or any(is_touched(child) for child in dataset.children)
+def has_changed_outputs(dataset: SavableDataset[Any]) -> bool:
+    """Returns whether the data set, or one below it, maps, batches or packs its samples."""
+    return dataset.changes_outputs or any(map(has_changed_outputs, dataset.children))

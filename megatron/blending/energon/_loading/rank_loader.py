@@ -177,7 +177,7 @@ class Loader(Generic[T_co]):
         self._given, self._count = merged["given"], merged["count"]
         self._is_over = merged["is_over"]
         root, before = self._stream.root, states[0]["world_size"]
-        if root.continues_across_epochs and self._stream.binding.is_size_of_ranks:
+        if root.continues_across_epochs and self._stream.binding.size_is_per_rank:
             # As many outputs of each rank are over as before, whatever the number of ranks.
             self._given = self._given // before * self.config.num_ranks
         for lane, cells in zip(self._sequence.lanes, merged["cells"]):

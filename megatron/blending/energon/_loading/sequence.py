@@ -59,23 +59,23 @@ class Gatherer:
         """Outputs of `top` that were made and not given yet."""
         self._top = top
         self._failures = failures
-        self._nodes = {node.number: node for node in collecting}
-        self._collectors = {node.number: node.collector(is_of_rank=True) for node in collecting}
+        self._nodes = {node.node_id: node for node in collecting}
+        self._collectors = {node.node_id: node.collector(is_of_rank=True) for node in collecting}
         self._saved: Held = {}
 
     def take(self, node: CollectingDataset, samples: Sequence[Sample]) -> None:
         """Adds samples to those that wait for a node."""
         for sample in samples:
-            for group in self._collectors[node.number].add(sample):
+            for group in self._collectors[node.node_id].add(sample):
                 self._make(node, group)
 
     def take_leftover(self, left: Leftover) -> None:
         self.take(self._nodes[left.node], left.samples)
 
     def finish(self) -> None:
-        """Makes what is there, as no more samples come: innermost nodes first, which give others
-        more.
-        """
+        """Makes outputs of all samples that wait, as no more come."""
+        # Innermost nodes first, which have the largest ids: their outputs are samples of the
+        # others.
         for number in sorted(self._nodes, reverse=True):
             for group in self._collectors[number].finish():
                 self._make(self._nodes[number], group)
@@ -124,18 +124,18 @@ class Gatherer:
             return
         refs = [ref for ref, _ in group]
         above, upper = [], None
-        for one in nodes_above(self._top, node.number):
+        for one in nodes_above(self._top, node.node_id):
             if isinstance(one, CollectingDataset):
                 upper = one
                 break
             above.append(one)
-        value = raised(above, MultiOutput(node.outputs_of(group)), at_of([node.number, 0, refs]))
+        value = raised(above, MultiOutput(node.outputs_of(group)), at_of([node.node_id, 0, refs]))
         for part, item in numbered(value):
             if part is None:
                 leave_out(self._failures, item)
                 continue
             self._failures.succeeded()
-            made = [node.number, part, refs], item
+            made = [node.node_id, part, refs], item
             if upper is None:
                 self.ready.append(made)
             else:
@@ -184,12 +184,13 @@ class LaneSequence:
                 self._is_over = True
                 gatherer.finish()
                 continue
-            number, position = self.lane.node.number, self._first + message.cell
+            # Cells are numbered within a pass; a reference needs the position in the stream.
+            node_id, position = self.lane.node.node_id, self._first + message.cell
             for part, item in message.items:
                 if part is None:
                     gatherer.take_leftover(item)
                 else:
-                    gatherer.ready.append(([number, position, part], item))
+                    gatherer.ready.append(([node_id, position, part], item))
         return gatherer.ready.popleft()
 
     def _taken(self) -> Message | None:
@@ -197,6 +198,9 @@ class LaneSequence:
         workers = len(self._pool)
         while True:
             worker = self._turn % workers
+            # A worker is asked again only after its last message was used. Its head may be of a
+            # later turn, as cells without outputs are not reported: turns 0 2 with 1 worker -> turn
+            # 1 is passed over.
             head = self._heads.get(worker)
             if head is None:
                 head = self._heads[worker] = self._pool.next(worker, self.lane.index)
@@ -208,7 +212,7 @@ class LaneSequence:
                     head.cell, head.given, head.ends_cell, self._num_ranks
                 )
                 return head
-            # Nothing came out of this cell; at the end nothing does of any.
+            # This cell has no output. The pass is over once every worker has said so.
             if len(self._heads) == workers and all(
                 head.turn == END for head in self._heads.values()
             ):
@@ -229,7 +233,7 @@ class BlendSequence:
         self._node = node
         self._children = children
         self._counts = counts
-        self._key = f"blend {node.number}"
+        self._key = f"blend {node.node_id}"
         self._chosen: list[int] = []
 
     def next(self) -> Sample | None:
@@ -248,9 +252,13 @@ class BlendSequence:
             if not self._chosen:
                 self._chosen = self._node.children_of(sum(given), _CHOSEN_TOGETHER)[::-1]
             return self._chosen.pop()
-        weights = {child: weight for child, weight in self._node.chosen if child not in over}
+        weights = {
+            child: weight for child, weight in self._node.weighted_children if child not in over
+        }
         if not weights:
             return None
+        # The share of each child of the outputs so far and the next one. Weights 2 1 with 3 and 1
+        # given -> shares 10/3 and 5/3: child 1 is furthest behind.
         due = Fraction(1 + sum(given[child] for child in weights), sum(weights.values()))
         return max(weights, key=lambda child: weights[child] * due - given[child])
 
@@ -274,7 +282,7 @@ class LimitSequence:
     ) -> None:
         self._child = child
         self._length, self._part = node.length, part
-        self._key, self._before = f"limit {node.number}", f"before {node.number}"
+        self._key, self._before = f"limit {node.node_id}", f"before {node.node_id}"
         self._counts = counts
 
     def next(self) -> Sample | None:
@@ -342,7 +350,7 @@ class RankSequence:
             return self._made(node.children[0], (node, *above))
         if isinstance(node, CollectingDataset):
             gatherer = Gatherer(above[-1] if above else node, [node], self._failures)
-            self.gatherers[f"node {node.number}"] = gatherer
+            self.gatherers[f"node {node.node_id}"] = gatherer
             return CollectSequence(node, self._made(node.children[0], ()), gatherer)
         children = [self._made(child, above) for child in node.children]
         if is_counted(node):

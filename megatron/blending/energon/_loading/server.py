@@ -1,9 +1,10 @@
-"""pure. A server makes what stands at those cells of a rank that are one worker's.
+"""pure. A server makes the outputs of the cells of a rank that one worker has.
 
-The rank takes its cells in turns: worker w of W makes those of the turns t with t % W == w. The
-packs of a block that holds lengths alone are dealt so one by one, as each worker knows all of them.
-A cell without an output is not reported. Several parts of the stream (`Lane`) are served side
-by side, as the rank asks for them.
+The rank takes its cells in turns: worker w of W makes those of the turns t with t % W == w. With 2
+workers, the cells 3 7 11 15 of a rank are turns 0 1 2 3, so worker 1 makes the cells 7 and 15. If a
+block holds only lengths, each worker knows all of its packs, and the packs are dealt out instead of
+the cells. A cell without an output is not reported. Several parts of the stream (`Lane`) are served
+side by side, as the rank asks for them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from megatron.blending.streams.items import (
     numbered,
     numbered_deferred,
 )
-from megatron.blending.streams.node import Block, Plan
+from megatron.blending.streams.node import Plan, PlanBatch
 from megatron.blending.streams.seeding import BATCH_INDEX
 
 _FIRST_PLANNED = 256
@@ -39,7 +40,7 @@ class _Cell(NamedTuple):
     number: int
     given: int
     plan: Plan
-    place: int
+    index_in_plan: int
     value: Any
 
 
@@ -83,7 +84,7 @@ class Server:
         """Returns where a person finds the records of the last output's cell."""
         if self._cell is None:
             return []
-        at = self._cell.place
+        at = self._cell.index_in_plan
         return [source.describe(one) for source, one in self._cell.plan.entries(at, at + 1)]
 
     def close(self) -> None:
@@ -108,7 +109,8 @@ class Server:
         turns = islice(enumerate(cells), self._worker, None, self._num_workers)
         for cell in self._cells(lane, turns):
             skipped: list[SkipMarker] = []
-            # Given with the last output, so that a cell which is not finished has given none.
+            # Sent with the last output. A state saved within the cell then holds no leftover of it,
+            # and a resumed run, which makes the cell again, adds none twice.
             leftovers: list[tuple[None, Leftover]] = []
             waiting: tuple[int, Any] | None = None
             for part, item in numbered(cell.value):
@@ -118,7 +120,8 @@ class Server:
                     leftovers.append((None, item))
                 elif part >= cell.given:
                     if waiting is not None:
-                        # Kept until the next is there, so that it is known which one is the last.
+                        # Held back until the next output is there: only then it is known not to be
+                        # the last of its cell.
                         done = cell.number, waiting[0] + 1
                         yield self._message(lane, cell.turn, done, [waiting], (False, False))
                     waiting = part, item
@@ -138,9 +141,12 @@ class Server:
                     if is_own:
                         self._leave_out(item, [])
                     continue
+                # All outputs of Deferred number 1 count as given up to 2 * PARTS_OF_DEFERRED, so
+                # that nobody has to make them to know how many there are.
                 given = (item.number + 1) * PARTS_OF_DEFERRED
                 if given <= cell.given:
                     continue
+                # Counted by every worker, also for the packs of others: all agree on the turns.
                 turn += 1
                 if not is_own:
                     continue
@@ -157,8 +163,8 @@ class Server:
                     yield self._message(lane, turn - 1, done, made, (True, item.is_last))
 
     def _cells(self, lane: Lane, turns: Iterator[tuple[int, tuple[int, int]]]) -> Iterator[_Cell]:
-        """Yields what stands at cells. They are planned together: few at first, so that the first
-        output comes soon.
+        """Yields what stands at cells. Many are planned in one call; few at first, so that the
+        first output comes soon.
         """
         length, first = _FIRST_PLANNED, self._start.pass_number * (lane.size or 0)
         while True:
@@ -167,14 +173,14 @@ class Server:
                 return
             length = min(2 * length, _MAX_PLANNED)
             positions = first + np.array([cell for _, (cell, _) in asked], np.int64)
-            plan = lane.node.plan(positions, Block())
-            for place, (turn, (cell, given)) in enumerate(asked):
+            plan = lane.node.plan(positions, PlanBatch())
+            for index, (turn, (cell, given)) in enumerate(asked):
                 BATCH_INDEX.set(cell // self._num_ranks)
-                value = plan.values(place, place + 1)[0]
+                value = plan.values(index, index + 1)[0]
                 for node in lane.above:
-                    at = (lane.node.number, int(positions[place]))
-                    value = applied(node, value, at, partial(plan.entries, place, place + 1))
-                self._cell = _Cell(turn, cell, given, plan, place, value)
+                    at = (lane.node.node_id, int(positions[index]))
+                    value = applied(node, value, at, partial(plan.entries, index, index + 1))
+                self._cell = _Cell(turn, cell, given, plan, index, value)
                 yield self._cell
 
     def _announce(self, hole: SkipMarker) -> None:
@@ -190,7 +196,7 @@ def leave_out(failures: Failures, hole: SkipMarker) -> None:
     """Counts a sample that makes nothing; FatalSampleError if that is too much."""
 
     def sources() -> set[int]:
-        return {source.number for source, _ in hole.entries()}
+        return {source.node_id for source, _ in hole.entries()}
 
     where = partial(place_of, hole)
     failures.leave_out(hole.error, hole.node, hole.function, where, hole.value, sources)
@@ -206,7 +212,7 @@ def _sources(cell: _Cell, skipped: Sequence[SkipMarker]) -> set[int]:
     """Returns the numbers of the sources of which something came out at a cell."""
     left = {(id(source), position) for hole in skipped for source, position in hole.entries()}
     return {
-        source.number
-        for source, position in cell.plan.entries(cell.place, cell.place + 1)
+        source.node_id
+        for source, position in cell.plan.entries(cell.index_in_plan, cell.index_in_plan + 1)
         if (id(source), position) not in left
     }

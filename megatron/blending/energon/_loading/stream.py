@@ -1,5 +1,5 @@
 """pure. A Stream is a data set as all ranks share it: bound to a seed, and compared with a saved
-one.
+stream.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ class Stream:
         return self.root.size is not None and not self.root.continues_across_epochs
 
     def described(self) -> str:
-        """Returns what tells this stream from others, as a short text."""
+        """Returns a short text of what distinguishes this stream from others."""
         if self._description is None:
             self._description = compact(describe_stream(self.root, self.binding))
         return self._description
 
     def source_positions(self, cells: Sequence[int]) -> list[int]:
-        """Returns how many records of each source were taken when so many cells of each lane were:
-        exact where all of them are finished.
+        """Returns how many records of each source were read for the first `cells` of each lane. The
+        numbers are exact if all of these cells are finished.
         """
         found = [
             source_positions(lane.node, max(0, at) if lane.size is None else min(at, lane.size))
@@ -58,26 +58,29 @@ class Stream:
         check_stream(saved, describe_stream(self.root, self.binding))
 
     def continue_as(self, saved: State) -> None:
-        """Becomes the saved stream, which is one of the same data, with its orders."""
-        places = {row[3]: row for row in saved["sources"]}
-        salts, bases = ({place: row[column] for place, row in places.items()} for column in (4, 5))
-        self._bind(salts, bases)
+        """Becomes the saved stream, which has the same data, with its orders of reading."""
+        # Columns as in `describe_stream`: tree path, seed path, start position.
+        rows = [row[3:6] for row in saved["sources"]]
+        seed_paths = {tree_path: seed_path for tree_path, seed_path, _ in rows}
+        self._bind(seed_paths, {tree_path: start for tree_path, _, start in rows})
 
     def continue_by_name(self, state: State, difference: str) -> None:
-        """Becomes a stream whose sources begin where those of their names stood in a state of
-        another stream.
+        """Becomes a stream whose sources continue where the sources of the same names stood in the
+        state of another stream.
         """
         if self.is_finite:
             raise ValueError(
                 "on_change='remap' is for endless data, but this is finite: begin it again. "
                 f"{difference}"
             )
-        salts, bases, summary = remapped(state, describe_stream(self.root, self.binding))
+        seed_paths, start_positions, summary = remapped(
+            state, describe_stream(self.root, self.binding)
+        )
         logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], summary)
-        self._bind(salts, bases)
+        self._bind(seed_paths, start_positions)
 
     def sample_again(self, key: Sequence[Any]) -> Any:
-        """Makes an output again from its `__restore_key__`; it raises what the functions raise."""
+        """Returns an output again by its `__restore_key__`. Raises what the functions raise."""
         try:
             return _from_key(self.root, key)
         except (TypeError, IndexError, StopIteration) as error:
@@ -85,36 +88,40 @@ class Stream:
                 f"no __restore_key__ of this stream: {key!r:.200} ({error})"
             ) from error
 
-    def _bind(self, salts: dict[str, str], bases: dict[str, int]) -> None:
-        binding = Binding(self._seed, self._num_ranks, salts=salts, bases=bases)
+    def _bind(self, seed_paths: dict[str, str], start_positions: dict[str, int]) -> None:
+        binding = Binding(
+            self._seed, self._num_ranks, seed_paths=seed_paths, start_positions=start_positions
+        )
         self.root = self.dataset.bind(binding)
         self.binding = binding
         self._description = None
 
 
 def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
-    """Returns what makes the stream of a bound tree what it is.
+    """Returns all that the stream of a bound tree depends on.
 
-    Of each source: name, fingerprint, number of records, place, the place that its order is of,
-    where it began.
+    The row of a source: name, fingerprint, number of records, tree path, tree path whose seed it
+    keeps, first position.
     """
     sources = sources_of(root)
     names = [source.name for source in sources]
-    # All of the path that they share, but for the last letters of a folder's name.
+    # The common folder, cut back to a whole name: a/chats1, a/chats2 -> a/, not a/chats.
     folder = os.path.commonprefix(names)  # noqa: RUF071
     folder = folder[: folder.rfind("/") + 1]
     return {
         "seed": binding.seed,
-        "shape": _digest([[node.number, node.end, node.signature()] for node in binding.nodes]),
+        "shape": _digest(
+            [[node.node_id, node.end_node_id, node.signature()] for node in binding.nodes]
+        ),
         "folder": folder,
         "sources": [
             [
                 name[len(folder) :],
                 source.fingerprint()[:16],
                 source.order.num_records,
-                source.place,
-                source.salt,
-                source.base,
+                source.tree_path,
+                source.seed_path,
+                source.start_position,
             ]
             for name, source in zip(names, sources)
         ],
@@ -122,9 +129,9 @@ def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
 
 
 def source_positions(root: SavableDataset[Any], position: int) -> list[int]:
-    """Returns how many records of each source the first positions are made of."""
+    """Returns how many records of each source the first `position` positions are made of."""
     if isinstance(root, SourceDataset):
-        return [root.base + position]
+        return [root.start_position + position]
     return [
         found
         for child, count in zip(root.children, root.used(position))
@@ -133,34 +140,35 @@ def source_positions(root: SavableDataset[Any], position: int) -> list[int]:
 
 
 def remapped(state: State, now: State) -> tuple[dict[str, str], dict[str, int], str]:
-    """Returns for a changed stream: by place of each source the place that its order is of, and
-    where it continues.
+    """Returns seed paths and start positions of a changed stream, and a text that sums them up.
 
-    Sources are recognised by name, those of one name by their order. The text says what became of
-    them.
+    Sources are matched by name, those of equal names in their order. A state of [a at 100 of path
+    "0", b at 50 of "1"] and a tree of [b, c] -> seed paths {"0": "1", "1": "1+"}, start positions
+    {"0": 50}: c may not have the order of b, so its seed path is one that no source had.
     """
     before: dict[str, list[tuple[str, int]]] = {}
     for row, position in zip(state["stream"]["sources"], state["positions"]):
         before.setdefault(state["stream"]["folder"] + row[0], []).append((row[4], position))
     num_before = sum(map(len, before.values()))
-    taken = {salt for known in before.values() for salt, _ in known}
-    salts: dict[str, str] = {}
-    bases: dict[str, int] = {}
-    for name, _, _, place, *_ in now["sources"]:
+    used = {seed_path for known in before.values() for seed_path, _ in known}
+    seed_paths: dict[str, str] = {}
+    start_positions: dict[str, int] = {}
+    for name, _, _, tree_path, *_ in now["sources"]:
         if before.get(now["folder"] + name):
-            salts[place], bases[place] = before[now["folder"] + name].pop(0)
+            continued = before[now["folder"] + name].pop(0)
+            seed_paths[tree_path], start_positions[tree_path] = continued
             continue
-        salts[place] = next(
-            salt for n in itertools.count() if (salt := place + "+" * n) not in taken
-        )
-        taken.add(salts[place])
+        candidates = (tree_path + "+" * n for n in itertools.count())
+        seed_paths[tree_path] = next(path for path in candidates if path not in used)
+        used.add(seed_paths[tree_path])
     summary = (
-        f"{len(bases)} sources continue, {len(now['sources']) - len(bases)} are new, "
-        f"{num_before - len(bases)} are missing"
+        f"{len(start_positions)} sources continue, "
+        f"{len(now['sources']) - len(start_positions)} are new, "
+        f"{num_before - len(start_positions)} are missing"
     )
     if state["held"] or any(cells[1] for cells in state["cells"]):
         summary += "; samples that waited for others are given up"
-    return salts, bases, summary
+    return seed_paths, start_positions, summary
 
 
 def sources_of(root: SavableDataset[Any]) -> list[SourceDataset]:
@@ -170,8 +178,8 @@ def sources_of(root: SavableDataset[Any]) -> list[SourceDataset]:
 
 
 def _from_key(node: Any, key: Any) -> Any:
-    """Returns an output of a tree from its key: that of a record, or a tuple of those of what it
-    was made of.
+    """Returns an output of a tree from its key. The key of a record is (tree path, position,
+    record); that of a batch or pack is a tuple of the keys of its samples.
     """
     if isinstance(node, SourceDataset):
         if len(key) != 3 or not isinstance(key[2], int):
@@ -184,6 +192,7 @@ def _from_key(node: Any, key: Any) -> Any:
         group = [([0, 0, 0], _from_key(node.children[0], one)) for one in key]
         value = MultiOutput(node.outputs_of(group))
     else:
+        # The first record, however deep: ((("0.1", 7, 3), ...), ...) -> ("0.1", 7, 3).
         of_record = key
         while not isinstance(of_record[0], str):
             of_record = of_record[0]
@@ -204,11 +213,12 @@ def _from_key(node: Any, key: Any) -> Any:
     return value
 
 
-def _towards(root: SavableDataset[Any], place: str) -> int | None:
-    """Returns the number of the child that stands on the way to a place."""
-    # Of a node with one child both may have the same place.
+def _towards(root: SavableDataset[Any], tree_path: str) -> int | None:
+    """Returns the number of the child on the way to a tree path; None if there is none."""
+    # A node and its only child may have the same path. With the dots, "0.1" is not below "0.10".
     on_the_way = (
-        not child.place or (place + ".").startswith(child.place + ".") for child in root.children
+        not child.tree_path or (tree_path + ".").startswith(child.tree_path + ".")
+        for child in root.children
     )
     return next((number for number, is_there in enumerate(on_the_way) if is_there), None)
 

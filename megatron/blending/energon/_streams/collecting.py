@@ -28,8 +28,8 @@ from megatron.blending.streams.items import (
 )
 from megatron.blending.streams.node import (
     Binding,
-    Block,
     Ints,
+    PlanBatch,
     SavableDataset,
     check_datasets,
 )
@@ -57,6 +57,7 @@ class Collector(Protocol):
 class CollectingDataset(SavableDataset[Any]):
     """Makes its outputs of several samples each."""
 
+    changes_outputs = True
     make: UserFunction
     """Makes an output of the samples of a group, or is a generator of outputs."""
     num_block = 1
@@ -100,23 +101,25 @@ class CollectingDataset(SavableDataset[Any]):
         """Returns what takes samples: of one block, or those that wait on a rank."""
         raise NotImplementedError
 
-    def plan(self, positions: Ints, block: Block) -> "BlocksPlan":
+    def plan(self, positions: Ints, plan_batch: PlanBatch) -> "BlocksPlan":
         starts, sizes = positions * self.block, np.full_like(positions, self.block)
         inner, per_pass = self.children[0].size, self.num_positions
         # A pass of 10 samples in blocks of 4 has 3 blocks, of 4, 4 and 2. Position 4 is block 1 of
         # pass 1: its samples are 10 + 4 to 10 + 7.
         if inner is not None:
-            passes, places = np.divmod(positions, max(per_pass or 0, 1))
-            starts = passes * inner + places * self.block
-            sizes = np.clip(inner - places * self.block, 0, self.block)
-        return BlocksPlan(self, starts, sizes, block)
+            passes, blocks = np.divmod(positions, max(per_pass or 0, 1))
+            starts = passes * inner + blocks * self.block
+            sizes = np.clip(inner - blocks * self.block, 0, self.block)
+        return BlocksPlan(self, starts, sizes, plan_batch)
 
     def used(self, position: int) -> list[int]:
         inner, per_pass = self.children[0].size, self.num_positions
         if inner is None or not per_pass:
             return [position * self.block]
-        passes, place = divmod(position, per_pass)
-        return [passes * inner + min(place * self.block, inner)]
+        # The last block of a pass may be short: 10 samples in blocks of 4, position 3 -> 10, not
+        # 12.
+        passes, block = divmod(position, per_pass)
+        return [passes * inner + min(block * self.block, inner)]
 
     def is_complete(self, num_positions: int) -> bool:
         """Returns whether what is left of a block of so many positions makes a last, smaller
@@ -125,14 +128,14 @@ class CollectingDataset(SavableDataset[Any]):
         is_cut = num_positions < self.block and not self.children[0].is_block
         return is_cut and not self.is_outermost
 
-    def value(self, plan: "BlocksPlan", place: int) -> Any:
-        """Returns what stands at a place of a plan."""
-        return MultiOutput(self.items(plan, place))
+    def value(self, plan: "BlocksPlan", index: int) -> Any:
+        """Returns what stands at an index of a plan."""
+        return MultiOutput(self.items(plan, index))
 
-    def items(self, plan: "BlocksPlan", place: int) -> Iterator[Any]:
-        first, last = plan.child_range(place)
+    def items(self, plan: "BlocksPlan", index: int) -> Iterator[Any]:
+        first, last = plan.child_range(index)
         values = plan.child.values(first, last)
-        return self.collected(plan.samples(place, values), self.is_complete(last - first))
+        return self.collected(plan.samples(index, values), self.is_complete(last - first))
 
     def collected(
         self, samples: Iterable[tuple[Ref | None, Any]], is_complete: bool
@@ -149,7 +152,7 @@ class CollectingDataset(SavableDataset[Any]):
             for group in collector.finish():
                 yield from self.outputs_of(group)
         elif left := collector.held():
-            yield Leftover(self.number, left)
+            yield Leftover(self.node_id, left)
 
     def outputs_of(self, group: Group | SkipMarker) -> Iterator[Any]:
         """Yields the outputs of a group, one unless `make` is a generator; a SkipMarker if it
@@ -163,12 +166,12 @@ class CollectingDataset(SavableDataset[Any]):
         try:
             made = self.make(values, at_of(refs[0]))
         except Exception as error:
-            yield SkipMarker(self.number, self.make.function, error, values, entries)
+            yield SkipMarker(self.node_id, self.make.function, error, values, entries)
             return
         if type(made) is not GeneratorType:
             yield keyed(made, values)
             return
-        for one in generated(made, self.make.function, values, self.number, entries):
+        for one in generated(made, self.make.function, values, self.node_id, entries):
             yield one if type(one) is SkipMarker else keyed(one, values)
 
     def signature(self) -> list[Any]:
@@ -179,17 +182,18 @@ class BlocksPlan(RangesPlan):
     """Positions of a node that collects samples."""
 
     def values(self, start: int, end: int) -> list[Any]:
-        return [self.node.value(self, place) for place in range(start, end)]
+        return [self.node.value(self, index) for index in range(start, end)]
 
-    def samples(self, place: int, values: list[Any]) -> Iterator[tuple[Ref | None, Any]]:
+    def samples(self, index: int, values: list[Any]) -> Iterator[tuple[Ref | None, Any]]:
         """Yields the samples at a position, each with its reference, of what the child gave."""
-        number, first = self.node.children[0].number, self.child_range(place)[0]
-        # From the end, so that each is gone once it is taken.
+        node_id, first = self.node.children[0].node_id, self.child_range(index)[0]
+        # Reversed and popped from the end, so that the memory of each sample is freed once it is
+        # taken.
         values.reverse()
         for at in range(first, first + len(values)):
             position = int(self.positions[at])
             for part, item in numbered(values.pop()):
-                yield None if part is None else [number, position, part], item
+                yield None if part is None else [node_id, position, part], item
 
 
 def keyed(made: Any, samples: list[Any]) -> Any:

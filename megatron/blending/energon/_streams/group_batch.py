@@ -40,7 +40,7 @@ class GroupCollector:
             group = self._groups.setdefault(key, [])
         except Exception as error:
             entries = partial(entries_of, node.children[0], [ref])
-            yield SkipMarker(node.number, node.sample_group_key, error, value, entries)
+            yield SkipMarker(node.node_id, node.sample_group_key, error, value, entries)
             return
         group.append(sample)
         if len(group) >= size:

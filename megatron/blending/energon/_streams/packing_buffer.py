@@ -126,9 +126,9 @@ class PackingDataset(CollectingDataset):
     def is_complete(self, num_positions: int) -> bool:
         return True
 
-    def items(self, plan: BlocksPlan, place: int) -> Iterator[Any]:
+    def items(self, plan: BlocksPlan, index: int) -> Iterator[Any]:
         return (
-            super().items(plan, place) if self.length_of is None else self._by_length(plan, place)
+            super().items(plan, index) if self.length_of is None else self._by_length(plan, index)
         )
 
     def groups(self, samples: Group) -> Iterator[Group | SkipMarker]:
@@ -143,7 +143,7 @@ class PackingDataset(CollectingDataset):
             except Exception as error:
                 # Whatever it does not take is left out, as with any other function.
                 entries = partial(entries_of, self.children[0], [left[0][0]])
-                yield SkipMarker(self.number, self.pre_packer, error, values, entries)
+                yield SkipMarker(self.node_id, self.pre_packer, error, values, entries)
                 return
             groups, rest = _parted(left, chosen)
             del values, chosen
@@ -169,7 +169,7 @@ class PackingDataset(CollectingDataset):
                 done.append((ref, encoded))
             except Exception as error:
                 entries = partial(entries_of, self.children[0], [ref])
-                yield SkipMarker(self.number, self.encode.function, error, value, entries)
+                yield SkipMarker(self.node_id, self.encode.function, error, value, entries)
         group.clear()
         if done:
             yield from super().outputs_of(done)
@@ -189,7 +189,7 @@ class PackingDataset(CollectingDataset):
                     "sample; cut it if it is too long, or set over_long to 'alone' or 'drop'"
                 )
             reason = NotChosen("select_samples_to_pack does not choose this sample")
-            yield SkipMarker(self.number, self.pre_packer, reason, value, entries)
+            yield SkipMarker(self.node_id, self.pre_packer, reason, value, entries)
 
     def _fit(self, values: list[Any]) -> set[int]:
         """Returns the ids of those that fit in a pack. Most often one call does for all of them."""
@@ -228,21 +228,22 @@ class PackingDataset(CollectingDataset):
 
     # With lengths.
 
-    def _by_length(self, plan: BlocksPlan, place: int) -> Iterator[Any]:
+    def _by_length(self, plan: BlocksPlan, index: int) -> Iterator[Any]:
         lengths: Group = []
-        number = self.children[0].number
-        for at in range(*plan.child_range(place)):
+        node_id = self.children[0].node_id
+        for at in range(*plan.child_range(index)):
             position = int(plan.positions[at])
             for part, sample in numbered(plan.child.values(at, at + 1)[0]):
                 if part is None:
                     yield sample
                     continue
-                ref: Ref = [number, position, part]
+                ref: Ref = [node_id, position, part]
                 try:
                     lengths.append((ref, SampleLength(self.length(sample, at_of(ref)))))
                 except Exception as error:
                     entries = partial(plan.child.entries, at, at + 1)
-                    yield SkipMarker(self.number, self.length_of, error, sample, entries)
+                    yield SkipMarker(self.node_id, self.length_of, error, sample, entries)
+        # Only references are kept. The samples are read again by the worker that makes the pack.
         found: list[list[Ref]] = []
         for group in self.groups(lengths):
             if isinstance(group, SkipMarker):

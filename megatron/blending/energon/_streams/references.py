@@ -19,7 +19,7 @@ from megatron.blending.streams.items import (
     numbered,
 )
 from megatron.blending.streams.mapping import SameOutputs
-from megatron.blending.streams.node import Block, SavableDataset
+from megatron.blending.streams.node import PlanBatch, SavableDataset
 from megatron.blending.streams.seeding import At
 
 
@@ -32,22 +32,22 @@ def at_of(ref: Ref) -> At:
 
 def node_at(root: SavableDataset[Any], number: int) -> Any:
     """Returns a node of a bound tree; LookupError if it has none of that number."""
-    while root.number != number:
+    while root.node_id != number:
         root = child_towards(root, number)
     return root
 
 
 def child_towards(node: SavableDataset[Any], number: int) -> SavableDataset[Any]:
     for child in node.children:
-        if child.number <= number < child.end:
+        if child.node_id <= number < child.end_node_id:
             return child
-    raise LookupError(f"there is no node {number} below node {node.number}")
+    raise LookupError(f"there is no node {number} below node {node.node_id}")
 
 
 def nodes_above(root: SavableDataset[Any], number: int) -> list[SavableDataset[Any]]:
     """Returns the nodes that stand above one, from its parent up to the root."""
     found: list[SavableDataset[Any]] = []
-    while root.number != number:
+    while root.node_id != number:
         found.insert(0, root)
         root = child_towards(root, number)
     return found
@@ -67,7 +67,7 @@ def entries_of(root: SavableDataset[Any], refs: Sequence[Ref]) -> list[tuple[Any
     for number, position, last in refs:
         node = node_at(root, number)
         if isinstance(last, int):
-            plan = node.plan(np.array([position], np.int64), Block())
+            plan = node.plan(np.array([position], np.int64), PlanBatch())
             found += plan.entries(0, 1)
         else:
             found += entries_of(node.children[0], last)
@@ -95,7 +95,7 @@ def _outputs(root: SavableDataset[Any], ref: Ref) -> dict[int, Any]:
     number, position, last = ref
     node = node_at(root, number)
     if isinstance(last, int):
-        value = node.plan(np.array([position], np.int64), Block()).values(0, 1)[0]
+        value = node.plan(np.array([position], np.int64), PlanBatch()).values(0, 1)[0]
         at: At = (number, position)
     else:
         made = zip(last, rebuilt(node.children[0], last))

@@ -182,7 +182,7 @@ def test_a_task_encoder_packs_by_lengths():
     encoder = ByLengths()
     encoded = encoder.build_encode_sample(source_of("a", 100))
     tree = encoder.build_batch(encoded, packing_buffer_size=50)
-    assert tree.children[0].number == source_of("a", 100).number
+    assert tree.children[0].node_id == source_of("a", 100).node_id
     packs = listed(tree)
     assert sorted(number for pack in packs for number in pack) == list(range(100))
     assert all(sum(1 + number % 30 for number in pack) <= 60 for pack in packs)

@@ -5,7 +5,7 @@ import pytest
 
 from megatron import blending
 from megatron.blending import ChunkDataset, MapDataset, SkippedSample, SkipSample, SourceDataset
-from megatron.blending.streams.node import Binding, Block
+from megatron.blending.streams.node import Binding, PlanBatch
 from tests.unit_tests.blending.number_streams import Numbers, source_of
 
 
@@ -20,7 +20,7 @@ def even(record: tuple[str, int]) -> int:
 
 def chunks_of(dataset, numbers, **options):
     bound = ChunkDataset(dataset, **options).bind(Binding(seed=1))
-    return bound.plan(np.array(numbers), Block()).values(0, len(numbers))
+    return bound.plan(np.array(numbers), PlanBatch()).values(0, len(numbers))
 
 
 def test_holes_stay_where_they_are():

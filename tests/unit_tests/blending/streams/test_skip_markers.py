@@ -7,7 +7,7 @@ import numpy as np
 from megatron.blending import BatchDataset, FilterDataset, MapDataset, PackingDataset
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.items import Leftover, MultiOutput, SkipMarker
-from megatron.blending.streams.node import Binding, Block
+from megatron.blending.streams.node import Binding, PlanBatch
 from tests.unit_tests.blending.number_streams import endless
 from tests.unit_tests.blending.trees import (
     fail_fifths,
@@ -20,7 +20,7 @@ from tests.unit_tests.blending.trees import (
 
 
 def values(tree, positions):
-    plan = tree.bind(Binding(1)).plan(np.array(positions, np.int64), Block())
+    plan = tree.bind(Binding(1)).plan(np.array(positions, np.int64), PlanBatch())
     return plan.values(0, len(positions))
 
 
