@@ -89,7 +89,9 @@ LONG = $(addprefix tests/functional_tests/test_, layouts.py fault_matrix.py run.
 FUNCTIONAL = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/functional_tests/test_*.py)))
 
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
-test: unit functional
+test:
+	$(MAKE) unit
+	$(MAKE) functional
 
 functional: $(VENV)/.dev
 	$(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL)
