@@ -181,7 +181,7 @@ class _Output:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes, or drop the text."""
+        """Writes the text, or drops it."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -189,7 +189,7 @@ class _Output:
             return len(text)
 
     def flush(self) -> None:
-        """Flushes, or drop what was written."""
+        """Flushes what was written, or drops it."""
         try:
             self._stream.flush()
         except OSError:

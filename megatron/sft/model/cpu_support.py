@@ -14,7 +14,7 @@ refused: an unseen site would otherwise appear in the middle of somebody's run.
 
 The other way, a `torch.overrides.TorchFunctionMode` that maps devices in every call of the process,
 was tried with both releases. It costs a third of a step of small models and lies to all code in the
-process (docs/megatron-core.md).
+process (docs/reference/megatron-core.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ out are
 - automatic mixed precision around both passes of every other product, which nothing turns on here.
 
 And tokens meet a frozen weight as one matrix, not one by one (`_as_one_matrix`). Apart from those
-products, losses and gradients stay equal to the bit.
+products, losses and gradients stay equal to the bit. A trainable bias of a frozen weight has a
+gradient, which megatron-core leaves out; LoRA freezes both.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def _torch_alone(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tp_group: Any,
         **options: Any,
     ) -> Tensor:
-        input = _as_one_matrix(input)
+        if not weight.requires_grad:  # torch itself takes tokens as one matrix to others
+            input = _as_one_matrix(input)
         # An option of a later release that is not known here is not a product alone.
         if not options.items() <= _PRODUCT_ALONE.items():
             return plain(layer, input=input, weight=weight, bias=bias, tp_group=tp_group, **options)
