@@ -53,9 +53,7 @@ class ModelOptions(ModelShape):
     pretrained_checkpoint: str | None = None
     """Folder of a HuggingFace model: its config.json gives the shape, its tokenizer reads chats."""
     pack_cost: str | None = None
-    """JSON file of a fitted cost in seconds, {"linear": ..., "quadratic": ..., "fixed": ...},
-    instead of a shape.
-    """
+    """File of megatron-sft calibrate, whose cost in seconds counts instead of a shape's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
