@@ -23,6 +23,7 @@ from megatron.sft.distributed import make_groups
 from megatron.sft.fit import estimate, ways_out
 from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.estimate import Request, Shared, StageEstimate, estimates
+from megatron.sft.fit.report import GIB
 from megatron.sft.fit.save_bytes import save_bytes
 from megatron.sft.fit.step import run_step
 from megatron.sft.memory_estimate import WayOut
@@ -231,7 +232,14 @@ def test_more_replicas_are_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways_out, "changes", lambda *_: [(config, 4)])
     monkeypatch.setattr(estimate, "estimates", lambda _: [stage])
     request = Request(config=config, vocab_size=VOCAB_SIZE, world_size=2)
-    assert list(ways_out.ways_out(request, 9)) == [WayOut("the same options on 4 GPUs", 4)]
+    way = WayOut("the same options on 4 GPUs", 4)
+    assert list(ways_out.ways_out(request, 9)) == [way]
+    # The fifth is the first that is enough, beside three that save something.
+    peaks = iter(peak * GIB for peak in (8, 7, 6, 5, 2, 1))
+    monkeypatch.setattr(ways_out, "changes", lambda *_: [(config, 4)] * 6)
+    monkeypatch.setattr(estimate, "estimates", lambda _: [mock.Mock(peak=next(peaks))])
+    found = list(ways_out.ways_out(request, 9 * GIB, 5 * GIB))
+    assert [way.saved_bytes // GIB for way in found] == [1, 2, 3, 7]
 
 
 def _run_out_of_memory() -> None:

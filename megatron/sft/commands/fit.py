@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +35,10 @@ from megatron.sft.fit.report import (
     parse_memory,
     table,
     verdict,
+    with_margin,
 )
 from megatron.sft.fit.tree_bytes import tree_bytes
+from megatron.sft.fit.vocabulary import vocab_size_of, words_of_tokenizer
 from megatron.sft.memory_estimate import OF_RUN, WayOut
 from megatron.sft.options.config import GROUPS, SFTConfig
 
@@ -113,19 +115,34 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
         },
     )
 
+    assumes_data = False
+
+    def names_data(given: Mapping[str, Any]) -> bool:
+        return any(given.get(name) for name in ("data_path", "valid_data_path", "mock_data"))
+
     def imply(given: Mapping[str, Any]) -> dict[str, Any]:
+        nonlocal assumes_data
+        assumes_data = not names_data(given)
         size = given.get("world_size", 1) * given.get("micro_batch_size", 1)
         ours = {"global_batch_size": 8 * size, "lr": 1e-5, "train_iters": 1}
         chosen = {n: v for n, v in chosen_options(given).items() if n == "seq_length"}
         steps = {"train_epochs", "train_samples"} & given.keys()
         if steps:
             del ours["train_iters"]
-        if not given.get("data_path"):  # lengths are assumed anyway
+        if assumes_data:  # their lengths are anyway
             ours["mock_data"] = True
         return ours | chosen | implied_options(given)
 
     *groups, options = parse_run_options((*GROUPS, FitOptions), arguments, command, imply)
     config = SFTConfig.of(groups)
+    if assumes_data and config.data.vocab_size is None:
+        data = config.data
+        if data.tokenizer_type is None and data.tokenizer_model is None:
+            raise FlagError(
+                "the size of the vocabulary is missing: pass --vocab-size, --tokenizer-model "
+                "FOLDER or the data; or --mock-data, whose words are few"
+            )
+        config = replace(config, data=replace(data, vocab_size=words_of_tokenizer(data)))
     config.check(options.world_size)
     return config, options
 
@@ -140,7 +157,6 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     with quick_imports():
         from megatron.sft.fit.estimate import Request, estimates
         from megatron.sft.fit.verify import comparison, measured_elsewhere
-        from megatron.sft.fit.vocabulary import vocab_size_of
     request = Request(
         config=config,
         vocab_size=vocab_size_of(config),
@@ -187,31 +203,31 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     fits, line = verdict(columns, memory)
     print(line, flush=True)
     if not fits:
-        too_much = max(column.peak + column.margin for column in columns) - memory
-        _print_ways_out(request, max(column.peak for column in columns), too_much)
+        _print_ways_out(request, max(column.peak for column in columns), memory)
     return fits
 
 
-def _print_ways_out(request: Any, peak: int, too_much: int) -> None:
+def _print_ways_out(request: Any, peak: int, memory: int) -> None:
     from megatron.sft.fit.ways_out import ways_out
 
     print("\nways out, cheapest first:", flush=True)
     is_enough = False
-    for way in ways_out(request, peak):
-        is_enough |= way.saved_bytes >= too_much
-        print(way_line(way, too_much), flush=True)
+    for way in ways_out(request, peak, memory):
+        is_enough |= with_margin(peak - way.saved_bytes) <= memory
+        print(way_line(way, peak, memory), flush=True)
     if not is_enough:
         print("  none is enough alone; megatron-sft plan --auto-layout searches all layouts")
 
 
-def way_line(way: WayOut, too_much: int) -> str:
-    """Returns what a change of options saves, and whether the run then fits.
+def way_line(way: WayOut, peak: int, memory: int) -> str:
+    """Returns what a change of options saves, margin included, and whether the run then fits.
 
-    too_much: bytes over the memory of a GPU, without the change.
+    peak: bytes of tensors on the fullest GPU without the change. memory: bytes of a GPU.
     """
-    left = too_much - way.saved_bytes
-    end = "then it fits" if left <= 0 else f"still {gib(left)} too much"
-    return f"  {way.flags}  {gib(way.saved_bytes)} GiB less, {end}"
+    changed = with_margin(peak - way.saved_bytes)
+    too_much = changed - memory
+    end = "then it fits" if too_much <= 0 else f"still {gib(too_much)} too much"
+    return f"  {way.flags}  {gib(with_margin(peak) - changed)} GiB less, {end}"
 
 
 def _column(estimate: Any) -> Column:

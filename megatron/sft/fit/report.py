@@ -26,6 +26,13 @@ class Row(NamedTuple):
     sizes: tuple[int, ...]
 
 
+def with_margin(peak: int) -> int:
+    """Returns the memory that a GPU needs for `peak` bytes of tensors: what lies between them, and
+    libraries.
+    """
+    return peak + peak * FRAGMENTATION_PERCENT // 100 + LIBRARIES_BYTES
+
+
 class Column(NamedTuple):
     """One stage, or several that are alike."""
 
@@ -37,7 +44,7 @@ class Column(NamedTuple):
     @property
     def margin(self) -> int:
         """Bytes that torch does not allocate for tensors."""
-        return self.peak * FRAGMENTATION_PERCENT // 100 + LIBRARIES_BYTES
+        return with_margin(self.peak) - self.peak
 
 
 def parse_memory(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.sft.data.datasets import MOCK_VOCAB_SIZE
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.data import DataConfig
 
 
 def vocab_size_of(config: SFTConfig) -> int:
@@ -17,6 +18,11 @@ def vocab_size_of(config: SFTConfig) -> int:
         return data.vocab_size
     if data.mock_data:
         return data.vocab_size or MOCK_VOCAB_SIZE
+    return words_of_tokenizer(data)
+
+
+def words_of_tokenizer(data: DataConfig) -> int:
+    """Returns the words of the run's tokenizer; ValueError where its files cannot be read."""
     tokenizer = build_tokenizer(
         data.resolved_tokenizer_type,
         data.tokenizer_model,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron.packing.flags import flag_of
 from megatron.sft.environment import quick_imports, silence_warnings
-from megatron.sft.fit.report import Column
+from megatron.sft.fit.report import Column, with_margin
 from megatron.sft.memory_estimate import StageMemory, WayOut
 from megatron.sft.options.config import SFTConfig
 
@@ -29,26 +29,29 @@ if TYPE_CHECKING:
     from megatron.sft.fit.estimate import Request, StageEstimate
 
 MAX_WAYS = 3
-"""Ways out that are said."""
+"""Ways out that are said, beside one that is enough."""
 
 
-def ways_out(request: Request, peak: int) -> Iterator[WayOut]:
-    """Yields up to `MAX_WAYS` changes with which the fullest GPU holds less than `peak` bytes.
+def ways_out(request: Request, peak: int, memory: int | None = None) -> Iterator[WayOut]:
+    """Yields up to `MAX_WAYS` changes with which the fullest GPU holds less than `peak` bytes, and
+    the next that is enough for `memory`, if none of them is.
 
-    Price: an estimate for each.
+    memory: bytes of a GPU; None: nothing more is looked for. Price: an estimate for each.
     """
     from megatron.sft.fit.estimate import estimates
 
-    found = 0
+    found, is_enough = 0, memory is None or with_margin(0) > memory
     for config, world_size in changes(request.config, request.world_size):
         other = replace(request, config=config, world_size=world_size)
-        saved = peak - max(stage.peak for stage in estimates(other))
-        if saved > 0:
+        changed = max(stage.peak for stage in estimates(other))
+        saved, fits = peak - changed, memory is not None and with_margin(changed) <= memory
+        if saved > 0 and (found < MAX_WAYS or fits):
             found += 1
+            is_enough |= fits
             more = f" on {world_size} GPUs" * (world_size != request.world_size)
             flags = flags_between(request.config, config) or "the same options"
             yield WayOut(flags + more, saved)
-        if found == MAX_WAYS:
+        if found >= MAX_WAYS and is_enough:
             return
 
 
