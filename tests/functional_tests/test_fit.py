@@ -238,8 +238,8 @@ def test_more_replicas_are_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter(peak * GIB for peak in (8, 7, 6, 5, 2, 1))
     monkeypatch.setattr(ways_out, "changes", lambda *_: [(config, 4)] * 6)
     monkeypatch.setattr(estimate, "estimates", lambda _: [mock.Mock(peak=next(peaks))])
-    found = list(ways_out.ways_out(request, 9 * GIB, 5 * GIB))
-    assert [way.saved_bytes // GIB for way in found] == [1, 2, 3, 7]
+    enough = list(ways_out.ways_out(request, 9 * GIB, 5 * GIB))
+    assert [one.saved_bytes // GIB for one in enough] == [1, 2, 3, 7]
 
 
 def _run_out_of_memory() -> None:
