@@ -30,7 +30,7 @@ from megatron.sft.training.train import Trainer
 LIMIT_SECONDS = 120.0
 _PHASES = {
     "_save": "a checkpoint",
-    "_update": "the optimizer step",
+    "update_weights": "the optimizer step",
     "_evaluate": "the evaluation",
     "_evaluate_if_due": "the evaluation",  # answers to prompts
     "forward_backward": "the passes",

@@ -64,7 +64,7 @@ STAGES = {
     "pack": Stage("megatron.packing.step.global_batch", "pack", 2),
     "forward": Stage("megatron.sft.training.passes", "forward_step", 2),
     "backward": Stage("megatron.core.pipeline_parallel.schedules", "backward_step", 2),
-    "optimizer": Stage("megatron.sft.training.train:Trainer", "_update", 2),
+    "optimizer": Stage("megatron.sft.training.update:Updater", "update_weights", 2),
     "reduce": Stage("megatron.sft.training.train", "Reduction", 2),
     "evaluate": Stage("megatron.sft.training.train:Trainer", "_evaluate"),
     "save": Stage("megatron.sft.model.checkpoints.save", "write_parts"),

@@ -46,25 +46,26 @@ def fitted(points: Mapping[tuple[int, int], int]) -> Surface:
         {(1, 1): 5, (2, 1): 7, (3, 1): 9, (4, 1): 11} -> 3 + 2 layers
     """
     depths = sorted({layers for layers, _ in points})
-    flights = sorted({microbatches for _, microbatches in points})
+    counts = sorted({microbatches for _, microbatches in points})
     assert len(depths) >= 4, depths
     low, high = depths[0], depths[1]
     lines = {}
-    for flight in flights[:2]:
-        at_low, at_high = points[low, flight], points[high, flight]
+    for count in counts[:2]:
+        at_low, at_high = points[low, count], points[high, count]
         slope = Fraction(at_high - at_low, high - low)
-        lines[flight] = at_low - slope * low, slope
-    if len(flights) == 1:
-        start, slope = lines[flights[0]]
+        lines[count] = at_low - slope * low, slope
+    if len(counts) == 1:
+        start, slope = lines[counts[0]]
         surface = Surface(start, slope, Fraction(0), Fraction(0))
     else:
-        (start, slope), (next_start, next_slope) = lines[flights[0]], lines[flights[1]]
-        gap = flights[1] - flights[0]
+        few, more = counts[:2]
+        (start, slope), (next_start, next_slope) = lines[few], lines[more]
+        gap = more - few
         per_microbatch = (next_start - start) / gap
         per_both = (next_slope - slope) / gap
         surface = Surface(
-            start - per_microbatch * flights[0],
-            slope - per_both * flights[0],
+            start - per_microbatch * few,
+            slope - per_both * few,
             per_microbatch,
             per_both,
         )

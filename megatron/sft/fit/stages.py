@@ -100,13 +100,13 @@ def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
     }
     if model.recompute_method == "block":
         changes["recompute_num_layers"] = min(model.recompute_num_layers or 1, depth)
-    exchanges = (parallel.cp_comm_type * num_layers)[:num_layers]
+    cp_comm_types = (parallel.cp_comm_type * num_layers)[:num_layers]
     return replace(
         config,
         model=replace(model, num_layers=num_layers, **changes),
         parallel=replace(
             parallel,
-            cp_comm_type=exchanges if len(set(exchanges)) > 1 else exchanges[:1],
+            cp_comm_type=cp_comm_types if len(set(cp_comm_types)) > 1 else cp_comm_types[:1],
             num_layers_per_virtual_pipeline_stage=None
             if parallel.num_layers_per_virtual_pipeline_stage is None
             else depth,

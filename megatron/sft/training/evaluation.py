@@ -38,8 +38,10 @@ class Evaluator:
         device: torch.device,
         settle: Callable[[], None],
     ) -> None:
-        """Args: settle: waits until no batch of the training is being prepared. Batches of an
-        evaluation are prepared over the same process groups, one after the other.
+        """Args:
+        settle: waits until no batch of the training is being prepared. Batches of an evaluation
+            are prepared over the same process groups, and collectives of two threads would meet
+            in another order on each rank.
         """
         self._config = config
         self._model_config = model_config
@@ -57,15 +59,15 @@ class Evaluator:
         self, split: Split, iteration: int, is_stopped: Callable[[], bool]
     ) -> Evaluation | None:
         """Returns the mean loss per token over up to `eval_iters` global batches, always the same
-        ones; None where there are none.
+        ones; None if the split has no samples.
 
         Args:
             iteration: steps that are done.
-            is_stopped: whether any rank was asked to stop; collective.
+            is_stopped: returns whether any rank was asked to stop; collective.
 
         Raises:
             Stopped: after a batch in which some rank was asked to stop.
-            NonFiniteError: where the loss is NaN or infinite.
+            NonFiniteError: if the loss is NaN or infinite.
         """
         samples, training = self._samples[split], self._config.training
         num_batches = min(training.eval_iters, -(-len(samples) // training.global_batch_size))
@@ -79,6 +81,7 @@ class Evaluator:
             for number in range(num_batches):
                 batch = next(batches)
                 losses += self._passes.forward_backward(batch, len(names), forward_only=True)
+                # Not after the last batch: a stop would throw a whole evaluation away.
                 if number < num_batches - 1 and is_stopped():
                     batches.close()
                     raise Stopped

@@ -1,8 +1,8 @@
 """mcore. A loss or gradient norm that is NaN or infinite ends the run, before the optimizer changes
 anything.
 
-Both numbers are those that all ranks have on the host in any case, so all of them raise alike, and
-a good step pays no collective and no wait. Where it happened is asked only once it has.
+All ranks have both numbers on the host in any case. So all of them raise alike, and a good step
+pays no collective and no wait. Ranks ask each other where it happened only after it has.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], wh
     """Raises NonFiniteError unless the loss of a pass over a global batch is finite; collective
     only if it is not.
 
-    losses: this rank's, by microbatch; names: of the sources; where: "step 3", as the message
-    begins.
+    Args:
+        losses: this rank's, by microbatch.
+        names: of the sources.
+        where: how the message begins, "step 3".
     """
     if math.isfinite(reduced.loss_sum):
         return
-    has_it = any(not math.isfinite(loss["lm loss"][0].item()) for loss in losses)
-    ranks = [str(rank) for rank, found in enumerate(gathered(has_it)) if found]
+    is_bad_here = any(not math.isfinite(loss["lm loss"][0].item()) for loss in losses)
+    ranks = [str(rank) for rank, found in enumerate(gathered(is_bad_here)) if found]
     sources = [
         name
         for name, loss in zip(names, reduced.source_losses[0].tolist())
@@ -63,13 +65,17 @@ def guard_step(
     clips by is not finite.
 
     megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or
-    not, and waits for the device to have it. check: called then, to raise for what else must not be
-    stepped by.
+    not, and waits for the device to have it.
+
+    Args:
+        where: returns how the message begins.
+        check: called at that moment; may raise for other reasons not to step.
     """
     norm_of = optimizer.get_grad_norm
 
     def finite_norm() -> float:
         norm = norm_of()
+        # After the norm, for which the host has waited: the loss is there as well then.
         check()
         if not math.isfinite(norm):
             found = enumerate(gathered(_first_bad_gradient(model)))

@@ -30,6 +30,7 @@ class SlotReduction:
         self, sums: Mapping[str, Value], maxima: Mapping[str, Value], device: torch.device
     ) -> None:
         """Takes this rank's part of each slot: a number, an array, or a tensor on `device`."""
+        # The sums first on every rank: two collectives of one group must not change places.
         self._sums = _Vector(sums, dist.ReduceOp.SUM, device)
         self._maxima = _Vector(maxima, dist.ReduceOp.MAX, device) if maxima else None
         self._is_there: torch.cuda.Event | None = None
@@ -67,7 +68,7 @@ class _Vector:
                 numbers[self._ends[name] - size : self._ends[name]] = value.double().flatten()
         dist.all_reduce(numbers, op=operation)
         self._numbers = numbers
-        # Back to the host without waiting: who asks for `result` waits, a step's work later.
+        # Back to the host without waiting: `result` waits, a step's work later.
         if device.type == "cuda":
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)

@@ -99,17 +99,17 @@ class SavedRun:
         self._save: CheckpointSave | None = None
 
     def load(self) -> Progress | None:
-        """Returns that of the checkpoint of --load; None without one, or where only its weights are
-        taken.
+        """Returns the progress of the checkpoint of --load; None without one, or if only its
+        weights are taken (--finetune).
         """
-        folder, save, again = self._output.load, self._output.save, self._output.finetune
+        folder, save, takes_weights = self._output.load, self._output.save, self._output.finetune
         if folder is None:
             return None
         wanted = Wanted(
             iteration=self._output.ckpt_step,
-            optimizer=self._output.load_optim and not again,
-            random_states=self._output.load_rng and not again,
-            progress=not again,
+            optimizer=self._output.load_optim and not takes_weights,
+            random_states=self._output.load_rng and not takes_weights,
+            progress=not takes_weights,
             changed_blend=self._allow_changed_data,
         )
         loaded = load_checkpoint(
@@ -125,14 +125,14 @@ class SavedRun:
             if dist.get_rank() == 0:
                 self._go_back(save, loaded)
         if dist.get_rank() == 0:
-            done = "taking the weights of" if again else "continuing"
+            done = "taking the weights of" if takes_weights else "continuing"
             found = f"no checkpoint in {folder}; starting again"
             print(
                 found if loaded is None else f"{done} {folder} after step {loaded.iteration}",
                 flush=True,
             )
-        if loaded is None or again or loaded.evaluated in (None, self._evaluated):
-            return None if again else loaded
+        if loaded is None or takes_weights or loaded.evaluated in (None, self._evaluated):
+            return None if takes_weights else loaded
         if dist.get_rank() == 0 and loaded.best_loss is not None:
             print(
                 "note: other validation data than before; the lowest loss is looked for again",
@@ -147,7 +147,7 @@ class SavedRun:
         folder = self._output.save
         if folder is None or self._saved_iteration == progress.iteration:
             return
-        self.finish(log)
+        self.finish(log)  # one save at a time: the last one must be in its place first
         with written_or_refused(unfinished_path(checkpoint_path(folder, progress.iteration))):
             if self._locks.save is not None:
                 self._locks.save.renew()
@@ -165,9 +165,7 @@ class SavedRun:
             self.finish(log)
 
     def _go_back(self, folder: str, loaded: Progress) -> None:
-        """Lets the tracker of the best checkpoint name one of the steps that are continued (see
-        --ckpt-step).
-        """
+        """Points the tracker of the best checkpoint at a step that is continued (--ckpt-step)."""
         best = best_iteration(folder)
         if best is None or best <= loaded.iteration:
             return
@@ -185,8 +183,8 @@ class SavedRun:
         return self._save is not None and self._save.is_written
 
     def finish(self, log: RunLog | None) -> None:
-        """Puts the checkpoint that is being written in its place; then removes those that are not
-        to be kept.
+        """Puts the checkpoint that is being written in its place, then removes those that are not
+        to be kept. Collective.
         """
         folder, save = self._output.save, self._save
         if folder is None or save is None:
@@ -194,13 +192,14 @@ class SavedRun:
         self._save = None
         save.finish()
         if log is not None:
+            # The tracker before the removal, which keeps the checkpoint that it names.
             if self._best_iteration == save.iteration:
                 track(folder, BEST, save.iteration)
             self._remove_old(folder)
             log.say(f"saved step {save.iteration} to {folder}")
 
     def note_best(self, progress: Progress) -> None:
-        """Lets the tracker of the best checkpoint name the one of `progress`, once it is in its
+        """Points the tracker of the best checkpoint at the one of `progress`, once it is in its
         place.
         """
         self._best_iteration = progress.iteration

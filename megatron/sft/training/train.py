@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,7 @@ from megatron.sft.preflight.output_check import check_output
 from megatron.sft.report.run_folder import RunLog
 from megatron.sft.training.evaluation import Evaluator, Split
 from megatron.sft.training.figures import figures_of
-from megatron.sft.training.finite import NonFiniteError, check_loss, guard_step
+from megatron.sft.training.finite import NonFiniteError
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.saved_run import SavedRun
 from megatron.sft.training.step_account import (
@@ -40,17 +38,7 @@ from megatron.sft.training.step_account import (
 )
 from megatron.sft.training.step_batches import StepBatches
 from megatron.sft.training.stop import Stopped, StopRules, StopSignals
-
-
-class UpdateResult(NamedTuple):
-    """What the optimizer made of the gradients of a step."""
-
-    lr: float
-    """Learning rate of this step."""
-    grad_norm: float
-    """Norm before clipping; NaN in a step that --skip-nan-steps left out."""
-    skipped: bool
-    """True if the weights are unchanged."""
+from megatron.sft.training.update import Updater
 
 
 class Trainer:
@@ -78,29 +66,27 @@ class Trainer:
         companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
         # Before the model is built: minutes are lost where a folder cannot be written to.
         locks = check_output(companions, run_dir)
-        self._build_model(datasets.vocab_size, pretrained)
+        self._build_model(datasets, pretrained)
         self._saved = SavedRun(companions, datasets, self._training, locks)
         self._restore()
         self._build_data(datasets)
 
     def _build_model(
-        self, vocab_size: int, pretrained: Pretrained | MegatronCheckpoint | None
+        self, datasets: Datasets, pretrained: Pretrained | MegatronCheckpoint | None
     ) -> None:
-        """Builds the model, its optimizer and its passes; collective."""
+        """Builds the model, its passes and its updates; collective."""
         # Before a checkpoint is loaded: it is copied into the parameters and the optimizer's state
         # that are built here.
         config, device = self._config, self._device
-        self._training = build_training(config, vocab_size, device, pretrained)
+        self._training = build_training(config, datasets.vocab_size, device, pretrained)
         self._model_config = get_model_config(self._training.model[0])
-        guard_step(
-            self._training.optimizer, self._training.model, self._step_name, self._check_loss
-        )
+        self._names = datasets.train.names
+        self._updater = Updater(self._training, config.training, self._names)
         if config.packing.sequence_packing:
             check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
         self._passes = Passes(config, self._training, device)
-        self._num_skipped = 0
 
     def _restore(self) -> None:
         """Loads the checkpoint of --load, if there is one; collective."""
@@ -120,7 +106,6 @@ class Trainer:
             # batches, whose worker processes inherit the level.
             logging.getLogger("megatron.blending").setLevel(logging.ERROR)
         config = self._config
-        self._names = datasets.train.names
         num_records = None if config.data.mock_data else len(datasets.train)
         self._account = StepAccount(
             config, self._share, self._training.flops, self._names, num_records
@@ -309,18 +294,15 @@ class Trainer:
         # The time of a step includes this wait; the passes' own time begins after it.
         batch = next(self._batches)
         watch = Stopwatch(self._device)
-        # Fields, not variables: `_check_loss` reads them from inside the optimizer's step.
-        self._losses = self._passes.forward_backward(batch, len(self._names), forward_only=False)
+        losses = self._passes.forward_backward(batch, len(self._names), forward_only=False)
         watch.stop()
+        iteration = self._progress.iteration + 1
         stops = (
-            signals.requested
-            or self._rules.is_out_of_time()
-            or self._rules.exits_after(self._progress.iteration + 1)
+            signals.requested or self._rules.is_out_of_time() or self._rules.exits_after(iteration)
         )
-        # Before the update: on a GPU it is on its way meanwhile, and `_check_loss`, which the
-        # optimizer calls, reads its result.
-        self._reduction = Reduction(
-            self._losses,
+        # Before the update, which reads its result; on a GPU it is on its way meanwhile.
+        reduction = Reduction(
+            losses,
             stops,
             batch.counts,
             self._device,
@@ -328,11 +310,9 @@ class Trainer:
             num_padded_tokens=batch.num_padded_tokens,
             figures=figures_of(batch),
         )
-        try:
-            result = self._update()
-        except NonFiniteError as failure:
-            result = self._skip(failure, log)
-        reduced = self._reduction.result()
+        say = (lambda line: None) if log is None else log.say
+        result = self._updater.update_weights(iteration, reduction, losses, say)
+        reduced = reduction.result()
         update = Update(
             batch=batch.packed,
             data_seconds=batch.seconds_waited,
@@ -346,7 +326,7 @@ class Trainer:
         if self._queue is not None and batch.packed is not None:
             self._queue.finish(batch.packed.delayed)
         seconds = time.perf_counter() - start
-        training, iteration = self._config.training, self._progress.iteration + 1
+        training = self._config.training
         self._progress = self._progress._replace(
             iteration=iteration,
             consumed_samples=self._progress.consumed_samples + training.global_batch_size,
@@ -362,39 +342,6 @@ class Trainer:
         if reduced.stop:
             signals.agreed.set()
         return reduced.stop
-
-    def _skip(self, failure: NonFiniteError, log: RunLog | None) -> UpdateResult:
-        """Returns what `_update` returns, for a step without an update. Raises `failure` after
-        --skip-nan-steps skips.
-        """
-        max_skipped = self._config.training.skip_nan_steps
-        if self._num_skipped == max_skipped:
-            raise failure
-        self._num_skipped += 1
-        if log is not None:
-            log.say(
-                f"{failure.what}; left out, {self._num_skipped} of --skip-nan-steps {max_skipped}"
-            )
-        lr = self._training.optimizer.param_groups[0]["lr"]
-        return UpdateResult(lr=lr, grad_norm=math.nan, skipped=True)
-
-    def _step_name(self) -> str:
-        return f"step {self._progress.iteration + 1}"
-
-    def _check_loss(self) -> None:
-        check_loss(self._reduction.result(), self._losses, self._names, self._step_name())
-
-    def _update(self) -> UpdateResult:
-        """Steps the optimizer and the learning rate's schedule; raises NonFiniteError before
-        anything has changed.
-        """
-        optimizer, scheduler = self._training.optimizer, self._training.scheduler
-        # Read before the scheduler steps: it is this step's rate, not the next one's.
-        lr = optimizer.param_groups[0]["lr"]
-        succeeded, grad_norm, _ = optimizer.step()
-        if succeeded:
-            scheduler.step(increment=self._config.training.global_batch_size)
-        return UpdateResult(lr=lr, grad_norm=float(grad_norm or 0.0), skipped=not succeeded)
 
     def _save(self, log: RunLog | None) -> None:
         self._saved.save(self._progress, self._queue, log)

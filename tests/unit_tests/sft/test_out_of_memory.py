@@ -29,7 +29,7 @@ def raised_in(names: list[str]) -> BaseException:
     ("names", "phase"),
     [
         (["_step", "forward_backward"], "the passes"),
-        (["_step", "_update"], "the optimizer step"),
+        (["_step", "update_weights"], "the optimizer step"),
         (["_evaluate", "forward_backward"], "the evaluation"),
         (["_evaluate_if_due", "answers"], "the evaluation"),
         (["_evaluate_if_due", "_save"], "a checkpoint"),
@@ -49,6 +49,7 @@ def test_every_name_is_a_function_of_the_trainer() -> None:
     from megatron.sft.out_of_memory import _PHASES
     from megatron.sft.training import train
     from megatron.sft.training.passes import Passes
+    from megatron.sft.training.update import Updater
 
     for name in _PHASES:
-        assert any(hasattr(owner, name) for owner in (train, train.Trainer, Passes)), name
+        assert any(hasattr(owner, name) for owner in (train, train.Trainer, Passes, Updater)), name
