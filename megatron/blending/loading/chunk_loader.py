@@ -1,7 +1,8 @@
 """pure. A ChunkLoader gives a rank its chunks of a stream, from workers. Its state is one number.
 
-Chunk k is a function of k (streams/chunk.py), so nothing is held and nothing else is saved. Rank
-r of R gives the chunks r, r + R, r + 2 R, ...; worker w of W makes every W-th of these.
+Chunk k is a function of k (streams/chunk.py), so the number of chunks that were given is all that
+is saved. Rank r of R gives the chunks r, r + R, r + 2 R, ...; worker w of W makes every W-th of
+these. Rank 1 of 2 with 2 workers: worker 0 makes the chunks 1 5 9 ..., worker 1 the chunks 3 7 11.
 """
 
 import functools
@@ -19,12 +20,12 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 _FIRST_SAMPLES = 256
 _MAX_SAMPLES = 8192
-"""Planned together: few at first, so that the first chunk comes soon."""
+"""Samples planned in one call: few at first, so that the first chunk comes soon, then ever more."""
 
 
 class _Begin(NamedTuple):
     next: int
-    """Chunks of the rank that were given."""
+    """Number of the rank's chunks that were given."""
 
 
 class ChunkLoader(Iterator[list[Any]]):
@@ -42,7 +43,7 @@ class ChunkLoader(Iterator[list[Any]]):
         num_given: int = 0,
     ) -> None:
         self.num_given = num_given
-        """The state: of the rank's chunks."""
+        """Number of the rank's chunks that were given: the state."""
         self._chunks = chunks
         self._config = config
         self._ahead = prefetch_factor
@@ -50,14 +51,16 @@ class ChunkLoader(Iterator[list[Any]]):
         self._begun = num_given
 
     def start(self) -> None:
-        """Starts the workers: from this thread, before there are others."""
+        """Starts the workers from this thread. Call it before other threads start: workers are
+        forked.
+        """
         if self._pool is None:
             self._pool = WorkerPool(self._server_of, self._config, self._ahead, FailureLog())
             self._pool.start(Start(cells=[_Begin(self.num_given)]))
             self._begun = self.num_given
 
     def hurry(self) -> None:
-        """Lets a worker that gives nothing be an error within seconds; called from any thread."""
+        """Makes the wait for a worker an error within seconds; it may be called from any thread."""
         if (pool := self._pool) is not None:
             pool.hurry()
 
@@ -71,8 +74,8 @@ class ChunkLoader(Iterator[list[Any]]):
         self.start()
         assert self._pool is not None
         try:
-            # Workers take chunks in turns from where the pool was started, so the next one has a
-            # known sender.
+            # Workers take turns from the chunk at which the pool was started. Started at 4 with 3
+            # workers: chunks 4 5 6 7 come from workers 0 1 2 0.
             worker = (self.num_given - self._begun) % len(self._pool)
             message = self._pool.next(worker, 0)
         except BaseException:
@@ -100,7 +103,9 @@ class ChunkServer:
         part: tuple[int, int, int, int],
         report: Callable[[Failure], None],
     ) -> None:
-        """`part`: worker, of how many; rank, of how many. Failures stand in the chunks."""
+        """`part`: (worker, number of workers, rank, number of ranks). `report` is not called, as
+        failures stand in the chunks.
+        """
         self._root = chunks.bind(Binding(seed, part[3]))
         self._part = part
 
@@ -109,14 +114,14 @@ class ChunkServer:
         self._made = self._chunks(start.cells[0].next)
 
     def next(self, lane: int = 0) -> Message:
-        """Makes the next chunk. END for ever after the last one."""
+        """Makes the next chunk. After the last one every message is END."""
         chunk = next(self._made, None)
         if chunk is None:
             return Message(self._generation, 0, END)
         return Message(self._generation, 0, 0, items=[(0, chunk)])
 
     def places(self) -> list[str]:
-        """Returns nothing: samples of chunks have places of their own."""
+        """Returns nothing: each SkippedSample of a chunk says its own place."""
         return []
 
     def close(self) -> None:
@@ -134,6 +139,6 @@ class ChunkServer:
             if not len(numbers):
                 return
             plan = self._root.plan(numbers, PlanBatch())
-            for place in range(len(numbers)):
-                yield plan.values(place, place + 1)[0]
+            for index in range(len(numbers)):
+                yield plan.values(index, index + 1)[0]
             first, samples = first + step * count, min(2 * samples, _MAX_SAMPLES)

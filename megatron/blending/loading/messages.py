@@ -13,14 +13,14 @@ class Start(NamedTuple):
     """Says where servers begin."""
 
     generation: int = 0
-    """Number of the start: outputs of earlier ones are thrown away."""
+    """Number of the start. Outputs of earlier starts are thrown away."""
     pass_number: int = 0
     cells: Sequence[Any] = ()
     """Start of each lane (part of the stream): its `next` is the next position."""
 
 
 class Message(NamedTuple):
-    """An output, with all that the state of the stream needs once it was used."""
+    """An output, with what the state of the stream needs after the output was used."""
 
     generation: int
     lane: int
@@ -28,7 +28,8 @@ class Message(NamedTuple):
     """END if the pass is over: then there is nothing else."""
     cell: int = 0
     given: int = 0
-    """Outputs of the cell up to this one: `part` of the next."""
+    """Outputs of the cell that were given, with this one. The next one has this number as
+    `part`."""
     items: Sequence[tuple[int | None, Any]] = ()
     """(part, output), or (None, Leftover)."""
     ends_turn: bool = True
@@ -36,7 +37,9 @@ class Message(NamedTuple):
     num_failed: int = 0
     num_skipped: int = 0
     error: tuple[str, bytes] | None = None
-    """Failures in place of an output, and the exception, pickled; b"" if it cannot be."""
+    """Text and pickled exception of a worker that failed, in place of an output. The bytes are
+    empty if the exception cannot be pickled.
+    """
 
 
 class Server(Protocol):
@@ -49,11 +52,11 @@ class Server(Protocol):
         """Makes the next output of a lane."""
 
     def places(self) -> list[str]:
-        """Returns where a person finds the records that the last output was made of, in order."""
+        """Returns the file and line (or the like) of each record of the last output, in order."""
 
     def close(self) -> None:
         """Gives up what it holds."""
 
 
 MakeServer = Callable[[Callable[[Failure], None]], Server]
-"""Called, where the server works, with what reports failures."""
+"""Makes a server in the process where it works. The argument is called with each failure."""

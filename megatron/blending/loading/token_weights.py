@@ -2,9 +2,9 @@
 samples.
 
 The lengths of 64 evenly spread samples are taken, encoded as the stream will encode them, so the
-result is the same on every rank. Where the index tells how many bytes each record has, the mean
-follows from that of the bytes, as tokens do (by linear regression): few samples of very different
-lengths would tell it badly. Of token files as they are, the mean is in their index.
+result is the same on every rank. If the index says how many bytes each record has, the mean comes
+from the mean of the bytes, by linear regression of tokens on bytes: the plain mean of few samples
+of very different lengths would be a poor estimate. The index of token files has their mean itself.
 """
 
 import math
@@ -123,7 +123,8 @@ def _mean_by_bytes(
         return None
     sizes = [source.num_bytes(range(place, place + 1)) or 0 for place in places]
     estimate = _on_line(sizes, lengths, total / len(source))
-    # A slope that few samples gave may lead anywhere; below what a single one has, it is no mean.
+    # The slope of few samples is unreliable. A mean below the shortest of them shows that it is
+    # wrong.
     if estimate is None or len(sizes) <= 2:
         return None
     return estimate if estimate >= min(lengths) and estimate > 0 else None

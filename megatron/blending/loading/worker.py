@@ -76,8 +76,9 @@ class Sender:
             # Else it would keep what it pickled.
             self._pickler.clear_memo()
             self._buffers.clear()
-        # Behind the pickle, which ends by itself: before it, they would have to be known, or all of
-        # it be copied.
+        # The sizes of the buffers stand behind the pickle, which marks its own end: they are known
+        # only when it is written, and in front of it they would cost a copy of it. Two buffers of
+        # 5000 and 8192 bytes -> pickle, 5000, 8192, 2.
         self._file.write(
             struct.pack(f"<{len(views) + 1}Q", *(view.nbytes for view in views), len(views))
         )
@@ -159,9 +160,8 @@ def serve(
     an output.
     """
 
-    def tell(failure: Failure) -> None:
-        # Whoever would read it may be gone, which is no failure of a sample: it is found out with
-        # the next output.
+    def report(failure: Failure) -> None:
+        # The rank may be gone. That is no failure of a sample, and the next output shows it.
         with contextlib.suppress(OSError):
             put(failure)
 
@@ -169,19 +169,20 @@ def serve(
     credit: list[int] = []  # of each lane: outputs that may be sent
     generation = -1
     while True:
-        # All commands that are there, before the next output: one may end the work. Without credit
-        # there is nothing to do but to wait for one.
+        # Reads all commands before it makes the next output, as one may end the work. Without
+        # credit it waits for a command.
         while (command := get(not any(credit))) is not None:
             if command == "stop":
                 return
             if isinstance(command, int):  # the rank took an output of that lane
+                # After a failure there is no server, and no credit until the next start.
                 credit[command] += server is not None
                 continue
-            # A start, also again after a failure: outputs of an earlier generation are thrown away
-            # by the rank.
+            # A start, which may follow a failure. The rank throws away outputs of earlier
+            # generations that are still on their way.
             generation, credit = command.generation, [ahead] * len(command.cells)
             try:
-                server = make_server(tell) if server is None else server
+                server = make_server(report) if server is None else server
                 server.start(command)
             except Exception as error:
                 put(_failed(generation, error))

@@ -93,7 +93,7 @@ class WorkerProcess:
     def start(self, start: Start) -> None:
         self._generation = start.generation
         self._received: dict[int, deque[Message]] = {}
-        self._tell(start)
+        self._send(start)
 
     def next(self, lane: int = 0) -> Message | Failure:
         """Returns the next output of a lane, of the latest generation, or a sample that failed.
@@ -104,7 +104,7 @@ class WorkerProcess:
             if waiting := self._received.get(lane):
                 message = waiting.popleft()
                 if message.turn != END:
-                    self._tell(lane)
+                    self._send(lane)
                 return message
             self._wait()
             try:
@@ -117,7 +117,7 @@ class WorkerProcess:
                 continue
             if message.error is not None:
                 raise self._error(*message.error)
-            # Of another lane: that it was taken is said when somebody asks for it.
+            # An output of another lane. The worker gets its credit back when that lane takes it.
             self._received.setdefault(message.lane, deque()).append(message)
 
     def hurry(self) -> None:
@@ -129,7 +129,7 @@ class WorkerProcess:
         if os.getpid() != self._owner:
             return
         with contextlib.suppress(OSError, ValueError):
-            self._tell("stop")
+            self._send("stop")
         # A worker that is about to send into a full socket finds it closed.
         self._connection.close()
         leave = min(_LEAVE_SECONDS, self._timeout / 10)
@@ -144,9 +144,9 @@ class WorkerProcess:
         self._stacks.close()
         remove(self._stack_file)
 
-    def _tell(self, command: Any) -> None:
-        # If it is gone: what it sent before may still be there, so this is found out when more is
-        # asked for.
+    def _send(self, command: Any) -> None:
+        # A worker that is gone raises no error here: what it sent before may still be there to be
+        # read. The next wait finds that it is gone.
         with contextlib.suppress(OSError):
             is_lane = isinstance(command, int)
             self._connection.send_bytes(
@@ -154,7 +154,7 @@ class WorkerProcess:
             )
 
     def _wait(self) -> None:
-        # By the polls and not by a clock, which runs while all processes are suspended.
+        # Counted in polls and not by a clock, which would run on while all processes are suspended.
         waited = 0.0
         while True:
             # Outputs first: it may have sent something on its way out.
@@ -225,6 +225,8 @@ def receive(connection: Connection) -> Any:
     memory.
     """
     pickled = connection.recv_bytes()
+    # From the end, as `Sender.send` wrote it: the number of buffers, before it their sizes, and
+    # before these the pickle, whose end pickle finds itself.
     (num_buffers,) = struct.unpack_from("<Q", pickled, len(pickled) - 8)
     sizes = struct.unpack_from(f"<{num_buffers}Q", pickled, len(pickled) - 8 * (num_buffers + 1))
     buffers: list[Any] = []
@@ -258,8 +260,8 @@ class WorkerPool:
         prefetch_factor: int,
         log: FailureLog,
     ) -> None:
-        """`make(number)`: what makes the server of a worker, and is sent to its process. `log`: of
-        the samples that fail in any of them.
+        """`make(number)`: returns the function that makes the server of a worker; it is sent to the
+        worker's process. `log`: receives the samples that fail in any worker.
         """
         self._log = log
         self._workers: list[Any] = []
@@ -287,7 +289,7 @@ class WorkerPool:
             worker.start(start._replace(generation=self._generation))
 
     def hurry(self) -> None:
-        """Lets a worker that gives nothing be an error soon; called from any thread."""
+        """Makes the wait for a worker an error within seconds; it may be called from any thread."""
         for worker in self._workers:
             if isinstance(worker, WorkerProcess):
                 worker.hurry()

@@ -119,7 +119,10 @@ def _rounded(wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _within(whole: npt.NDArray[np.int64], left: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Returns weights of one output that no child has too little for, the largest ones raised."""
+    """Returns weights of one output, none above what its child has left; the largest are raised.
+
+    With a period of 4: weights 3 1, of which 1 and 9 are left -> 1 3.
+    """
     whole = np.minimum(whole, left)
     order = np.argsort(-whole, kind="stable")
     room = (left - whole)[order]

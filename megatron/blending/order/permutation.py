@@ -62,6 +62,8 @@ def permute_indices(
 def walk(index: Uints, size: Numbers, grid: Grid) -> Uints:
     """Permutes an array of indices, each under a grid of its own, or all under one."""
     images = _permute_array(index, grid)
+    # Cycle walking: an image outside range(size) is permuted again until it is inside. As the grid
+    # is permuted one to one, no two indices end at the same image.
     beyond = np.flatnonzero(images >= size)
     while beyond.size:
         images[beyond] = _permute_array(images[beyond], grid.at(beyond))
@@ -95,8 +97,8 @@ def _permute_array(cell: Uints, grid: Grid) -> Uints:
     column = cell - row * num_columns
     for row_key, column_key in zip(grid.round_keys[::2], grid.round_keys[1::2]):
         row += mix_array(column, row_key) % num_rows
-        # One less or none: below 0 is a number so large that it is not the smaller one. A third of
-        # the time of `%`.
+        # The row modulo num_rows, in a third of the time of `%`: where row < num_rows the unsigned
+        # difference wraps round to a huge number, and the minimum is the row itself.
         np.minimum(row, row - num_rows, out=row)
         column += mix_array(row, column_key) % num_columns
         np.minimum(column, column - num_columns, out=column)

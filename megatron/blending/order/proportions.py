@@ -76,6 +76,7 @@ class _Repeated(NamedTuple):
     """Each child's outputs in the parts together."""
 
     def choose(self, positions: Ints) -> Choices:
+        # Parts at 0 to 9 that repeat from 100 on: position 123 is place 3 of turn 2.
         turns, places = np.divmod(positions - self.start, int(self.per_turn.sum()))
         children, numbers = _choose(self.parts, places + self.parts[0].start)
         moved = (self.before - self.parts[0].before)[children]
@@ -108,7 +109,8 @@ def _exact_stretches(shares: Shares, start: int, before: Ints, seed: int) -> Ite
     place, counts = 0, np.zeros_like(before)
     for number, weights in enumerate(shares.weights):
         end = [*shares.starts[1:], NEVER][number]
-        # Several periods, unlike each other, and an odd number of them.
+        # Several periods, which the exchanges make unlike each other, and an odd number of them:
+        # weights 3 2 -> 411 periods of 5 outputs.
         period = np.array(weights, np.int64) * (-(-_MIN_PERIOD // sum(weights)) | 1)
         mark, at_mark = place, counts
         parts: list[_Table] = []
@@ -140,8 +142,11 @@ def _exchanged(
     draws = RandomState(salted_seed(seed, f"exchange {base + start}") & 0xFFFFFFFF)
     order = np.arange(len(children))
     for turn in range(_NUM_EXCHANGES if (children != children[0]).any() else 0):
+        # Even turns compare the pairs (0 1) (2 3) ..., odd turns the pairs (1 2) (3 4) ...
         places = np.arange(turn % 2, len(children) - 1, 2)
         here, there = order[places], order[places + 1]
+        # An exchange moves `here` one position later and `there` one earlier. Both must stay within
+        # their intervals, which keeps every prefix within one output of the shares.
         may = (deadlines[here] > start + places) & (releases[there] <= start + places)
         chosen = (
             may & (children[here] != children[there]) & (draws.random_sample(len(places)) < 0.5)
@@ -172,6 +177,8 @@ def _random_stretches(shares: Shares, start: int, before: Ints, seed: int) -> It
 def _drawn_table(drawn: tuple[int, ...], seed: int, at: int) -> Choices:
     ranks = permute_indices(np.arange(_DRAWN_TOGETHER), _DRAWN_TOGETHER, seed, at)
     children = np.repeat(np.arange(len(drawn)), drawn)[ranks]
+    # Children 1 0 1: the stable sort lists the places 1 (child 0), 0 and 2 (child 1), which get the
+    # numbers 0, 0 and 1.
     numbers = np.empty_like(children)
     numbers[np.argsort(children, kind="stable")] = np.concatenate(list(map(np.arange, drawn)))
     return Choices(children, numbers)

@@ -80,6 +80,7 @@ def records_at(
     for stream, (order, asked) in enumerate(zip(orders, positions)):
         if not order.shuffle or order.num_turns < 0 or not len(asked):
             continue
+        # Epochs of 10: position 23 is index 3 of epoch 2.
         epochs = asked // order.epoch_length
         indices = asked - epochs * order.epoch_length
         if epochs[0] == epochs[-1] and (epochs == epochs[0]).all():
@@ -167,6 +168,8 @@ def _mixed(
 
 
 def _mixed_in_windows(index: Uints, page: _Page, keys: Sequence[Any]) -> Uints:
+    # 10 records in windows of 4: 0-3, 4-7, and a last one of 8 9. Each is permuted in itself, under
+    # keys that follow from its number.
     number = index // page.window
     is_last = (number + 1) * page.window > page.size
     length = np.where(is_last, page.size - number * page.window, page.window)
@@ -177,11 +180,14 @@ def _mixed_in_windows(index: Uints, page: _Page, keys: Sequence[Any]) -> Uints:
 
 
 def _mixed_slices(place: Uints, page: _Page, keys: Sequence[Any]) -> Uints:
+    # 10 records in slices of 4, rest_at 1: positions 0-3 are a full slice, 4 5 the rest (records
+    # 8 9), and 6-9 the other full slice. Position 7 is place 5 among the full ones: offset 1 of
+    # slice number 1, before the slices are permuted.
     rest_start = page.rest_at * page.slice_length
     num_rest = page.size - page.num_full * page.slice_length
     is_rest = (place >= rest_start) & (place < rest_start + num_rest)
     place_in_full = np.where(place >= rest_start + num_rest, place - num_rest, place)
-    # Those of the rest are given any full slice here, and their own place below.
+    # Positions of the rest get any valid slice here; the last line replaces it.
     number = np.minimum(place_in_full // page.slice_length, page.num_full - np.uint64(1))
     grid = Grid(page.slice_rows, page.slice_columns, list(keys))
     full = walk(number, page.num_full, grid) * page.slice_length + place_in_full % page.slice_length

@@ -73,7 +73,8 @@ class Shares:
         self._cut_at_last()
 
     def _scaled(self, slopes: npt.NDArray[Any], length: Fraction) -> npt.NDArray[Any]:
-        # First divided, which leaves no remainder by `unit`: the product may not fit in 64 bits.
+        # Divided first, as the product may not fit in 64 bits. By the choice of `unit` there is no
+        # remainder.
         return slopes // length.denominator * length.numerator
 
     def at(self, output: int) -> list[Fraction]:
@@ -91,6 +92,8 @@ class Shares:
             slopes, offsets, at_starts = (column[:, child].tolist() for column in columns)
             self._lines[child] = slopes, offsets, at_starts
         slopes, offsets, at_starts = self._lines[child]
+        # Weights (1/2, 1/3, 1/6) have unit 6, and child 0 slope 3. Its output 1 begins at 6 and
+        # ends at 11 -> release 6 // 3 = 2, deadline 11 // 3 = 3.
         begin, end = output * self.unit, (output + 1) * self.unit - 1
         # The segment in which the child's share reaches `output` whole outputs, then the place on
         # its line: share(t) = slope * t + offset.

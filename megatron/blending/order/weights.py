@@ -124,6 +124,8 @@ class WeightSchedule:
         found: list[tuple[int, tuple[Weight, ...]]] = []
         for (step, weights), (next_step, next_weights) in zip(self.points, self.points[1:]):
             num_pieces = min(self.num_pieces, next_step - step) if self.kind == "linear" else 1
+            # From step 0 to 100 in 4 pieces: starts 0 25 50 75, each with the weights at its
+            # middle, 1/8 3/8 5/8 7/8 of the way.
             for piece in range(num_pieces):
                 start = step + (next_step - step) * piece // num_pieces
                 middle = (

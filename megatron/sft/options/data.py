@@ -58,9 +58,10 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """Training data: files, folders, patterns or a blend. Files of chats, instructions or text
-    (.jsonl, .json, .parquet, .csv, .tsv), folders and patterns ('data/*.jsonl') of them, token
-    files (.bin/.idx) and prepared WebDataset folders are read one after the other; with weights
-    before them (5 a.jsonl 3 b.jsonl) they are blended; a metadataset (.yaml) names a whole blend.
+    (.jsonl, .ndjson, .json, .parquet, .csv, .tsv), folders and patterns ('data/*.jsonl') of them,
+    token files (.bin/.idx) and prepared WebDataset folders are read one after the other; with
+    weights before them (5 a.jsonl 3 b.jsonl) they are blended; a metadataset (.yaml) names a whole
+    blend.
     """
     blend_mode: BlendMode = "exact"
     """Order of a blend's sources. exact: each source stays within one sample of its share at

@@ -143,8 +143,8 @@ def _collated(values: Sequence[Any], join: Callable[[Any], Any]) -> Any:
 
 
 def _field(name: str, values: list[Any], join: Callable[[Any], Any]) -> Any:
-    """Collates a field; what says where samples came from is a list whatever it holds, or None if
-    there is nothing.
+    """Collates a field. Fields such as `__key__`, which say where samples came from, become lists
+    whatever they hold, or None if all are None.
     """
     if name.startswith("__"):
         return None if all(value is None for value in values) else values
@@ -152,8 +152,8 @@ def _field(name: str, values: list[Any], join: Callable[[Any], Any]) -> Any:
 
 
 def _padded(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Concatenates along the first dimension into zeros that are as large as the largest in every
-    other.
+    """Concatenates along the first dimension. In each other dimension the result is as large as the
+    largest tensor, filled up with zeros.
     """
     shapes = [value.shape[1:] for value in values]
     if any(len(shape) != len(shapes[0]) for shape in shapes):
@@ -162,10 +162,11 @@ def _padded(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
             f"{[tuple(s) for s in shapes]}"
         )
     size = [max(extents) for extents in zip(*shapes)]
+    # Shapes [2, 3] and [1, 5] -> [3, 5]: the first fills [0:2, :3], the second [2:3, :5].
     result = values[0].new_zeros([sum(len(value) for value in values), *size])
     start = 0
     for value in values:
-        place = (slice(start, start + len(value)), *map(slice, value.shape[1:]))
-        result[place] = value
+        region = (slice(start, start + len(value)), *map(slice, value.shape[1:]))
+        result[region] = value
         start += len(value)
     return result

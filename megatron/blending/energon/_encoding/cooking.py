@@ -76,8 +76,7 @@ class DirectCache:
         return Lazy(store, name)
 
     def to_cache(self, data: object, name: str) -> "Lazy":
-        """Returns what stands for data that was made: the data itself, as nothing is kept
-        elsewhere."""
+        """Returns a Lazy of data that was made. It holds the data itself, as there is no cache."""
         return Lazy(_Kept(data), name)
 
     def close(self) -> None:
@@ -110,10 +109,10 @@ def choose_cook(
     primary: object,
     where: str,
 ) -> Callable[[Any], Any] | None:
-    """Returns the function from crude sample to sample for a source, or None if the encoder has no
-    cookers at all.
+    """Returns the function of the first cooker that matches a source, or None if the encoder has no
+    cookers.
 
-    The first cooker that matches; ValueError, starting with `where`, if none does.
+    ValueError, starting with `where`, if it has cookers and none matches.
     """
     for entry in cookers:
         if entry.is_match(subflavors):

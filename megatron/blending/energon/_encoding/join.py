@@ -17,8 +17,10 @@ from megatron.blending.streams.failures import FatalSampleError, SkipSample
 
 
 class JoinSource(RecordSource):
-    """A record is {"legs": [(index, record) or None, of each source]}, or {"fault": why it is none;
-    None: skip it}.
+    """Joined records of several sources.
+
+    A record is {"legs": [(index, record) of each source, or None]}. If partners are missing, it is
+    {"fault": reason}, with None as the reason if the sample is to be skipped.
     """
 
     def __init__(self, sources: Sequence[WebDataset], nonmatch: Sequence[str]) -> None:

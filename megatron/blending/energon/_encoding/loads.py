@@ -103,14 +103,15 @@ class FileLoad(_Cooks):
         return sample
 
     def many(self, records: Iterable[Record], restore_keys: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Returns the samples of many records, or exceptions of the cooker in their places: in one
-        loop, as calls would cost a fifth more.
+        """Returns the samples of many records, with the exception in place of each that the cooker
+        refuses. It is one loop, as a call per record would cost a fifth more.
         """
         path, first, is_json = self.path, self.first, self.is_json
         name, subflavors, cook, samples = os.path.basename(path), self.subflavors, self.cook, []
         for record, restore_key in zip(records, restore_keys):
             number = restore_key[-1]
             sample = CrudeSample()
+            # Numbered within the whole file: record 2 of the part from 100 on has the key "102".
             sample["__key__"] = str(first + number)
             sample["__shard__"] = name
             if is_json:

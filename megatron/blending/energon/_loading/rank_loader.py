@@ -163,6 +163,7 @@ class Loader(Generic[T_co]):
         states = checked_states(state)
         merged = merge_states(states, self.config.this_rank, self.config.num_ranks)
         merged["stream"] = expanded(merged["stream"])
+        # Workers stop before anything changes: what they made ahead is of the old position.
         self.close()
         try:
             self._stream.check(merged["stream"])
@@ -178,7 +179,7 @@ class Loader(Generic[T_co]):
         self._is_over = merged["is_over"]
         root, before = self._stream.root, states[0]["world_size"]
         if root.continues_across_epochs and self._stream.binding.size_is_per_rank:
-            # As many outputs of each rank are over as before, whatever the number of ranks.
+            # Each rank has given as many outputs as before: 6 of 2 ranks are 9 of 3 ranks.
             self._given = self._given // before * self.config.num_ranks
         for lane, cells in zip(self._sequence.lanes, merged["cells"]):
             lane.restore(CellState(*cells))

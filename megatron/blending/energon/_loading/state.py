@@ -123,6 +123,7 @@ def _held_again(held: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> di
         numbers = {number for one in held for number in one.get(name, {})}
         for number in sorted(numbers):
             refs = [ref for one in held for ref in one.get(name, {}).get(number, [])]
+            # 5 samples on 2 ranks: 0 1 and 2 3 4.
             own = refs[rank * len(refs) // num_ranks : (rank + 1) * len(refs) // num_ranks]
             if own:
                 dealt.setdefault(name, {})[number] = own

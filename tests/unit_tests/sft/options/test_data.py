@@ -1,10 +1,13 @@
 """The options of data: what is read, and the shares of training, validation and test."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.packing.flags import FlagError
+from megatron.blending.formats.sources import SOURCES
+from megatron.packing.flags import FlagError, field_docstrings
 from megatron.sft.options.data import DataConfig
 from tests.unit_tests.sft.command_line import BASE, assert_refused, parse
 
@@ -30,6 +33,12 @@ CONTRADICTIONS = [
     ),
     ("--tokenizer-type Foo", 1, ["--tokenizer-type", "'Foo'", "ByteLevelTokenizer"]),
 ]
+
+
+def test_help_names_every_format():
+    """Users would convert files that can be read as they are."""
+    named = re.findall(r"\.[a-z]+", field_docstrings(DataConfig)["data_path"])
+    assert set(SOURCES) <= set(named)
 
 
 @pytest.mark.parametrize(("arguments", "world_size", "words"), CONTRADICTIONS)
