@@ -94,7 +94,7 @@ def wrap_iterator_helper(
     num_microbatches: int,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> WrappedDataLoader | tuple[Any, int, None, None]:
-    """Does what `wrap_dataloader` does where packing is on; where it is off, returns the arguments
+    """Does what `wrap_dataloader` does if packing is on. If it is off, returns the arguments
     unchanged and None for both sums.
     """
     if getattr(config, "sequence_packing_scheduler", None) is None:

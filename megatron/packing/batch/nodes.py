@@ -69,6 +69,7 @@ class Nodes(NamedTuple):
         """Returns the tokens of all paths from root to leaf of each sample, int64 [n]: what
         separate sequences would compute.
         """
+        # Whoever is a parent is no leaf: parents -1 0 0 2    ->    F T F T
         is_leaf = np.ones(self.lengths.size, np.bool_)
         is_leaf[self.parents[self.parents >= 0]] = False
         tokens = np.zeros(num_samples, np.int64)

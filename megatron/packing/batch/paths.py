@@ -121,6 +121,8 @@ def rows_of_paths(
                 "make trees whose paths have fields with merge_with_fields"
             )
         return np.ones_like(lengths)
+    # Two trees of 3 and 2 tokens, first_path 0 0 1 2 2 of 3 paths    ->    rows 2 1, and from each
+    # tree's own first path 0 0 1 0 0
     starts = np.cumsum(lengths) - lengths
     rows = np.diff(np.append(given[starts], num_paths)).astype(np.int64)
     first = given - np.repeat(given[starts], lengths)
@@ -153,6 +155,7 @@ def trained_by(samples: Samples) -> TrainedBy:
     before = np.repeat(np.cumsum(rows) - rows, samples.lengths)  # paths of earlier samples
     counts = whole.columns[NUM_PATHS].astype(np.int64)
     first = whole.columns[FIRST_PATH] + before
+    # Two tokens, first 0 1, counts 2 1    ->    token 0 0 1, path 0 1 1
     return TrainedBy(np.repeat(np.arange(counts.size), counts), expand_ranges(first, counts))
 
 

@@ -137,8 +137,11 @@ def _with_joined_nodes(tree: Tree, rules: TreeRules, keeps_root: bool) -> Tree:
 
 def _renumbered(tree: Tree, kept: Sequence[int]) -> Tree:
     """Returns the nodes `kept`, all of whose parents are."""
-    place = {number: new for new, number in enumerate(kept)}
-    return [tree[number]._replace(parent=place.get(tree[number].parent, -1)) for number in kept]
+    # kept 1 3: the parent 1 of node 3 becomes 0
+    new_number = {number: new for new, number in enumerate(kept)}
+    return [
+        tree[number]._replace(parent=new_number.get(tree[number].parent, -1)) for number in kept
+    ]
 
 
 def _cut(tree: Tree, rules: TreeRules) -> Iterator[Tree]:
@@ -203,5 +206,6 @@ def _part(tree: Tree, taken: set[int]) -> Tree:
         else:
             at[number] = number
             new[number] = node._replace(parent=at.get(node.parent, -1))
-    place = {number: index for index, number in enumerate(new)}
-    return [node._replace(parent=place.get(node.parent, -1)) for node in new.values()]
+    # Runs are named by their first node; runs 0 3 4 become 0 1 2.
+    new_number = {number: index for index, number in enumerate(new)}
+    return [node._replace(parent=new_number.get(node.parent, -1)) for node in new.values()]

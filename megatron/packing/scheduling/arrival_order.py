@@ -20,7 +20,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def empty(request: ScheduleRequest) -> Schedule:
-    """The schedule that the sampler has decided: each `next` of a rank is one pack of that rank.
+    """Returns the schedule that the sampler has decided: each `next` of a rank is one of its packs.
 
     Packs keep the order of loading. Empty packs at the end make up `microbatch_multiple`. Raises
     CapacityError where a pack is over capacity.

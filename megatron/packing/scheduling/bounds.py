@@ -22,8 +22,7 @@ GOOD_ENOUGH = 1.0002
 
 
 def rank_cost_bound(cost: FloatArray, num_ranks: int) -> float:
-    """A cost that the costliest rank reaches in every schedule of sequences of these costs (float64
-    [N]).
+    """Returns a lower bound of the costliest rank's cost, whatever the schedule; cost: float64 [N].
 
     The largest of: the mean over ranks; the costliest sequence; and for each k, of the k *
     num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of
@@ -44,8 +43,9 @@ def rank_cost_bound(cost: FloatArray, num_ranks: int) -> float:
 
 
 def fewest_packs(length: IntArray, capacity: int) -> int:
-    """Packs that sequences of `length` (int64 [N], descending, each in 1..capacity) need at the
-    least.
+    """Returns a lower bound of the packs that sequences need.
+
+    length: int64 [N], descending, each in 1..capacity.
 
     Bound L2 of Martello and Toth, "Lower bounds and reduction procedures for the bin packing
     problem" (1990): for each t up to capacity / 2, sequences longer than capacity - t are alone
@@ -67,11 +67,15 @@ def fewest_packs(length: IntArray, capacity: int) -> int:
 def step_bound(
     cost: FloatArray, fixed: float, num_ranks: int, fewest: int, model: StepModel
 ) -> float:
-    """Lower bound of the step time with at least `fewest` microbatches, in the unit of the cost.
+    """Returns a lower bound of the step time with at least `fewest` microbatches.
 
-    cost: float64 [N], of the sequences; fixed: of a microbatch besides. The largest of all stages'
-    bounds: each does its share of all packs, after the first pack has come to it and before the
-    last one has gone back.
+    The largest of all stages' bounds: each does its share of all packs, after the first pack has
+    come to it and before the last one has gone back. In the unit of the cost.
+
+    Args:
+        cost: float64 [N], of the sequences.
+        fixed: cost of a microbatch besides.
+        fewest: least number of microbatches.
     """
     of_rank = _rank_bound(cost, num_ranks, model)
     return max(
@@ -81,7 +85,7 @@ def step_bound(
 
 
 def _rank_bound(cost: FloatArray, num_ranks: int, model: StepModel) -> float:
-    """Lower bound of the costliest rank's sum of packs as they run."""
+    """Returns a lower bound of the costliest rank's sum of packs as they run."""
     if cost.size and model.sync_every_microbatch:
         # The costliest packs of all microbatches make up one rank.
         return max(float(cost.sum()) / num_ranks, float(cost.max()))
@@ -91,8 +95,9 @@ def _rank_bound(cost: FloatArray, num_ranks: int, model: StepModel) -> float:
 def _stage_bound(
     cost: FloatArray, of_rank: float, fixed: float, fewest: int, more: float, model: StepModel
 ) -> float:
-    """Lower bound of the time of a stage for which filling and draining last as long as `more`
-    packs, over its share of a pack.
+    """Returns a lower bound of a stage's time over its share of a pack.
+
+    more: packs that could be done while it is filled and drained.
     """
     if cost.size == 0:
         return fixed * (fewest + more)
@@ -105,7 +110,7 @@ def _stage_bound(
     else:
         best = more * of_rank / (longest - of_rank) if longest > of_rank else math.inf
     best = min(best, math.sqrt(more * of_rank / fixed) if fixed > 0 else math.inf)
-    number = max(fewest, min(best, cost.size))
-    mean = of_rank / number
+    num_microbatches = max(fewest, min(best, cost.size))
+    mean = of_rank / num_microbatches
     filling = more * (max(mean, costliest) if model.sync_every_microbatch else mean)
-    return max(of_rank + filling, longest) + fixed * (number + more)
+    return max(of_rank + filling, longest) + fixed * (num_microbatches + more)

@@ -78,7 +78,7 @@ class PackCost:
         loss_tokens: npt.NDArray[np.int64] | None = None,
         squares: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.float64]:
-        """Cost of each sequence of `lengths` (tokens, int64, any shape), float64 of the same shape.
+        """Returns the cost of each sequence of `lengths` tokens: float64 of the same shape.
 
         loss_tokens: of each; None: all of them. squares: twice the pairs of tokens that attend;
         None: L^2, as in sequences that are no trees.
@@ -105,9 +105,10 @@ class PackCost:
         num_loss_tokens: int | None = None,
         window_square_sums: Sequence[int] = (),
     ) -> float:
-        """FLOPs that the model needs for a batch, from the sums of its sequences' lengths, of their
-        squares and of their loss tokens (exact integers; None: all); `fixed`, which is time but not
-        work, is left out.
+        """Returns the FLOPs that the model needs for a batch.
+
+        From the sums of its sequences' lengths, of their squares and of their loss tokens (exact
+        integers; None: all). `fixed`, which is time but not work, is left out.
 
         window_square_sums: sums of `window_squares`, one for each of `windows`; empty: the most
         that the other sums allow.
@@ -121,14 +122,14 @@ class PackCost:
         return flops + windowed
 
     def at_loss_share(self, share: float) -> PackCost:
-        """The cost where that part of each sequence's tokens counts for the loss, as a cost of
+        """Returns the cost if that part of each sequence's tokens counts for the loss, as a cost of
         lengths alone.
         """
         return replace(self, linear=self.linear - self.head * (1 - share), head=0.0)
 
     def shared_by(self, ranks: int, fixed_ranks: int = 1) -> PackCost:
-        """The cost for each of so many ranks that share the work on every sequence, and of so many
-        that share the weights; all tokens are taken to have a loss.
+        """Returns the cost for each of `ranks` that share the work on every sequence; `fixed_ranks`
+        share the weights. All tokens are taken to have a loss.
         """
         return PackCost(
             linear=self.linear / ranks,
@@ -140,8 +141,8 @@ class PackCost:
 
 
 def launch_seconds(num_layers: int, num_parts: int) -> float:
-    """Seconds in which hosts launch all of a microbatch, one stage after the other: what the
-    smallest pack takes at least.
+    """Returns the seconds in which hosts launch all of a microbatch, one stage after the other: the
+    smallest pack takes at least as long.
 
         32 layers in 8 stages    ->    0.0256
 
@@ -152,8 +153,8 @@ def launch_seconds(num_layers: int, num_parts: int) -> float:
 
 
 def window_squares(lengths: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
-    """Twice the pairs that causal attention looks at within a window, about: int64 of the shape of
-    `lengths`.
+    """Returns about twice the pairs that causal attention looks at within a window: int64 of the
+    shape of `lengths`.
 
         window 4: lengths 3 4 6    ->    9 16 32
     """
@@ -177,8 +178,8 @@ def gpt_pack_cost(
     num_dense_layers: int = 0,
     mtp_num_layers: int | None = None,
 ) -> PackCost:
-    """FLOPs of a pack through a GPT, whose arguments are named as megatron-core's TransformerConfig
-    names its fields.
+    """Returns the FLOPs of a pack through a GPT. Arguments are named as fields of megatron-core's
+    TransformerConfig.
 
     `linear` and `quadratic` count the matrix products that the model needs, forward and backward:
     attention projections, MLP or the experts that a token is routed to, router, output layer, and
@@ -251,7 +252,7 @@ def layers_pack_cost(
     is_gated: bool,
     mtp_num_layers: int = 0,
 ) -> PackCost:
-    """FLOPs of a pack through a model of `layers`; see `gpt_pack_cost`.
+    """Returns the FLOPs of a pack through a model of `layers`; see `gpt_pack_cost`.
 
     Each of `mtp_num_layers` is one more layer like the last.
     """
@@ -292,7 +293,7 @@ def part_shares(
     mtp_num_layers: int = 0,
     loss_share: float = 1.0,
 ) -> tuple[float, ...]:
-    """Share of a token's FLOPs that each part of a pipeline does, for `StepModel.shares`.
+    """Returns each pipeline part's share of a token's FLOPs, for `StepModel.shares`.
 
     Pairs of tokens are left out: they are shared as layers are, but for the output layer's part.
 

@@ -152,8 +152,8 @@ def _by_first_shape(
 
 
 def _place_by_cost(costs: FloatArray, order: IntArray) -> IntArray:
-    """New microbatch of each pack, [ranks, M] as `costs`: each rank's costliest gets `order[0]`,
-    ...
+    """Returns the new microbatch of each pack, [ranks, M] as `costs`: each rank's costliest goes to
+    microbatch order[0], the next one to order[1], and so on.
 
     costs [[5, 9, 7]], order [2, 0, 1]    ->    [[1, 2, 0]]
     """
@@ -196,7 +196,7 @@ def best_shape(
     largest: float,
     limits: ShapeLimits = LIMITS,
 ) -> FloatArray:
-    """Sizes of a rank's packs without their fixed costs, float64 [M], with a mean of 1.
+    """Returns the sizes of a rank's packs without their fixed costs, float64 [M], with a mean of 1.
 
     Args:
         fixed: a microbatch's fixed cost over the mean size.
@@ -239,7 +239,7 @@ def _sizes(
     fixed: float,
     limits: ShapeLimits,
 ) -> FloatArray:
-    """Sizes without the fixed costs, float64 [M], with a mean of 1.
+    """Returns the sizes without the fixed costs, float64 [M], with a mean of 1.
 
     Args:
         ends: cost of the first pack and of the last over those in the middle, and what groups of

@@ -80,19 +80,19 @@ class Placed(NamedTuple):
 
 
 def pack_costs(cost: FloatArray, pack: IntArray, packs: Packs) -> FloatArray:
-    """Sum of each pack's costs, float64 [num_ranks, num_microbatches]."""
+    """Returns the sum of each pack's costs, float64 [num_ranks, num_microbatches]."""
     costs = np.bincount(pack, weights=cost, minlength=packs.size).astype(np.float64, copy=False)
     return costs.reshape(packs.num_ranks, packs.num_microbatches)
 
 
 def costs_as_run(request: ScheduleRequest, pack: IntArray, packs: Packs) -> FloatArray:
-    """`pack_costs` with the fixed cost of each pack, and at least the least one."""
+    """Returns `pack_costs` with the fixed cost of each pack, and at least the least one."""
     costs = pack_costs(request.sorted.cost, pack, packs)
     return np.maximum(costs + request.cost.fixed, request.cost.least)
 
 
 def largest_rank(cost: FloatArray, pack: IntArray, packs: Packs) -> float:
-    """Cost of the costliest rank."""
+    """Returns the cost of the costliest rank."""
     rank = pack // packs.num_microbatches
     return float(np.bincount(rank, weights=cost, minlength=packs.num_ranks).max())
 
@@ -278,11 +278,11 @@ def deal(cost: FloatArray, pack: IntArray, packs: Packs) -> IntArray:
     seats = Packs(packs.num_ranks, 1, packs.num_microbatches)
     rank = place_longest_first(ones, costs[by_cost], seats)
     assert rank is not None, "as many seats as packs"
-    place = np.empty(packs.size, np.int64)
+    renumbered = np.empty(packs.size, np.int64)
     # Sorted by rank, the packs of rank r stand at r * num_microbatches and after: their new
-    # numbers.
-    place[by_cost[sorted_order(rank)]] = np.arange(packs.size)
-    return place[pack]
+    # numbers. 2 ranks, by_cost 2 0 3 1, rank 0 1 1 0    ->    packs 2 1 | 0 3, renumbered 2 1 0 3
+    renumbered[by_cost[sorted_order(rank)]] = np.arange(packs.size)
+    return renumbered[pack]
 
 
 def split_ranks(
@@ -321,7 +321,7 @@ def split_ranks(
 
 
 def by_descending(costs: FloatArray) -> IntArray:
-    """Indices that sort costs of at least 0 in descending order.
+    """Returns the indices that sort costs of at least 0 in descending order.
 
     Differences below a billionth of the largest cost do not count.
     """
@@ -330,7 +330,7 @@ def by_descending(costs: FloatArray) -> IntArray:
 
 
 def geometric_grid(size: int, count: int) -> list[int]:
-    """At most `count` places from 0 to `size - 1`, first and last included, ever further apart.
+    """Returns at most `count` indices from 0 to `size - 1`, both included, ever further apart.
 
     geometric_grid(100, 5) -> [0, 2, 9, 31, 99]
     """

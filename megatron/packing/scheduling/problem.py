@@ -171,8 +171,8 @@ class ScheduleRequest:
         """Modelled time that no schedule is below, in the unit of the cost; in pipelines no
         schedule of even packs.
         """
-        number, least = self.fewest_microbatches, self.cost.least
-        launches = max(least * (number + more) / each for each, more in self.model.stage_paces())
+        least, fewest = self.cost.least, self.fewest_microbatches
+        launches = max(least * (fewest + more) / each for each, more in self.model.stage_paces())
         return max(self.work_bound, launches)
 
     @cached_property
@@ -183,16 +183,16 @@ class ScheduleRequest:
         )
 
     def pack_lengths(self, schedule: Schedule) -> IntArray:
-        """Tokens of each pack, int64 [num_ranks * num_microbatches], alignment of sequences
-        included.
+        """Returns the tokens of each pack, int64 [num_ranks * num_microbatches], alignment of
+        sequences included.
         """
         tokens = np.zeros(schedule.num_ranks * schedule.num_microbatches, np.int64)
         np.add.at(tokens, schedule.pack, self.lengths)
         return tokens
 
     def pack_costs(self, schedule: Schedule) -> FloatArray:
-        """Cost of each pack, float64 [num_ranks, num_microbatches], fixed cost included; at least
-        the least one.
+        """Returns the cost of each pack, float64 [num_ranks, num_microbatches]: its fixed cost
+        included, and at least the least one.
         """
         num_packs = schedule.num_ranks * schedule.num_microbatches
         costs = np.full(num_packs, float(self.cost.fixed))
@@ -200,7 +200,7 @@ class ScheduleRequest:
         return np.maximum(costs, self.cost.least).reshape(schedule.num_ranks, -1)
 
     def time_of(self, schedule: Schedule) -> float:
-        """Modelled time of the step (`StepModel.time_of`), in the unit of the cost."""
+        """Returns the modelled time of the step (`StepModel.time_of`), in the unit of the cost."""
         return self.model.time_of(self.pack_costs(schedule))
 
 

@@ -122,7 +122,7 @@ class StepModel:
         ]
 
     def run_packs(self, pack_costs: FloatArray) -> FloatArray:
-        """Costs of the packs as they run, [ranks, microbatches].
+        """Returns the costs of the packs as they run, [ranks, microbatches].
 
         With `sync_every_microbatch` [1, microbatches]: the costliest pack of each stands for all.
 
@@ -133,7 +133,7 @@ class StepModel:
         return pack_costs
 
     def time_of(self, pack_costs: FloatArray) -> float:
-        """Modelled time of a step whose packs run in this order.
+        """Returns the modelled time of a step whose packs run in this order.
 
         Args:
             pack_costs: [ranks, microbatches], with the fixed cost in each.
@@ -141,7 +141,7 @@ class StepModel:
         return float(simulate(self.run_packs(pack_costs), self).max())
 
     def even_time_of(self, pack_costs: FloatArray) -> float:
-        """Modelled time of a step whose packs are even: a flow shop, whatever their order.
+        """Returns the modelled time of a step of even packs: a flow shop, whatever their order.
 
         Filling and draining are counted at each rank's costliest pack.
         """

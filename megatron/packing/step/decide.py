@@ -34,21 +34,22 @@ class Decision:
     source_rank: npt.NDArray[np.int32]
     sizes: Sizes
     rank: npt.NDArray[np.int32]
-    """int32 [N]: data-parallel rank that trains it; -1 where it waits for a later step."""
+    """int32 [N]: data-parallel rank that trains it; -1 if it waits for a later step."""
     microbatch: npt.NDArray[np.int32]
     schema: Schema
     """The columns that all of them travel with."""
     stats: PackingStats
     trees: SampleSizes | None = None
-    """Sizes of each sequence, where any is a tree."""
+    """Sizes of each sequence, if any is a tree."""
     loss_tokens: IntArray | None = None
-    """int64 [N], where any is a tree."""
+    """int64 [N], if any is a tree."""
     payload_costs: FloatArray | None = None
-    """float64 [N], where any has a payload."""
+    """float64 [N], if any has a payload."""
 
     def _packs(self) -> tuple[IntArray, IntArray]:
         """Returns the sequences that are trained, by rank and microbatch, and the pack of each."""
         trained = np.flatnonzero(self.rank >= 0)
+        # 2 microbatches: rank 1, microbatch 0    ->    pack 2
         pack = self.rank[trained].astype(np.int64) * self.stats.microbatches
         pack += self.microbatch[trained]
         order = np.argsort(pack, kind="stable")
@@ -56,7 +57,7 @@ class Decision:
 
     def pack_sizes(self) -> dict[str, list[Any]]:
         """Returns sizes of the sequences in `pack_lengths`, one after the other, by name; empty
-        where none is a tree or has a payload.
+        if none is a tree or has a payload.
         """
         sizes: dict[str, npt.NDArray[Any] | None] = {"payload_costs": self.payload_costs}
         if self.trees is not None:
@@ -69,6 +70,7 @@ class Decision:
         """Returns [rank][microbatch] -> real lengths of its sequences."""
         num_ranks, num_microbatches = self.stats.num_ranks, self.stats.microbatches
         order, pack = self._packs()
+        # Packs 0 0 2 of 4    ->    2 0 1 0 sequences, split after 2, 2 and 3 of them
         ends = np.cumsum(np.bincount(pack, minlength=num_ranks * num_microbatches))[:-1]
         lengths = self.sizes.lengths[order]
         packs = [part.tolist() for part in np.split(lengths, ends)]
@@ -91,14 +93,14 @@ def decide(
     settings: PackingSettings,
     max_delay: int | None,
 ) -> Decision | None:
-    """Returns the place of each reported sequence; None at the end of the data, where none is left.
+    """Returns the place of each reported sequence; None if none is left at the end of the data.
 
     Args:
         reports: by data-parallel rank.
         max_delay: steps that a sequence may be delayed by; None without a `DelayQueue`.
 
     Raises:
-        GlobalBatchError: with the reason, where a rank could not load, or no valid schedule was
+        GlobalBatchError: with the reason, if a rank could not load, or no valid schedule was
             found.
     """
     schema = _checked_schema(reports)

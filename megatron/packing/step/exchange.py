@@ -53,7 +53,7 @@ class ReplicaPart(NamedTuple):
     plan: StepPlan
     samples: Samples
     payloads: Sequence[Payload | None] = ()
-    """Payload of each sequence, on ranks of the first stage; empty where none has any."""
+    """Payload of each sequence, on ranks of the first stage; empty if none has any."""
     delayed: Delayed = Delayed.none()
     """Sequences that its data rank loaded and that wait for a later step; none on other ranks."""
     decision: Decision | None = None
@@ -190,7 +190,7 @@ def broadcast_part(
 
 
 def _send_payloads(data: torch.Tensor, groups: DataGroups) -> None:
-    """Sends bytes from the data rank to the other ranks of its first stage; nothing where there are
+    """Sends bytes from the data rank to the other ranks of its first stage; nothing if there are
     none.
     """
     if data.numel():

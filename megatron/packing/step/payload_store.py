@@ -18,7 +18,7 @@ _MAX_WRAPPERS = 4
 
 
 def restore_of(iterator: Any) -> Restore | None:
-    """Returns `restore_sample` of the user's iterator, or of the loader within it; None where there
+    """Returns `restore_sample` of the user's iterator, or of the loader within it; None if there
     is none.
     """
     for _ in range(_MAX_WRAPPERS):

@@ -4,7 +4,7 @@ the rank that trains a sequence has its tensors.
     swap     each data rank sends what it gives away: two all-to-alls, of sizes and of bytes
     decode   keys become tensors, by `PayloadStore.restore` or the iterator's `restore_sample`
     gather   what failed, and the bytes held and sent, to all data ranks
-    again    where a rank could not decode, tensors are sent after all, and it gets no keys any more
+    again    if a rank could not decode, tensors are sent after all, and it gets no keys any more
 
 A step without payloads does none of it.
 """
@@ -78,12 +78,12 @@ def move_payloads(
 ) -> Moved:
     """Sends each payload to the data rank that trains it, and returns those trained here.
 
-    Collective over the data ranks. Raises PayloadError where a payload can be made on no rank.
+    Collective over the data ranks. Raises PayloadError if a payload can be made on no rank.
 
     Args:
         samples: the sequences of this rank, in the order of its report.
         held: payloads that their column `payloads` numbers.
-        restore: function that makes the payload of a key on this rank; None where nothing does.
+        restore: function that makes the payload of a key on this rank; None if nothing does.
     """
     rank = data_ranks_group.rank()
     leaving = _leaving(samples, held, decision, data_ranks_group)

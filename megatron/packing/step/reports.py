@@ -32,13 +32,13 @@ class RankReport:
     ragged: Mapping[str, IntArray] = field(default_factory=dict)
     """Rows of each sequence in columns of further scopes (`Sizes.ragged`); empty without any."""
     trees: SampleSizes | None = None
-    """Sizes of each sequence, where any is a tree."""
+    """Sizes of each sequence, if any is a tree."""
     part: IntArray | None = None
     """0 for a whole sample, 1, 2, ... for the parts of one that was cut, which are trained in one
-    step; None where all are whole.
+    step; None if all are whole.
     """
     payload_costs: FloatArray | None = None
-    """float64 [n], where any has a payload."""
+    """float64 [n], if any has a payload."""
     num_dropped: int = 0
     num_truncated: int = 0
     ended: bool = False
@@ -77,7 +77,7 @@ class RankReport:
 
     @property
     def parts(self) -> IntArray:
-        """`part`, 0 for all where all are whole."""
+        """`part`, 0 for all if all are whole."""
         return np.zeros_like(self.lengths) if self.part is None else self.part
 
 
@@ -91,9 +91,9 @@ class Reports(NamedTuple):
     num_loss_tokens: IntArray
     part: IntArray
     trees: SampleSizes | None
-    """None where no rank has trees."""
+    """None if no rank has trees."""
     payload_costs: FloatArray | None
-    """float64 [N]; None where no rank has payloads."""
+    """float64 [N]; None if no rank has payloads."""
 
     @classmethod
     def of(cls, reports: Sequence[RankReport], alignment: Alignment) -> Reports:
@@ -113,7 +113,7 @@ class Reports(NamedTuple):
         )
 
     def padded(self, alignment: Alignment) -> tuple[IntArray, IntArray | None]:
-        """Returns the tokens that each occupies, and the squares where they are not L^2."""
+        """Returns the tokens that each occupies, and the squares if they are not L^2."""
         if self.trees is None:
             return alignment.padded_length(self.lengths), None
         return self.trees.padded, self.trees.padded_squares

@@ -79,7 +79,7 @@ class PackingOptions:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> PackingOptions:
-        """Returns a config's options, the defaults where it has none."""
+        """Returns a config's options, the defaults if it has none."""
         return getattr(config, "sequence_packing_options", None) or cls()
 
 

@@ -38,7 +38,7 @@ class PackingStats:
     num_loss_tokens: int
     """Tokens that count for the loss; all tokens where that is not known."""
     path_tokens: int = 0
-    """Tokens of all paths, which separate sequences would compute; 0 where no sequence is a tree.
+    """Tokens of all paths, which separate sequences would compute; 0 if no sequence is a tree.
     """
     padded_tokens: int
     """Tokens computed: sequences, their padding, tails and dummy packs."""
@@ -75,7 +75,7 @@ class PackingStats:
     truncated_samples: int = 0
     """Samples that were truncated."""
     delays: list[int] = field(default_factory=list)
-    """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty where none may be."""
+    """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty if none may be."""
     waiting: int = 0
     """Sequences of any rank that are delayed to a later step."""
 
@@ -130,7 +130,7 @@ def packing_stats(
 
     Args:
         length: int64 [N], real lengths of the request's sequences.
-        trees: sizes of the request's sequences, where any is a tree.
+        trees: sizes of the request's sequences, if any is a tree.
     """
     from megatron.packing.scheduling.cost import window_squares
 

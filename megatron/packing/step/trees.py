@@ -49,7 +49,7 @@ def warn_of_trees(samples: Samples, shaped_samples: ShapedSamples, paths_apart: 
 
 
 def reason_against(config: Any, schema: Schema, megatron_lm_calls: bool) -> str | None:
-    """Returns why samples of this schema cannot be trained under `config`; None where they can."""
+    """Returns why samples of this schema cannot be trained under `config`; None if they can."""
     if AXIS_POSITIONS in schema and getattr(config, "mtp_num_layers", None):
         return (
             "positions along axes cannot be trained with multi-token prediction, which moves "
