@@ -85,16 +85,18 @@ class ConfigFields:
         """Returns `rope_parameters` of transformers 5, or `rope_scaling` of 4; of layers of `kind`,
         where they differ. ValueError where both are written and do not say the same.
         """
-        written = [self.get(name) for name in ("rope_parameters", "rope_scaling")]
-        found = dict(written[0] or written[1] or {})
-        if all(written) and _scaling(written[0]) != _scaling(written[1]):
+        new, old = (
+            _without_nulls(self.get(name, {})) for name in ("rope_parameters", "rope_scaling")
+        )
+        found = new or old
+        if new and old and not self._say_the_same(new, old):
             raise ValueError(
                 f"{self.where} has rope_parameters and rope_scaling, which are not the same, and "
                 "transformers takes the latter alone, without the base of the former; write one "
                 "rope_parameters with rope_theta, rope_type and what else rope_scaling has"
             )
         if kind is not None and isinstance(found.get(kind), dict):
-            found = dict(found[kind])
+            found = _without_nulls(found[kind])
         return found
 
     def rope_options(self, rope_theta: float, kind: str | None = None) -> dict[str, Any]:
@@ -104,15 +106,37 @@ class ConfigFields:
         """
         fields = self.rope(kind)
         base = self.rope_base(fields.pop("rope_theta", None), rope_theta)
-        if fields.get("rope_type", fields.get("type")) in ("llama3", "yarn"):
-            # As transformers fills it in.
-            fields.setdefault(
-                "original_max_position_embeddings", self.get("max_position_embeddings")
-            )
-        scaling = rope_scaling_of(fields, f"{self.where}: rope_scaling")
+        scaling = rope_scaling_of(self._filled(fields), f"{self.where}: rope_scaling")
         return {
             "rotary_base": base,
             "rope_scaling": None if scaling is None else scaling.to_json(),
+        }
+
+    def _say_the_same(self, new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+        """Returns whether two ropes scale alike: defaults may be in one alone."""
+        new, old = _without_base(new), _without_base(old)
+        if new == old:
+            return True
+        has_kinds = any(isinstance(value, dict) for value in (*new.values(), *old.values()))
+        if has_kinds or _rope_type(new) != _rope_type(old):
+            return False
+        where = f"{self.where}: rope_parameters or rope_scaling"
+        of_new, of_old = (
+            # What is read of a rope beside its base: its scaling, and Ministral's scale of queries.
+            (rope_scaling_of(self._filled(rope), where), rope.get("llama_4_scaling_beta"))
+            for rope in (new, old)
+        )
+        return of_new == of_old
+
+    def _filled(self, rope: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a rope with the length that its model was trained for, as transformers fills it
+        in.
+        """
+        if _rope_type(rope) not in ("llama3", "yarn"):
+            return rope
+        return {
+            "original_max_position_embeddings": self.get("max_position_embeddings"),
+            **rope,
         }
 
     def rope_base(self, written: object, default: float) -> float:
@@ -184,8 +208,16 @@ def rope_fields(model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a rope says but its base, with the name that its kind has in transformers 5."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    others = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
-    return {"rope_type": kind} | {k: v for k, v in rope.items() if k not in others}
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    """Returns the kind of a rope; `type` is its name in transformers 4."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _without_nulls(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in rope.items() if value is not None}
+
+
+def _without_base(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a rope says but its base and the share that is rotated."""
+    others = ("rope_theta", "partial_rotary_factor")
+    return {key: value for key, value in rope.items() if key not in others}

@@ -183,6 +183,22 @@ def test_the_same_again_is_no_contradiction(tmp_path):
             },
             ["rope_parameters and rope_scaling", "write one rope_parameters"],
         ),
+        (
+            {
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16},
+                "max_position_embeddings": 9,
+            },
+            ["rope_parameters and rope_scaling"],
+        ),
+        (
+            {
+                "model_type": "ministral3",
+                "rope_parameters": MINISTRAL_ROPE,
+                "rope_scaling": MINISTRAL_ROPE | {"llama_4_scaling_beta": 0.2},
+            },
+            ["rope_parameters and rope_scaling"],
+        ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers"]),
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window 0", "at least 1"]),
@@ -219,6 +235,29 @@ def test_what_cannot_be_computed_exactly_is_refused(tmp_path, changes, words):
     assert "\n" not in str(failure.value)
     for word in words:
         assert word in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "new", "old"),
+    [
+        ("llama", {"attention_factor": None}, {}),
+        ("llama", {"original_max_position_embeddings": None}, {}),
+        ("llama", {}, {"original_max_position_embeddings": 32}),
+        ("llama", {"beta_fast": 32}, {"beta_slow": 1.0, "truncate": True}),
+        ("llama", {"rope_theta": 1e4}, {"type": "yarn", "rope_type": None}),
+        ("llama", {"type": "yarn", "rope_type": None}, {}),
+        ("ministral3", {"llama_4_scaling_beta": 0.1}, {"llama_4_scaling_beta": 0.1}),
+    ],
+)
+def test_two_ropes_that_say_the_same_are_read(tmp_path, model_type, new, old):
+    """Whoever adds what a model card says to a folder of transformers 5 writes it in other words:
+    without nulls and defaults, or with them.
+    """
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    ropes = {"rope_parameters": yarn | new, "rope_scaling": yarn | old}
+    changes = {"model_type": model_type, "max_position_embeddings": 32, **ropes}
+    model = parse_with(tmp_path, LLAMA | changes).model
+    assert json.loads(model.rope_scaling) == YARN
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{"])
