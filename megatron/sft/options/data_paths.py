@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +12,8 @@ from megatron.blending.formats.sources import SOURCES
 
 _PATTERN = set("*?[")
 _PREPARED = ".nv-meta"
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.index.json")
+"""What a model or adapter has beside its config, whichever library saved it."""
 _MAX_LISTED = 5
 
 
@@ -51,12 +54,11 @@ def _is_made_by_runs(names: Sequence[str]) -> bool:
     """Returns whether a folder with these files is a run's (see its `options.json`), a checkpoint,
     whole or not, a model or an adapter.
     """
-    suffixes = {os.path.splitext(name)[1] for name in names}
     is_described = not {"config.json", "adapter_config.json"}.isdisjoint(names)
     return (
         {"options.json", "metrics.jsonl"} <= set(names)
-        or ".distcp" in suffixes
-        or (is_described and ".safetensors" in suffixes)
+        or bool(fnmatch.filter(names, "*.distcp"))
+        or (is_described and any(fnmatch.filter(names, pattern) for pattern in _WEIGHTS))
     )
 
 

@@ -41,8 +41,19 @@ def test_runs_checkpoints_and_models_in_a_folder_are_no_data(folder):
         "iter_0000003.unfinished/metadata.json",
         "out/model.safetensors",
         "out/config.json",
+        "gpt2/pytorch_model.bin",
+        "gpt2/config.json",
+        "gpt2/tokenizer.json",
+        "shards/pytorch_model-00001-of-00002.bin",
+        "shards/config.json",
+        "lora/adapter_model.bin",
+        "lora/adapter_config.json",
+        "pointers/model.safetensors.index.json",
+        "pointers/config.json",
         "features/a.safetensors",
         "features/d.jsonl",
+        "tokens/a.bin",
+        "tokens/config.json",
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
@@ -51,6 +62,8 @@ def test_runs_checkpoints_and_models_in_a_folder_are_no_data(folder):
         "b.jsonl",
         "deep/c.parquet",
         "features/d.jsonl",
+        "tokens/a.bin",
+        "tokens/config.json",
     ]
 
 
