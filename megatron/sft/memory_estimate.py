@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import site
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -95,17 +96,25 @@ def estimate_memory(
 
 def _answer_of(request: bytes, seconds: float | None) -> tuple[bytes, bytes]:
     """Returns what the process wrote to its stdout and stderr, until it was ended at the latest."""
-    # A checkout that is not installed may be on this process's path by its script's folder alone.
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "megatron.sft", "fit", OF_RUN]
     try:
         done = subprocess.run(
-            command, input=request, capture_output=True, timeout=seconds, env=environment
+            command, input=request, capture_output=True, timeout=seconds, env=_environment()
         )
     except subprocess.TimeoutExpired as late:
         return late.stdout or b"", late.stderr or b""
     return done.stdout, done.stderr
+
+
+def _environment() -> dict[str, str]:
+    """Returns this process's, with the folder that it imports this package from on PYTHONPATH."""
+    own = str(Path(__file__).parents[2])
+    if own in (*site.getsitepackages(), site.getusersitepackages()):
+        # Installed: found anyway, and a typing.py there must not stand before the library's own.
+        return dict(os.environ)
+    # A checkout that is not installed may be on this process's path by its script's folder alone.
+    paths = filter(None, [own, os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _values_of(printed: bytes) -> Iterator[Any]:

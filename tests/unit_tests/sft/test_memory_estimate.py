@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import site
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -67,13 +69,34 @@ def test_no_estimate_says_why(given: dict[str, Any], failure: str) -> None:
     assert str(found.failure).endswith(failure)
 
 
-def test_the_process_imports_what_this_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout that is not installed is on the path by its script's folder alone."""
+@pytest.fixture
+def python_path(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Returns a function: the folders on the process's PYTHONPATH, of one that has /elsewhere."""
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    done = subprocess.CompletedProcess([], 0, b"", b"")
-    with mock.patch.object(subprocess, "run", return_value=done) as run:
-        estimate_memory(cast(SFTConfig, None), 96, 2)
-    (own, given) = run.call_args.kwargs["env"]["PYTHONPATH"].split(os.pathsep)
+
+    def of_process() -> list[str]:
+        done = subprocess.CompletedProcess([], 0, b"", b"")
+        with mock.patch.object(subprocess, "run", return_value=done) as run:
+            estimate_memory(cast(SFTConfig, None), 96, 2)
+        assert run.call_args.args[0][:3] == [sys.executable, "-m", "megatron.sft"]
+        path: str = run.call_args.kwargs["env"]["PYTHONPATH"]
+        return path.split(os.pathsep)
+
+    return of_process
+
+
+def test_the_process_imports_what_this_one_did(python_path: Callable[[], list[str]]) -> None:
+    """A checkout that is not installed is on the path by its script's folder alone."""
+    (own, given) = python_path()
     assert Path(own, "megatron", "sft") in map(Path, megatron.sft.__path__)
     assert given == "/elsewhere"
-    assert run.call_args.args[0][:3] == [sys.executable, "-m", "megatron.sft"]
+
+
+@pytest.mark.parametrize("kind", ["getsitepackages", "getusersitepackages"])
+def test_installed_packages_do_not_shadow_the_standard_library(
+    python_path: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """PYTHONPATH stands before it: a backport such as typing.py would be imported in its place."""
+    own = str(Path(megatron.sft.__path__[0]).parents[1])
+    monkeypatch.setattr(site, kind, lambda: [own] if kind == "getsitepackages" else own)
+    assert python_path() == ["/elsewhere"]
