@@ -1,14 +1,14 @@
 """pure. Layouts of a model over GPUs, and the choice of the fastest that fit.
 
-Memory is asked for as seldom as possible: from the fastest layout on, until enough fit. A layout
-that does not fit rules out those that hold more: larger packs, or less recomputation, with all else
-alike.
+Memory and validity are asked for as seldom as possible: from the fastest layout on, until enough
+fit. A layout that does not fit rules out those that hold more: larger packs, or less recomputation,
+with all else alike.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, NamedTuple
@@ -199,12 +199,15 @@ class Search(NamedTuple):
 
     best: list[Choice]
     num_layouts: int
+    """Layouts that were listed, valid or not."""
     num_timed: int
     """Layouts whose step was scheduled."""
     num_measured: int
     """Layouts whose memory was traced."""
     num_too_large: int
     """Layouts among the faster ones that do not fit."""
+    num_refused: int = 0
+    """Layouts among the faster ones that are not valid."""
 
 
 class Measures(NamedTuple):
@@ -216,10 +219,12 @@ class Measures(NamedTuple):
     least_bytes: Callable[[Candidate], int]
     """At most `num_bytes`."""
     num_bytes: Callable[[Candidate], int]
+    is_valid: Callable[[Candidate], bool] = lambda one: True
+    """Asked before all but `least_seconds`."""
 
 
 def search(
-    candidates: Sequence[Candidate],
+    candidates: Iterable[Candidate],
     measures: Measures,
     memory: int,
     count: int = 5,
@@ -229,21 +234,27 @@ def search(
 
     Best first: a layout is scheduled once no other may be faster by its bound, and traced once none
     may be faster at all. Of layouts that are as fast, those with less recomputation come first,
-    then smaller packs, then the order of `candidates`. `progress` is called with the search so far
-    before each step.
+    then smaller packs, then the order of `candidates`. Each of `candidates` is bounded before the
+    next one is drawn; then `progress` is called with the search so far before each step.
     """
-    found = Search([], len(candidates), 0, 0, 0)
+    listed: list[Candidate] = []
     failed: list[Candidate] = []
-    waiting: list[tuple[float, bool, int, int, int]] = [
-        (measures.least_seconds(one), False, RECOMPUTES.index(one.recompute), one.capacity, number)
-        for number, one in enumerate(candidates)
-    ]
+    waiting: list[tuple[float, bool, int, int, int]] = []
+    for number, one in enumerate(candidates):
+        listed.append(one)
+        least = measures.least_seconds(one)
+        waiting.append((least, False, RECOMPUTES.index(one.recompute), one.capacity, number))
     heapq.heapify(waiting)
+    found = Search([], len(listed), 0, 0, 0)
     while waiting and len(found.best) < count:
         progress(found)
         seconds, is_timed, recompute, capacity, number = heapq.heappop(waiting)
-        one = candidates[number]
-        if measures.least_bytes(one) > memory or any(one.holds_at_least(other) for other in failed):
+        one = listed[number]
+        if not is_timed and not measures.is_valid(one):
+            found = found._replace(num_refused=found.num_refused + 1)
+        elif measures.least_bytes(one) > memory or any(
+            one.holds_at_least(other) for other in failed
+        ):
             found = found._replace(num_too_large=found.num_too_large + 1)
         elif not is_timed:
             found = found._replace(num_timed=found.num_timed + 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,17 @@ _PASSES = 3
 """A backward pass is two forward passes."""
 
 
+class _Work(NamedTuple):
+    """Work of a step in a layout, before any rank waits for another."""
+
+    cost: PackCost
+    """Seconds of a pack, over all stages one after the other."""
+    parts: Mapping[str, float]
+    """By part, the mean seconds of a stage for a step's sequences."""
+    costliest: float
+    """Seconds of the costliest sample, through all stages; its mean share of a step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimeModel:
     """Times of a model's layouts on a device, for given global batches."""
@@ -54,6 +66,9 @@ class TimeModel:
     """Seconds of a pack on one device, in place of the arithmetic and its memory traffic."""
     _scheduled: dict[Candidate, float] = field(default_factory=dict, init=False, repr=False)
     """Seconds of scheduled steps. The optimizer's sharding does not change a schedule."""
+    _works: dict[tuple[object, ...], _Work] = field(default_factory=dict, init=False, repr=False)
+    """By what it depends on: neither the optimizer's sharding nor which stages have fewer layers.
+    """
 
     def seconds(self, candidate: Candidate) -> float:
         """Returns the modelled seconds of a step."""
@@ -63,33 +78,43 @@ class TimeModel:
         """Returns those of a step in which no rank or stage waits for another, or of the costliest
         sample, whose pack goes through all stages, one after the other.
         """
-        cost, parts = self._work(candidate)
-        alone = max(_costs(cost, batch).max() for batch in self.batches) / len(self.batches)
-        return max(sum(parts.values()), alone) + sum(self._per_step(candidate).values())
+        work = self._work(candidate)
+        once = sum(self._per_step(candidate).values())
+        return max(sum(work.parts.values()), work.costliest) + once
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
         """Returns the seconds of a step by part; `schedule` is waiting for other ranks and stages,
         and each microbatch's movement of the weights.
         """
-        cost, found = self._work(candidate)
+        work = self._work(candidate)
+        found = dict(work.parts)
         key = replace(candidate, shards_optimizer=False)
         if key not in self._scheduled:
-            layout = self._step_layout(candidate, cost)
+            layout = self._step_layout(candidate, work.cost)
             step = modelled_cost(self.batches, layout, self.scheduler)
             self._scheduled[key] = step / len(self.batches)
         found["schedule"] = self._scheduled[key] - sum(found.values())
         return found | self._per_step(candidate)
 
-    def _work(self, candidate: Candidate) -> tuple[PackCost, dict[str, float]]:
-        """The cost of a pack, and by part the mean seconds of a stage for a step's sequences."""
+    def _work(self, candidate: Candidate) -> _Work:
+        """Returns the layout's work, computed once for all that share it."""
+        one = candidate
+        key = one.dp, one.tp, one.pp, one.vpp, one.cp, one.ep, one.recompute, one.capacity
+        if key not in self._works:
+            self._works[key] = self._new_work(candidate)
+        return self._works[key]
+
+    def _new_work(self, candidate: Candidate) -> _Work:
         per_token = self._per_token(candidate)
         cost = self._pack_cost(candidate, sum(per_token.values()))
         stages = len(self.batches) * candidate.dp * candidate.pp
         tokens = sum(batch.num_tokens for batch in self.batches) / stages
         found = {name: seconds * tokens for name, seconds in per_token.items()}
-        whole = float(sum(_costs(cost, batch).sum() for batch in self.batches))
+        costs = [_costs(cost, batch) for batch in self.batches]
+        whole = float(sum(each.sum() for each in costs))
         found["attention"] = whole / stages - cost.linear * tokens
-        return cost, found
+        costliest = float(max(each.max() for each in costs)) / len(costs)
+        return _Work(cost, found, costliest)
 
     def _pack_cost(self, candidate: Candidate, linear: float) -> PackCost:
         """Seconds of a pack, over all stages one after the other."""
@@ -102,7 +127,7 @@ class TimeModel:
                 fixed=self.measured.fixed / candidate.tp,
                 windows=_scaled(self.measured.windows, repeated / ranks),
             )
-        flops = self._flops()
+        flops = self._flops
         attention = ATTENTION_SHARE * self.device.flops
         repeated = 4 / _PASSES if candidate.recompute != "none" else 1.0
         # Each microbatch moves the weights twice, and adds to their gradients.
@@ -121,6 +146,7 @@ class TimeModel:
         assert self.shape.num_layers is not None
         return self.shape.num_layers + (self.shape.mtp_num_layers or 0)
 
+    @cached_property
     def _flops(self) -> PackCost:
         assert self.shape.hidden_size is not None
         return layers_pack_cost(
@@ -137,7 +163,7 @@ class TimeModel:
         """
         shape = self.shape
         assert shape.hidden_size is not None
-        whole = self._flops().fixed / FLOPS_PER_WEIGHT
+        whole = self._flops.fixed / FLOPS_PER_WEIGHT
         experts = 0.0
         if shape.num_experts is not None:
             assert shape.num_layers is not None
@@ -163,7 +189,7 @@ class TimeModel:
             if shape.num_experts is not None:
                 tokens_of_expert = candidate.capacity * shape.moe_router_topk // shape.num_experts
             width = max(min(hidden, ffn // (1 if shape.num_experts else tp), tokens_of_expert), 16)
-            flops = self._flops()
+            flops = self._flops
             products = (flops.linear - flops.head) * repeated + flops.head
             found["arithmetic"] = products / ranks / device.matmul_flops(width)
             # Norms, residuals, activations, rotary embeddings: tensors read or written, 2 bytes.

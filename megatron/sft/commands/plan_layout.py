@@ -6,7 +6,7 @@ Times are modelled (`megatron/planner/layout/times.py`), memory is traced (`mega
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,24 +91,21 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
         has_adapters=base.lora.lora,
         measured=None if base.packing.fitted_cost is None else base.packing.fitted_cost.cost,
     )
-    candidates = [
-        one
-        for one in enumerated(
-            options.world_size,
-            num_layers=base.model.num_layers,
-            num_experts=base.model.num_experts,
-            capacities=partial(_capacities, base.model.seq_length),
-            gpus_per_node=device.gpus_per_node,
-        )
-        if is_valid(base, one)
-    ]
-    if not candidates:
+    candidates = enumerated(
+        options.world_size,
+        num_layers=base.model.num_layers,
+        num_experts=base.model.num_experts,
+        capacities=partial(_capacities, base.model.seq_length),
+        gpus_per_node=device.gpus_per_node,
+    )
+    memory = Memory(base=base, vocab_size=vocab_size, limit=limit, loss_share=options.loss_share)
+    measures = _measures(times, memory, partial(is_valid, base))
+    found, is_whole = _searched(candidates, measures, limit, options.layouts)
+    if is_whole and found.num_refused == found.num_layouts:
         raise ValueError(
             f"no layout of {options.world_size} GPUs divides the model and --global-batch-size "
             f"{size}; change --world-size, or make the batch a multiple of it"
         )
-    memory = Memory(base=base, vocab_size=vocab_size, limit=limit, loss_share=options.loss_share)
-    found, is_whole = _searched(candidates, _measures(times, memory), limit, options.layouts)
     tokens = sum(batch.num_tokens for batch in times.batches) / len(times.batches)
     if not is_whole and not found.best:
         raise KeyboardInterrupt
@@ -126,23 +123,28 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
         print(f"\npage: {options.html}")
 
 
-def _measures(times: TimeModel, memory: Memory) -> Measures:
+def _measures(times: TimeModel, memory: Memory, is_valid: Callable[[Candidate], bool]) -> Measures:
     def least_bytes(one: Candidate) -> int:
         least = times.least_bytes(one)
         if least > memory.limit:  # known without a trace
             return least
         return max(least, memory.least_bytes(one, times.least_states(one)))
 
-    return Measures(times.least_seconds, times.seconds, least_bytes, memory.num_bytes)
+    return Measures(times.least_seconds, times.seconds, least_bytes, memory.num_bytes, is_valid)
 
 
 def _searched(
-    candidates: Sequence[Candidate], measures: Measures, limit: int, count: int
+    candidates: Iterable[Candidate], measures: Measures, limit: int, count: int
 ) -> tuple[Search, bool]:
     """Returns the search, and whether it is whole. Interrupted, it has what was found until then:
     the fastest of all, only fewer.
     """
-    so_far = Search([], len(candidates), 0, 0, 0)
+    so_far = Search([], 0, 0, 0, 0)
+
+    def listed() -> Iterator[Candidate]:
+        for number, one in enumerate(candidates):
+            line.show(f"listing layouts: {number:,}")
+            yield one
 
     def show(found: Search) -> None:
         nonlocal so_far
@@ -150,12 +152,13 @@ def _searched(
         line.show(
             f"searching {found.num_layouts:,} layouts: {found.num_timed:,} scheduled, "
             f"{found.num_measured:,} traced, {found.num_too_large:,} too large, "
+            f"{found.num_refused:,} refused by the trainer's checks, "
             f"{len(found.best)} of {count} found"
         )
 
     with ProgressLine() as line:
         try:
-            return search(candidates, measures, limit, count, show), True
+            return search(listed(), measures, limit, count, show), True
         except KeyboardInterrupt:
             return so_far, False
 
@@ -240,11 +243,13 @@ def _print(
     options: LayoutSearchOptions,
     limit: int,
 ) -> None:
+    refused = f" {found.num_refused:,} others are refused by the trainer's checks."
     print(
         f"{options.world_size} {options.gpu}, {limit / GIB:,.1f} GiB each; global batch of "
         f"{base.training.global_batch_size} sequences, {tokens:,.0f} tokens. Of "
         f"{found.num_layouts:,} layouts {found.num_timed:,} were scheduled and the memory of "
-        f"{found.num_measured:,} was traced; {found.num_too_large:,} faster ones do not fit. Times "
+        f"{found.num_measured:,} was traced; {found.num_too_large:,} faster ones do not fit."
+        f"{refused * bool(found.num_refused)} Times "
         "are modelled; memory is estimated, margin included.\n"
     )
     for number, choice in enumerate(found.best, start=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -87,6 +88,54 @@ def test_a_search_says_how_far_it_is() -> None:
     assert counts[0] == (0, 0, 0)
     assert all(sum(more) - sum(less) in (1, 2) for less, more in pairwise(counts))
     assert found.num_timed >= seen[-1].num_timed > len(found.best)
+
+
+def test_layouts_are_listed_as_they_are_bounded() -> None:
+    """Tens of thousands of bounds take seconds, in which only the listing can show progress."""
+    events: list[tuple[str, Candidate]] = []
+
+    def listed() -> Iterator[Candidate]:
+        for one in SIX:
+            events.append(("listed", one))
+            yield one
+
+    def least_seconds(one: Candidate) -> float:
+        events.append(("bounded", one))
+        return TIMES.least_seconds(one)
+
+    search(listed(), MEASURES._replace(least_seconds=least_seconds), 80 * GIB)
+    assert events == [(event, one) for one in SIX for event in ("listed", "bounded")]
+
+
+def test_refused_layouts_are_left_out_and_few_are_checked() -> None:
+    """The trainer's checks of every layout took longer than the search."""
+    checked: list[Candidate] = []
+
+    def is_valid(one: Candidate) -> bool:
+        checked.append(one)
+        return one.tp > 1
+
+    found = search(CLUSTER, MEASURES._replace(is_valid=is_valid), 45 * GIB)
+    expected = search([one for one in CLUSTER if one.tp > 1], MEASURES, 45 * GIB)
+    assert found.best == expected.best
+    assert found.num_refused == sum(one.tp == 1 for one in checked) > 0
+    assert len(set(checked)) == len(checked) < len(CLUSTER)
+
+
+def test_layouts_with_the_same_work_share_its_computation() -> None:
+    """Sharding of the optimizer and the ends of stages change nothing in it: at 720 GPUs the
+    bounds took most of a minute."""
+    calls: list[object] = []
+
+    class Counted(Sequences):
+        @property
+        def squares(self) -> None:  # asked for once for each cost of a batch
+            calls.append(self)
+
+    times = replace(TIMES, batches=[Counted(BATCHES[0].lengths)])
+    assert [times.least_seconds(one) for one in SIX] == [TIMES.least_seconds(one) for one in SIX]
+    works = {(one.dp, one.tp, one.pp, one.vpp, one.cp, one.recompute, one.capacity) for one in SIX}
+    assert len(calls) == len(works) < len(SIX)
 
 
 def test_a_schedule_serves_both_kinds_of_optimizer() -> None:
