@@ -162,7 +162,7 @@ def _first_of_finite(weights: Sequence[Fraction], sizes: Sequence[int], seed: in
 
 
 def checkpoint(folder: Path) -> None:
-    """What --save takes in one process after a step on CPU, and torch.save of the same tensors.
+    """Measures --save in one process after a step on CPU, and torch.save of the same tensors.
 
     The model and its optimizer are 0.85 GB in float32.
     """

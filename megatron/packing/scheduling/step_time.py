@@ -77,8 +77,8 @@ class StepModel:
 
     @property
     def only_rank_sums_count(self) -> bool:
-        """Whether a step takes the costliest rank's sum, however it is divided into packs: without
-        a pipeline, where ranks wait for one another at the end of the step only.
+        """Returns whether a step takes the costliest rank's sum, however it is divided into packs:
+        there is no pipeline, and ranks wait for one another only at the end of the step.
         """
         return self.num_stages == 1 and not self.sync_every_microbatch
 

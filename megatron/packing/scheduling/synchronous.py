@@ -64,7 +64,7 @@ class SynchronousLimits:
     max_fruitless: int = 3
     """Numbers of microbatches in a row without a gain, after which the search ends."""
     max_fruitless_large: int = 1
-    """As `max_fruitless`, for batches of more than `small_batch` sequences: each takes longer."""
+    """The same for batches of more than `small_batch` sequences, where each number takes longer."""
     max_refined: int = 2
     """Numbers of microbatches, the best ones, that are refined; one above `small_batch`."""
     max_ordered: int = 4

@@ -64,7 +64,7 @@ class PayloadStore:
         self.without_files: set[int] = set()
         """Data-parallel ranks that could not make a payload by its key."""
         self.is_said = False
-        """Whether the way that payloads travel was logged."""
+        """True once a log line has named the way that payloads travel."""
 
     def cost_of(self, given: Mapping[str, Any]) -> float:
         """Returns the cost of a sample's payloads from its `costs`."""

@@ -46,7 +46,7 @@ class _Work(NamedTuple):
     cost: PackCost
     """Seconds of a pack, over all stages one after the other."""
     parts: Mapping[str, float]
-    """By part, the mean seconds of a stage for a step's sequences."""
+    """Mean seconds of a stage for a step's sequences, by part."""
     costliest: float
     """Seconds of the costliest sample, through all stages; its mean share of a step."""
 
@@ -67,7 +67,8 @@ class TimeModel:
     _scheduled: dict[Candidate, float] = field(default_factory=dict, init=False, repr=False)
     """Seconds of scheduled steps. The optimizer's sharding does not change a schedule."""
     _works: dict[tuple[object, ...], _Work] = field(default_factory=dict, init=False, repr=False)
-    """By what it depends on: neither the optimizer's sharding nor which stages have fewer layers.
+    """Work of the layouts seen, which neither the optimizer's sharding nor stages with fewer layers
+    change.
     """
 
     def seconds(self, candidate: Candidate) -> float:

@@ -93,7 +93,7 @@ class Request:
 
 
 class Trace(NamedTuple):
-    """What a run of one rank had alive."""
+    """Bytes alive in a run of one rank."""
 
     phases: list[Phase]
     """Building the model, a step, and what follows once the optimizer has its state."""

@@ -13,7 +13,7 @@ from megatron.blending.formats.sources import SOURCES
 _PATTERN = set("*?[")
 _PREPARED = ".nv-meta"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.index.json")
-"""What a model or adapter has beside its config, whichever library saved it."""
+"""Files of a model or adapter beside its config, by whichever library saved it."""
 _MAX_LISTED = 5
 
 

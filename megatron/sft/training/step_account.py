@@ -16,9 +16,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.global_batch import GlobalBatch
+from megatron.packing.step.groups import is_data_rank
 from megatron.packing.step.stats import PackingStats
 from megatron.sft.data.counts import Counts
 from megatron.sft.data.stream import Share
@@ -86,12 +88,7 @@ class Reduced(NamedTuple):
 
 def counts_samples() -> bool:
     """Returns whether this rank counts its samples: one rank of all that load the same ones."""
-    ranks = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-    )
-    return ranks == (0, 0, 0)
+    return is_data_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
 
 
 class StepFigures(NamedTuple):

@@ -15,7 +15,7 @@ from megatron.sft.training.step_account import Reduction
 
 
 class UpdateResult(NamedTuple):
-    """What became of the gradients of a step."""
+    """Outcome of a step's gradients."""
 
     lr: float
     """Learning rate of this step."""
