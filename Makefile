@@ -168,12 +168,13 @@ test-cpu-%: $(VENV)/.dev
 	$(foreach tests,$(CPU_TESTS),env $(CPU_$*) $(VENV)/bin/pytest $(CPU_$(tests)) &&) true
 # Tests that a megatron-core and a torch do what packing needs: docs/reference/megatron-core.md. 0.17 and later are for Python 3.12 and later.
 CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
-# With a torch of its own (TORCH=2.13.0) an environment of its own.
+# With a torch of its own (TORCH=2.13.0) an environment of its own. C++ that megatron-core would compile in a step, half a
+# minute on each core and kept in the home folder, has no folder here.
 CORE_VENV = .venv-core-$(VERSION)$(if $(TORCH),-torch-$(TORCH))
 test-core:
 	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }
 	$(MAKE) $(CORE_VENV)/.core VENV=$(CORE_VENV) PYTHON=$(CORE_PYTHON)
-	LAYOUTS=few $(CORE_VENV)/bin/pytest $(SPREAD) $(CORE_TESTS)
+	LAYOUTS=few TORCH_EXTENSIONS_DIR=/dev/null $(CORE_VENV)/bin/pytest $(SPREAD) $(CORE_TESTS)
 
 core-python:
 	@echo $(CORE_PYTHON)

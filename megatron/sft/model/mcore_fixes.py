@@ -8,7 +8,7 @@ Each function mends one, and only where megatron-core has it: 0.19 defines `te_g
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ def install() -> None:
     _define_te_general_gemm()
     _ask_for_no_version_of_nothing()
     _recompute_norms_without_fp8()
+    _recompute_without_a_compiler()
     _count_no_tokens_for_biases()
     _load_distributed_adam()
     _count_float32_weights_first()
@@ -84,6 +85,34 @@ def _recompute_norms_without_fp8() -> None:
 
     with_fp8_if_asked.is_mended = True  # type: ignore[attr-defined]
     CheckpointWithoutOutput.__init__ = with_fp8_if_asked
+
+
+def _recompute_without_a_compiler() -> None:
+    """Gives recomputed outputs back by a copy on CPU, as 0.16.1 does everywhere.
+
+    0.19 lets both share memory by C++ that it compiles in the first backward pass: half a minute
+    per core, and an error without ninja and a compiler. On a GPU, whose images have both, that
+    saves memory and stays.
+    """
+    from megatron.core.tensor_parallel import random
+
+    get_compiled = getattr(random, "_get_share_storage", None)
+    if get_compiled is None or hasattr(get_compiled, "copies_on_cpu"):
+        return
+
+    def share(output: Tensor, recomputed: Tensor) -> None:
+        if output.device.type == "cpu":
+            storage, source = output.untyped_storage(), recomputed.untyped_storage()
+            storage.resize_(source.size())
+            storage.copy_(source)
+        else:
+            get_compiled()(output, recomputed)
+
+    def get_share_storage() -> Callable[[Tensor, Tensor], None]:
+        return share
+
+    get_share_storage.copies_on_cpu = True  # type: ignore[attr-defined]
+    random._get_share_storage = get_share_storage
 
 
 def _count_no_tokens_for_biases() -> None:
