@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.step import decide
 from megatron.packing.step.decide import GlobalBatchError
+from megatron.packing.step.delay import LocalSamples
 from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
 from megatron.packing.step.groups import data_groups, is_data_rank
 from megatron.packing.step.settings import PackingOptions
@@ -276,6 +279,10 @@ def outcome(layout: Layout, case: str) -> str:
     data = iterators(layout, draws)
     if case == "no iterator" and dist.get_rank() == 0:
         data = None
+    if case in FAULTS:
+        owner, name, guilty = FAULTS[case]
+        if groups.dp.rank() == guilty:
+            setattr(owner, name, mock.Mock(side_effect=MemoryError("injected")))
     try:
         stats = schedule_global_batch(data, config, 2, groups).stats
     except GlobalBatchError as failure:
@@ -285,6 +292,11 @@ def outcome(layout: Layout, case: str) -> str:
     return f"{stats.tokens} tokens, {stats.dropped_samples} dropped, {stats.truncated_samples} cut"
 
 
+FAULTS: dict[str, tuple[Any, str, int]] = {
+    "no memory to join": (LocalSamples, "of", 1),
+    "no memory to decide": (decide, "packing_stats", 0),
+}
+"""A function that raises what nobody expects of it, on one data-parallel rank."""
 PIPELINED, CONTEXT = Layout(8, tensor=2, pipeline=2), Layout(4, context=2)
 CASES = [
     (Layout(2), "fails", "data-parallel rank 1 (rank 1), fetch 1: OSError: disk gone"),
@@ -302,6 +314,8 @@ CASES = [
     (PIPELINED, "no iterator", "must have a data iterator, but has none"),
     (PIPELINED, "end", "end"),
     (Layout(3), "end", "end"),
+    (PIPELINED, "no memory to join", "data-parallel rank 1 (rank 2): MemoryError: injected"),
+    (PIPELINED, "no memory to decide", "rank 0 cannot schedule the step: MemoryError: injected"),
     (Layout(2), "some end", f"{10 + 10 + 20} tokens, 0 dropped, 0 cut"),
 ]
 

@@ -93,7 +93,9 @@ def get_batch_on_this_rank_for_sequence_packing(
     Args:
         vpp_size, vp_stage: number of virtual stages on this rank, and which one asks (interleaving
             only).
-        mtp_on_this_rank: whether layers here predict further tokens, which takes all fields.
+        mtp_on_this_rank: whether layers here predict further tokens, which takes all fields. A
+            stage between the first and the last has them where `pipeline_model_parallel_layout` of
+            `wrap_dataloader`'s config places these layers there.
         dynamic_cp, config: as scripts of Megatron-LM's dev branch pass them. A context-parallel
             size for each pack is not supported: dynamic_cp=True raises ValueError, and config is
             ignored.
@@ -103,7 +105,7 @@ def get_batch_on_this_rank_for_sequence_packing(
             "dynamic_cp=True is not supported: all packs have one context-parallel size; pass "
             "dynamic_cp=False and --context-parallel-size"
         )
-    microbatch = _next_microbatch(data_iterator)
+    microbatch = _next_microbatch(data_iterator, mtp_on_this_rank=mtp_on_this_rank)
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
     device = device_of(groups.tp)
     params = packed_seq_params(microbatch, device)
@@ -148,8 +150,12 @@ def get_batch_on_this_rank_for_sequence_packing(
     return batch
 
 
-def _next_microbatch(data_iterator: Iterator[Any] | None) -> dict[str, Any]:
-    """Returns the next one; ValueError where the iterator gives none of ours."""
+def _next_microbatch(
+    data_iterator: Iterator[Any] | None, *, mtp_on_this_rank: bool
+) -> dict[str, Any]:
+    """Returns the next one; ValueError where the iterator gives none of ours, or one without the
+    tokens that multi-token prediction needs.
+    """
     if data_iterator is None:
         raise ValueError(
             "every rank must have a data iterator from wrap_dataloader, but this one has None; "
@@ -162,6 +168,12 @@ def _next_microbatch(data_iterator: Iterator[Any] | None) -> dict[str, Any]:
             "the data iterator gave something else than a packed microbatch; call "
             "plugin.install(config, arguments) before get_forward_backward_func(), or pass the "
             "iterator through wrap_dataloader"
+        )
+    if mtp_on_this_rank and "tokens" not in microbatch:
+        raise ValueError(
+            "mtp_on_this_rank=True needs tokens, but this pipeline stage has none: the config that "
+            "wrap_dataloader was given has no multi-token prediction here; place it here by its "
+            "pipeline_model_parallel_layout, or pass mtp_on_this_rank=False"
         )
     return microbatch
 

@@ -165,8 +165,13 @@ class LocalSamples(NamedTuple):
         try:
             return cls(loaded, delayed, *with_payloads(parts))
         except ValueError as failure:
-            failed = Loaded.failed(f"{name}: {failure}")
-            return cls(failed, None, failed.samples, failed.payloads)
+            return cls.failed(f"{name}: {failure}")
+
+    @classmethod
+    def failed(cls, error: str) -> LocalSamples:
+        """Returns no sequences and the error."""
+        loaded = Loaded.failed(error)
+        return cls(loaded, None, loaded.samples, loaded.payloads)
 
     def left_behind(self, stays: IntArray, *, restores: bool) -> Delayed:
         """Returns the sequences `stays`, which wait for a later step: one step more than so far.

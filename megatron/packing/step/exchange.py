@@ -11,6 +11,7 @@ Errors travel as values, and are raised alike on every rank that waits for the r
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
@@ -32,6 +33,7 @@ from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class StepPlan(NamedTuple):
@@ -69,7 +71,8 @@ def decide_together(
 ) -> Decision:
     """Returns the scheduling rank's decision on all data ranks; see `decide`.
 
-    Raises on all of them alike what `decide` raises, and StopIteration at the end of the data.
+    Raises on all of them alike: GlobalBatchError, whatever `decide` raises, and StopIteration at
+    the end of the data.
     """
     reports = gather(report, data_ranks_group)
     answer: Decision | GlobalBatchError | None = None
@@ -78,6 +81,10 @@ def decide_together(
             answer = decide(reports, num_fetches, settings, max_delay)
         except GlobalBatchError as failure:  # the other data ranks wait for an answer
             answer = failure
+        except Exception as failure:  # a defect, or no memory: they must not wait for ever either
+            logger.exception("the step cannot be scheduled")
+            cause = f"{type(failure).__name__}: {failure}"
+            answer = GlobalBatchError(f"rank {dist.get_rank()} cannot schedule the step: {cause}")
     answer = broadcast(answer, 0, data_ranks_group)
     if answer is None:
         raise StopIteration

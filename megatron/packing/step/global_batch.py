@@ -21,6 +21,7 @@ exception while loading or scheduling, a batch that no schedule fits) is raised 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +44,7 @@ from megatron.packing.batch.microbatches import (
 from megatron.packing.batch.payload_bytes import payloads_of_packs
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
-from megatron.packing.batch.tree_shapes import shaped
+from megatron.packing.batch.tree_shapes import ShapedSamples, shaped
 from megatron.packing.step.decide import Decision, GlobalBatchError
 from megatron.packing.step.delay import Delayed, DelayQueue, LocalSamples
 from megatron.packing.step.exchange import (
@@ -58,9 +59,11 @@ from megatron.packing.step.load import load_samples
 from megatron.packing.step.payload_store import PayloadStore, restore_of
 from megatron.packing.step.payloads import Moved, move_payloads
 from megatron.packing.step.reports import RankReport
-from megatron.packing.step.settings import PackingOptions, PackingSettings
+from megatron.packing.step.settings import PackingOptions, PackingSettings, reads_tokens
 from megatron.packing.step.stats import PackingStats
 from megatron.packing.step.trees import reason_against, warn_of_trees
+
+logger = logging.getLogger(__name__)
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
 
@@ -146,9 +149,10 @@ def schedule_global_batch(
                 options.payloads,
             )
         # The other ranks of the replica wait in `broadcast_part`, so the error is sent to them.
-        # Whatever the user's code raises in loading or scheduling has become one of these two, on
-        # all data ranks. Anything else is a broken connection or a defect: it ends this process,
-        # and the collectives of ranks that wait for it fail, at the latest by their timeout.
+        # Whatever is raised in loading or scheduling has become one of these two, on all data
+        # ranks. Anything else comes after it, of a broken connection or a defect: it ends this
+        # process, and the collectives of ranks that wait for it fail, at the latest by their
+        # timeout.
         except (GlobalBatchError, StopIteration) as failure:
             part = failure
     plan, samples, payloads, delayed, decision = broadcast_part(part, groups_of_data)
@@ -161,12 +165,9 @@ def schedule_global_batch(
     if getattr(config, "mrope_section", None) is not None:  # also where all samples are text
         samples = samples.with_schema((AXIS_POSITIONS,))
     layouts = layouts_of_samples(samples, plan.num_sequences, settings.alignment)
-    # The first stage has the embedding, the last one the loss and multi-token prediction. Stages in
-    # the middle read no tokens, only where sequences begin and end.
-    has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     microbatches = (
         pack(samples, plan.num_sequences, layouts)
-        if has_tokens
+        if reads_tokens(config, groups.pp)
         else layout_microbatches(layouts, samples=samples)
     )
     if payloads:
@@ -198,24 +199,25 @@ def _load_and_place(
     """
     iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
     name = f"data-parallel rank {data_ranks_group.rank()} (rank {dist.get_rank()})"
-    loaded = load_samples(
-        iterator,
-        num_fetches,
-        settings.capacity,
-        settings.over_length_policy,
-        name,
-        None if store is None else store.cost_of,
-    )
-    # megatron-core's RerunDataIterator gives the samples of the step before once more while it is
-    # `replaying`.
-    is_repeated = getattr(iterator, "replaying", False)
-    local = LocalSamples.of(loaded, queue, name, is_repeated=is_repeated)
-    # The queue holds trees as they were loaded; their shape is that of this layout.
-    shaped_samples = shaped(local.samples, settings.trees)
     is_scheduling_rank = data_ranks_group.rank() == 0
-    if is_scheduling_rank:
-        warn_of_trees(local.samples, shaped_samples, settings.paths_apart)
-    report = RankReport.of(local.loaded, local.delayed, shaped_samples, settings.alignment)
+    try:
+        loaded = load_samples(
+            iterator,
+            num_fetches,
+            settings.capacity,
+            settings.over_length_policy,
+            name,
+            None if store is None else store.cost_of,
+        )
+        # megatron-core's RerunDataIterator gives the samples of the step before once more while it
+        # is `replaying`.
+        is_repeated = getattr(iterator, "replaying", False)
+        local = LocalSamples.of(loaded, queue, name, is_repeated=is_repeated)
+        shaped_samples, report = _reported(local, settings, warns=is_scheduling_rank)
+    except Exception as failure:  # a defect, or no memory: the other data ranks wait for a report
+        logger.exception("the samples of a step cannot be prepared")
+        local = LocalSamples.failed(f"{name}: {type(failure).__name__}: {failure}")
+        shaped_samples, report = _reported(local, settings, warns=False)
     max_delay = None if queue is None else queue.max_steps
     decision = decide_together(report, num_fetches, settings, data_ranks_group, max_delay)
     # All ranks send the same columns: a receiver computes bytes from lengths and this schema.
@@ -233,6 +235,22 @@ def _load_and_place(
     arrived, microbatch_of = move(samples, decision, data_ranks_group)
     plan, samples, payloads = _in_order_of_packs(arrived, microbatch_of, decision.stats, moved)
     return ReplicaPart(plan, samples, payloads, delayed, decision if is_scheduling_rank else None)
+
+
+def _reported(
+    local: LocalSamples, settings: PackingSettings, *, warns: bool
+) -> tuple[ShapedSamples, RankReport]:
+    """Returns the sequences that this rank offers to the step, and its report of them.
+
+    Args:
+        warns: whether this rank warns of trees for all.
+    """
+    # The queue holds trees as they were loaded; their shape is that of this layout.
+    shaped_samples = shaped(local.samples, settings.trees)
+    if warns:
+        warn_of_trees(local.samples, shaped_samples, settings.paths_apart)
+    report = RankReport.of(local.loaded, local.delayed, shaped_samples, settings.alignment)
+    return shaped_samples, report
 
 
 def _in_order_of_packs(

@@ -10,6 +10,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
@@ -267,6 +268,20 @@ def _layers_of_parts(config: TransformerConfig, num_stages: int) -> Sequence[int
         counts_embedding=getattr(config, "account_for_embedding_in_pipeline_split", False),
         counts_loss=getattr(config, "account_for_loss_in_pipeline_split", False),
     ).of_parts(config.num_layers)
+
+
+def reads_tokens(config: TransformerConfig, pp: dist.ProcessGroup) -> bool:
+    """Returns whether this pipeline stage reads tokens.
+
+    The first stage has the embedding, the last one the loss. Multi-token prediction is on the last
+    one, too, unless the layout has it elsewhere. The other stages read only where sequences begin
+    and end.
+    """
+    if pp.rank() in (0, pp.size() - 1):
+        return True
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    chunks = () if layout is None else layout.layout[pp.rank()]
+    return any(LayerType.mtp in chunk for chunk in chunks)
 
 
 def _kinds_of(config: TransformerConfig) -> Sequence[LayerKind]:

@@ -123,6 +123,8 @@ def test_middle_stage_needs_no_tokens():
     assert torch.equal(
         batch.packed_seq_params.cu_seqlens_q, expected.packed_seq_params.cu_seqlens_q
     )
+    with pytest.raises(ValueError, match=r"by its pipeline_model_parallel_layout, or pass mtp_on"):
+        get_batch(layout_microbatches([layout])[0], pp=Ranks(3, 1), mtp_on_this_rank=True)
 
 
 def test_whole_pack_without_context_parallel():

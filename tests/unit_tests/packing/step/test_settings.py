@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.step.settings import PackingOptions, PackingSettings, cost_of
+from megatron.packing.step.settings import PackingOptions, PackingSettings, cost_of, reads_tokens
 from tests.unit_tests.packing.plugged import make_config
 from tests.unit_tests.packing.stubs import Ranks
 
@@ -69,6 +69,28 @@ def test_shares_are_those_of_the_layers_that_megatron_core_builds(split, layers)
     found = PackingSettings.of(config, groups).model
     with_head = (layers[0], layers[1] + 1)
     assert found.relative_shares == pytest.approx([count / 2.5 for count in with_head])
+
+
+def test_stages_that_read_tokens():
+    """A stage that predicts further tokens and gets none fails in its first microbatch."""
+    config: Any = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        mtp_num_layers=1,
+        pipeline_model_parallel_size=4,
+        pipeline_model_parallel_layout="Et|t|m|L",
+        pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=True,
+    )
+
+    def readers(config: Any, num_stages: int) -> list[bool]:
+        groups: list[Any] = [Ranks(num_stages, stage) for stage in range(num_stages)]
+        return [reads_tokens(config, pp) for pp in groups]
+
+    assert readers(config, 4) == [True, False, True, True]
+    assert readers(SimpleNamespace(), 3) == [True, False, True]
 
 
 def test_gpus_wait_for_launches(monkeypatch):
