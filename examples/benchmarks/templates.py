@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.messages import Message, SampleError
+from megatron.sft.data.records.messages import Message
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate
 
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "abcdefghi"}

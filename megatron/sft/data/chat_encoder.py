@@ -1,12 +1,16 @@
-"""pure. Record -> sample: which tokens the model reads, and which it is trained on.
+"""pure. Turns a record into a sample: the tokens that the model reads, and those it is trained on.
+
+    tokens      <user>  h  i      <end>        <assistant>  y  o        (of ByteLevelTokenizer)
+    labels      h       i  <end>  <assistant>  y            o  <end>
+    loss_mask   0       0  0      0            1            1  1
 
 Invariants:
 - labels[i] is the token that follows tokens[i], and loss_mask[i] belongs to labels[i] (Megatron's
-  convention);
-- loss_mask is the record's weight times the turn's where the label is the assistant's, its
-  end-of-turn token included, and everywhere in a `text`, a `completion` and in `tokens`; elsewhere
-  it is 0;
-- a sample that comes out holds at least one token with loss, and at most `seq_length` tokens.
+  convention).
+- loss_mask is the record's weight times the turn's weight if the label is part of the assistant's
+  turn, end-of-turn token included. The same holds for all labels of a `text`, a `completion` and
+  `tokens`. All other entries are 0.
+- A sample has at least one token with loss, and at most `seq_length` tokens.
 """
 
 import logging
@@ -22,8 +26,8 @@ from megatron.packing.batch.tree import MergedPaths
 from megatron.packing.user_files import shortened
 from megatron.sft.data.records.content import Answers, Conversation, Passage, TokenIds
 from megatron.sft.data.records.formats import Reading, read_record
-from megatron.sft.data.records.messages import SampleError
 from megatron.sft.data.records.turns import Contexts, merged_turns, only_last, within
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.options.data import TrainTurns
 
 DropReason = Literal[
@@ -40,64 +44,69 @@ class ChatTokens(NamedTuple):
     ids: npt.NDArray[np.int32]
     """[N]"""
     weights: npt.NDArray[np.float32]
-    """[N]: of the loss, where the model must produce the token; 0 elsewhere."""
+    """[N]: weight of the loss of each token; 0 for tokens that are not trained."""
 
 
 class Tokenizer(Protocol):
-    """Turns text and conversations into tokens. Made by
-    `megatron.sft.data.tokenizer.build_tokenizer`.
+    """Turns text and conversations into tokens. `megatron.sft.data.tokenizer.build_tokenizer` makes
+    one.
     """
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Number of ids: each id is below it."""
 
     @property
     def eod(self) -> int:
-        """The id that ends a document."""
+        """Id of the end of a document."""
 
     @property
     def pad(self) -> int:
-        """The id that fills up; never trained on."""
+        """Id of padding, which is never trained."""
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template that `encode_chat` follows, None where its format is built in or
-        missing.
+        """Jinja template that `encode_chat` follows; None if the format is built in, or if there
+        is no template.
         """
 
     @property
     def fingerprint(self) -> str:
-        """Differs between tokenizers that give some id another meaning."""
+        """Text that is equal only for tokenizers with the same meaning of each id."""
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text` alone, without any that begin or end a document. SampleError if
-        it has none.
+        """Returns the ids of `text` alone, without those that begin or end a document. Raises
+        SampleError if the text cannot be tokenized.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns text for a person to read: white space at its end and special tokens may be left
-        out.
+        """Returns text for a person to read. Special tokens and white space at the end may be
+        missing.
         """
 
     def show(self, ids: Sequence[int]) -> str:
         """Returns text for a person to read, with the names of special tokens."""
 
     def encode_passage(self, passage: Passage) -> ChatTokens:
-        """Returns a document: begun as the tokenizer begins one, and ended by `eod`, which is
-        trained.
+        """Returns the tokens of a document, which begins as the tokenizer begins one and ends with
+        `eod`. `eod` is trained.
         """
 
     @property
     def contexts(self) -> Contexts:
-        """Relation of each turn's context, when it is generated, to `encode_chat`."""
+        """Relation of the prompts that turns are generated from to the rendering of
+        `encode_chat`.
+        """
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
-        """Returns the whole conversation. SampleError if this one does not fit the format."""
+        """Returns the whole conversation in one rendering. Raises SampleError if it does not fit
+        the template.
+        """
 
     def encode_turns(self, conversation: Conversation) -> list[ChatTokens]:
-        """Returns each of the assistant's turns that has a weight behind what it is generated from;
-        all in one where that is what one rendering has.
+        """Returns a sequence for each trained turn of the assistant: the prompt that the turn is
+        generated from, then the turn. If `contexts` is "kept", this is the one rendering of
+        `encode_chat`, which has all of them.
         """
 
 
@@ -114,11 +123,11 @@ class EncodedSample:
     is_cut: bool
     """True if the record was longer, and was truncated."""
     tree: MergedPaths | None = None
-    """The turns as paths, where they do not make one sequence; its tokens are those above."""
+    """The tree of sequences that the tokens above belong to; None for a single sequence."""
 
 
 class Dropped(NamedTuple):
-    """A record that makes no sample. Counted, and shown in each step's log line."""
+    """Reason why a record makes no sample. Drops are counted and shown in each step's log line."""
 
     reason: DropReason
 
@@ -129,19 +138,19 @@ class ChatEncoder:
 
     tokenizer: Tokenizer
     seq_length: int
-    """Most tokens that a sample may have."""
+    """Maximum number of tokens of a sample."""
     over_length_policy: OverLengthPolicy
-    """Treatment of a longer record: a SampleError, a sample of its first `seq_length` tokens, or
-    `Dropped`.
+    """Treatment of a longer record: "error" raises SampleError, "truncate" keeps its first
+    `seq_length` tokens, "drop" returns `Dropped`.
     """
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Names by --data-columns: column -> the name that `records.formats` knows."""
+    """Column of a record -> its name in `records.formats`, by --data-columns."""
     train_turns: TrainTurns = "all"
-    """Turns of a conversation that are trained, and their contexts (see `turns`)."""
+    """Turns of a conversation that are trained, and their contexts (see `records.turns`)."""
     takes_trees: bool = True
-    """True if a sample may be a tree; otherwise records of several answers are refused."""
+    """True if a sample may be a tree. Otherwise a record with several answers is an error."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
-    """Keys that were reported as unread."""
+    """Unread keys that were logged before."""
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:
@@ -153,8 +162,8 @@ class ChatEncoder:
             )
 
     def encode(self, record: Mapping[str, Any], weight: float = 1.0) -> EncodedSample | Dropped:
-        """Returns the sample that `record` holds, its loss scaled by `weight`; `records.formats`
-        says what it may look like.
+        """Returns the sample of `record`, its loss scaled by `weight`. `records.formats` lists the
+        formats of records.
 
         Keys that are not read are logged, each once.
         """
@@ -179,6 +188,7 @@ class ChatEncoder:
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)
 
     def _encode_paths(self, answers: Answers, weight: float) -> EncodedSample | Dropped:
+        """Returns the answers as one sample: a tree, or a sequence if only one path is left."""
         turns = [
             turn._replace(weights=turn.weights * np.float32(factor))
             for path, factor in zip(answers.paths, answers.weights)
@@ -208,18 +218,18 @@ class ChatEncoder:
         )
 
     def _turns(self, path: Conversation | Passage) -> list[ChatTokens]:
-        """Returns the sequences that a path is trained as."""
+        """Returns the sequences of one path: each trained turn in its context, or the whole."""
         if isinstance(path, Passage) or self.train_turns == "all":
             return [self._tokens(path)]
         return self.tokenizer.encode_turns(only_last(path) if self.train_turns == "last" else path)
 
     def read(self, record: Mapping[str, Any]) -> Reading:
-        """Returns what `record` says."""
+        """Returns the content of `record`."""
         return read_record(record, self.columns)
 
     def list_unread(self, record: Mapping[str, Any]) -> None:
-        """Logs the keys of `record` that are not read, as `encode` does: before it is copied to
-        processes that read.
+        """Logs the keys of `record` that are not read. Called once before workers are forked, so
+        that the workers' copies of this encoder do not log these keys again.
         """
         self._list(self.read(record).unread)
 

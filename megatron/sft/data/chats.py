@@ -1,14 +1,15 @@
-"""pure. A source of records as samples to train on: any of its formats becomes a record that
-ChatEncoder reads.
+"""pure. Opens a source of records as a source of samples to train on.
+
+Each file format becomes a record as ChatEncoder reads it:
 
     JSONL, JSON, Parquet, CSV        the object, or the row
     WebDataset, TextSample           {"text": ...}
-    WebDataset, crude                its parts: txt is the text, json (an object, or a list of
-                                     messages) the rest
-    .bin/.idx                        {"tokens": ...}, trained on as they are
+    WebDataset, crude                its parts: `txt` becomes the text, the keys of `json` (an
+                                     object, or a list of messages) are added to it
+    .bin/.idx                        {"tokens": ...}, all of them trained
 
 The subflavor `sample_weight` of a source, in a metadataset or a dataset.yaml, scales the loss of
-all its samples, as `weight` in a record scales that record's.
+all its samples. `weight` in a record scales the loss of that record.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
 from megatron.sft.data.records import formats as record_formats
-from megatron.sft.data.records.messages import MAX_WEIGHT
+from megatron.sft.data.records.values import MAX_WEIGHT
 
 SAMPLE_WEIGHT = "sample_weight"
 _TEXT_SAMPLE = "TextSample"
@@ -40,21 +41,21 @@ _TEXT_SAMPLE = "TextSample"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatLoad:
-    """Makes sequences of a source's records, where they are read."""
+    """Function from a record of one source to its sample. Loader workers call it."""
 
     encoder: ChatEncoder
     content: Callable[[Any], Mapping[str, Any]]
-    """A record of the source -> what ChatEncoder reads."""
+    """Function from a record as the file has it to one that ChatEncoder reads."""
     weight: float
     """Weight of the source in the loss."""
     source: int = 0
-    """Its number among those of the run."""
+    """Number of the source in its split."""
 
     def __call__(self, record: Record, key: object) -> tuple[int, EncodedSample]:
-        """Returns the number of the source and the sequence.
+        """Returns the number of the source and the sample.
 
-        SkipSample with the reason for a record that holds nothing to train on, SampleError for one
-        that is broken.
+        Raises SkipSample, with the reason, for a record without a token to train on, and
+        SampleError for a broken one.
         """
         made = self.encoder.encode(self.content(record), self.weight)
         if isinstance(made, Dropped):
@@ -62,32 +63,30 @@ class ChatLoad:
         return self.source, made
 
     def read(self, record: Record) -> record_formats.Reading:
-        """Returns what a record says, before it is encoded."""
+        """Returns the content of a record, before it is encoded."""
         return self.encoder.read(self.content(record))
 
     def numbered(self, source: int) -> ChatLoad:
-        """Returns the same for the source of that number."""
+        """Returns a copy whose samples carry the number `source`."""
         return replace(self, source=source)
 
     def list_unread(self, source: RecordSource) -> None:
-        """Logs the keys of a source's first record that are not read: once, not in each process
-        that reads.
+        """Logs the keys of the first record that are not read. Done here, before workers are
+        forked, the line appears once and not once per worker.
         """
-        with suppress(Exception):  # a broken record is reported where it is trained on
+        with suppress(Exception):  # a broken record is reported when training comes to it
             self.encoder.list_unread(self.content(source[0]))
 
 
 def num_tokens(source: SourceDataset, record: Record, number: int) -> int:
-    """Returns the length of the sequence that a record of a source of chats makes; raises as
-    `ChatLoad` does.
-    """
+    """Returns the number of tokens of a record's sample; raises as `ChatLoad` does."""
     assert isinstance(source.load, ChatLoad)
     return len(source.load(record, number)[1].tokens)
 
 
 def open_chats(entry: SourceEntry | Join, encoder: ChatEncoder) -> SourceDataset:
-    """Returns a source as sequences; ValueError, starting with where it is named, if its records
-    cannot be text.
+    """Opens a source whose records become samples. Raises ValueError, which begins with the place
+    of the entry, if its records cannot be text.
     """
     source_weight(entry.subflavors, f"{entry.where}: subflavors: ")
     opened = open_unjoined(entry)
@@ -100,7 +99,9 @@ def open_chats(entry: SourceEntry | Join, encoder: ChatEncoder) -> SourceDataset
 
 
 def open_unjoined(entry: SourceEntry | Join) -> OpenRecords:
-    """Returns the records of a source; ValueError for a join, whose samples only code can make."""
+    """Returns the records of a source. Raises ValueError for a join: its samples are made by the
+    user's Python code, which the trainer does not import.
+    """
     if isinstance(entry, Join):
         raise ValueError(
             f"{entry.where}: a join makes samples by Python code, {'.'.join(entry.joiner)}, which "
@@ -110,7 +111,7 @@ def open_unjoined(entry: SourceEntry | Join) -> OpenRecords:
 
 
 def _content_of(opened: OpenRecords) -> Callable[[Any], Mapping[str, Any]]:
-    """Returns the function from a record of this source to what ChatEncoder reads."""
+    """Returns the function from a record of this source to one that ChatEncoder reads."""
     folder = opened.folder
     if folder is None:
         return of_json if opened.path.endswith(JSON_SUFFIXES) else of_parts
@@ -144,18 +145,20 @@ def _of_crude(folder: WebDataset, record: Record) -> dict[str, Any]:
 
 
 def of_json(value: Any) -> Mapping[str, Any]:
-    """Returns what ChatEncoder reads of a JSON value: an object, or a list of messages."""
+    """Returns the record of a JSON value, which is an object or a list of messages. Any other value
+    makes an empty record, which ChatEncoder refuses with the list of formats.
+    """
     if isinstance(value, list):
         return {"messages": value}
     return value if isinstance(value, Mapping) else {}
 
 
 def of_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what ChatEncoder reads of a row, or of a sample's parts.
+    """Returns the record of a table's row, or of the parts of a WebDataset sample.
 
     `{"__key__": "0", "txt": "t", "json": {"weight": 2}} -> {"text": "t", "weight": 2}`
     """
-    # Names such as __key__ are the folder's bookkeeping, not content.
+    # Names with two underscores (__key__) are bookkeeping of the folder, not content.
     record = {name: value for name, value in parts.items() if not name.startswith("__")}
     if "txt" in record:
         record["text"] = record.pop("txt")
@@ -164,7 +167,7 @@ def of_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_weight(subflavors: Mapping[str, Any], where: str = "") -> float:
-    """Returns the weight that all samples of a source have in the loss."""
+    """Returns the weight of all samples of a source in the loss: `sample_weight`, or 1."""
     weight = subflavors.get(SAMPLE_WEIGHT, 1.0)
     if (
         isinstance(weight, bool)

@@ -1,5 +1,5 @@
-"""pure. Samples that a stream loaded of each source: one table of exact integers, which sums over
-ranks.
+"""pure. Counts of the samples that a stream loaded, by source: one table of exact integers. Tables
+of ranks are added.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _FIRST_REASON = len(COLUMNS) - len(DROP_REASONS)
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """`table`: int64 [sources, COLUMNS]. Dropped records stand in the column of their reason."""
+    """Counts by source. Each dropped record is counted in the column of its reason."""
 
     table: npt.NDArray[np.int64]
 
     @classmethod
     def none(cls, num_sources: int) -> Counts:
-        """Returns counts of nothing, before the first sample."""
+        """Returns counts that are all zero."""
         return cls(np.zeros((num_sources, len(COLUMNS)), np.int64))
 
     def __sub__(self, other: Counts) -> Counts:
@@ -58,6 +58,8 @@ class Counts:
         return self.table[:, COLUMNS.index(column)]
 
     def dropped(self, source: int) -> dict[str, int]:
-        """Returns the number of records of a source that were left out, by reason; no zeros."""
+        """Returns the number of dropped records of a source, by reason. Reasons without any are
+        left out.
+        """
         numbers = self.table[source, _FIRST_REASON:].tolist()
         return {reason: number for reason, number in zip(DROP_REASONS, numbers) if number}

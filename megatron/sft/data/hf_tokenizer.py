@@ -1,5 +1,5 @@
-"""pure. A HuggingFace tokenizer and its chat template: text and conversations -> tokens, and which
-are trained.
+"""pure. A tokenizer of transformers with its chat template: turns text and conversations into
+tokens, and marks those that are trained.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from megatron.packing.user_files import read_text
 from megatron.sft.data.chat_encoder import ChatTokens
 from megatron.sft.data.records.content import Conversation, Passage
-from megatron.sft.data.records.messages import SampleError
 from megatron.sft.data.records.turns import Contexts
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
@@ -36,7 +36,7 @@ class HuggingFaceTokenizer:
     eod: int
     pad: int
     template: ChatTemplate | None
-    """The template that `encode_chat` follows."""
+    """Template that `encode_chat` follows; None if there is none, so that chats are refused."""
 
     @property
     def contexts(self) -> Contexts:
@@ -65,7 +65,8 @@ class HuggingFaceTokenizer:
         tokens = self._tokens(
             text, [Span(len(passage.prompt), len(text), 1.0)], add_special_tokens=True
         )
-        if len(tokens.ids) and tokens.ids[-1] == self.eod:  # by the tokenizer's own post-processor
+        # The tokenizer's post-processor may have added the end, which then only becomes trained.
+        if len(tokens.ids) and tokens.ids[-1] == self.eod:
             tokens.weights[-1] = 1.0
             return tokens
         return ChatTokens(
@@ -91,10 +92,11 @@ class HuggingFaceTokenizer:
         return self.template
 
     def _turn(self, turn: Turn) -> ChatTokens:
-        """Returns the context as transformers writes it, and the answer as it continues it.
+        """Returns the tokens of a context and its answer. The context has the tokens that the model
+        is prompted with, so that training and generation begin alike.
 
-        Tokens of the whole are taken where they begin with those of the context; where one would
-        reach over the border, the answer's are its own.
+        Tokenizers may merge characters over the border: "a:" and " b" give [a][:][ b], but "a: b"
+        may give [a][: b]. Then context and answer are tokenized apart.
         """
         context = self._ids(turn.prompt)
         whole = self._ids(turn.prompt + turn.answer)
@@ -115,19 +117,20 @@ class HuggingFaceTokenizer:
                 return_attention_mask=False,
                 return_token_type_ids=False,
             )
-        # Such as a vocabulary without a token for what it does not know, or a pattern that gives up
-        # on millions of spaces.
+        # Of many kinds: a vocabulary without an unknown token, a pattern that gives up on millions
+        # of spaces. A panic of Rust is no Exception.
         except BaseException as error:
             if not isinstance(error, Exception) and not _is_panic(error):
                 raise
             raise SampleError(f"the tokenizer fails on the text: {error!s:.300}") from None
         ids = np.array(encoded["input_ids"], np.int32)
         weights = np.zeros(len(ids), np.float32)
-        # Places are asked for where they are needed: as lists they take 200 bytes a token.
+        # Character offsets of single tokens, by bisection: lists of all take 200 bytes a token.
         (encoding,) = encoded.encodings
         every = range(len(ids))
         for span in spans:
-            # A token over the border is the assistant's, who must produce its second half.
+            # A token that begins before the span and ends within it is trained: the assistant must
+            # produce its second half.
             first = bisect_right(every, span.start, key=lambda token: _place(encoding, token)[1])
             last = bisect_left(every, span.end, key=lambda token: _place(encoding, token)[0])
             weights[first:last] = span.weight
@@ -135,16 +138,17 @@ class HuggingFaceTokenizer:
 
 
 def _place(encoding: Any, token: int) -> tuple[int, int]:
-    """Returns where in the text a token stands, [start, end); (0, 0) if it is not of the text."""
+    """Returns the characters [start, end) of a token in the text; (0, 0) for a token that was
+    added.
+    """
     return encoding.token_to_chars(token) or (0, 0)
 
 
 def build_hugging_face(
     tokenizer_model: str | None, choice: TemplateChoice = AS_RELEASED
 ) -> HuggingFaceTokenizer:
-    """Reads a tokenizer from its folder, with the chat template that is chosen.
-
-    ValueError where one of them cannot be read.
+    """Reads a tokenizer from its folder, with the chosen chat template. Raises ValueError if one of
+    them cannot be read.
     """
     if tokenizer_model is None or not os.path.isdir(tokenizer_model):
         raise ValueError(
@@ -159,11 +163,12 @@ def build_hugging_face(
                 "--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it"
             ) from error
         try:
-            # Given, since transformers else asks on a terminal, where a `y` runs the folder's code.
+            # trust_remote_code=False, because the default asks on a terminal whether to run the
+            # folder's code.
             tokenizer = AutoTokenizer.from_pretrained(
                 tokenizer_model, use_fast=True, trust_remote_code=False
             )
-        # of many kinds, by what is wrong with the files; a panic of Rust is no Exception
+        # Of many kinds, by the fault of the files. A panic of Rust is no Exception.
         except BaseException as error:
             if not isinstance(error, Exception) and not _is_panic(error):
                 raise
@@ -182,8 +187,8 @@ def build_hugging_face(
             "tokenizer.json"
         )
     if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
-        # transformers 5 makes one of a config.json alone, of which any text is no token, or unknown
-        # ones.
+        # transformers 5 makes a tokenizer of a config.json alone. It turns any text into no token,
+        # or into unknown ones.
         raise ValueError(
             f"--tokenizer-model {tokenizer_model} has an empty vocabulary, special tokens aside; "
             "download its tokenizer.json, or vocab.json and merges.txt, or tokenizer.model, too"
@@ -224,14 +229,14 @@ def _template(tokenizer: Any, choice: TemplateChoice) -> ChatTemplate | None:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Returns whether it is a failed assertion of a library in Rust, which is no Exception."""
+    """Returns whether an error is a failed assertion in Rust code, which is no Exception."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hides torch from transformers, which would import it, in seconds, and works without; what is
-    imported is left.
+    """Hides torch from transformers, which works without it, and would take seconds to import it.
+    No effect if torch is imported already.
     """
     if "torch" in sys.modules:
         yield
@@ -241,7 +246,7 @@ def _without_torch() -> Iterator[None]:
         None if name == "torch" else find_spec(name, package)
     )
     verbosity = os.environ.get("TRANSFORMERS_VERBOSITY")
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that torch is missing
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # without its warning that torch is missing
     try:
         yield
     finally:

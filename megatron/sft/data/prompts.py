@@ -1,5 +1,5 @@
-"""pure. The prompts of --sample-prompts: records of any form that can be trained on, without their
-answers.
+"""pure. Reads the prompts of --sample-prompts. They are records in any format of the training data;
+answers in them are ignored.
 
     {"prompt": "Name a bird."}                                         asked as text
     {"messages": [{"role": "user", "content": "Name a bird."}]}        asked through the template
@@ -16,24 +16,30 @@ from megatron.sft.data.chat_encoder import ChatEncoder, Tokenizer
 from megatron.sft.data.chats import ChatLoad, open_chats
 from megatron.sft.data.records.content import Answers, Conversation, Passage
 from megatron.sft.data.records.formats import read_record
-from megatron.sft.data.records.messages import Message, SampleError
+from megatron.sft.data.records.messages import Message
 from megatron.sft.data.records.turns import only_last
+from megatron.sft.data.records.values import SampleError
 
 MAX_PROMPTS = 64
 _ANSWER = "?"
-"""Stands where the model's answer will: what is trained before it is the prompt."""
+"""Placeholder for the model's answer. The prompt is everything before the first trained token of a
+record with this answer.
+"""
 
 
 class Prompt(NamedTuple):
-    """Questions to the model."""
+    """A prompt to the model."""
 
     text: str
-    """The last question, for a person to read."""
+    """Last message of the prompt, for a person to read."""
     ids: tuple[int, ...]
+    """All tokens of the prompt."""
 
 
 def read_prompts(path: str, encoder: ChatEncoder) -> list[Prompt]:
-    """Returns the prompts of a file; ValueError, one line that names it, for what is none."""
+    """Returns the prompts of a file. Raises ValueError, one line with its name, if a record is not
+    a prompt.
+    """
     flag = f"--sample-prompts {path}"
     try:
         entries = source_entries(load_metadataset(path, "train"))
@@ -77,7 +83,9 @@ def _prompt(record: Mapping[str, Any], encoder: ChatEncoder) -> Prompt:
 
 
 def _with_answer(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gives a record that only asks the keys of one that can be trained on."""
+    """Returns a record with an answer, as the formats of training data demand one. A record that
+    has an answer is returned as it is.
+    """
     prompt = record.get("prompt")
     if isinstance(prompt, str) and "completion" not in record:
         return {**record, "completion": _ANSWER}
@@ -90,7 +98,7 @@ def _with_answer(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _asked(conversation: Conversation, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """Returns the last question, and the tokens before what the assistant answers."""
+    """Returns the last message, and the tokens of the prompt that the assistant answers."""
     messages = list(conversation.messages)
     if messages[-1].role == "assistant":
         messages.pop()
@@ -98,7 +106,8 @@ def _asked(conversation: Conversation, tokenizer: Tokenizer) -> tuple[str, list[
         raise SampleError("has nothing to answer; give a user's turn")
     asked = conversation._replace(messages=[*messages, Message("assistant", _ANSWER)])
     last = only_last(asked)
-    # Some templates write no answer behind their own prompt.
+    # Some templates do not write an answer behind their own generation prompt. Only a rendering of
+    # the whole conversation works for them.
     is_prompted = tokenizer.contexts != "unknown"
     turn = tokenizer.encode_turns(last)[-1] if is_prompted else tokenizer.encode_chat(last)
     return messages[-1].content, turn.ids[: int((turn.weights > 0).argmax())].tolist()

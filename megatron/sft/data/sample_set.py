@@ -1,5 +1,7 @@
-"""pure. The samples of a split in order: sources one after the other, or blended. The order is
-megatron.blending's; what is kept here is what a checkpoint must know of it.
+"""pure. The samples of a split in order: sources one after the other, or blended.
+
+megatron.blending computes the order. This module adds the identity of a split: the facts that a
+checkpoint records, and by which a later run sees whether a position still means the same record.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from megatron.blending.streams.source import SourceDataset
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSet:
-    """Sources, and an order of their records; `len` is the records of one pass."""
+    """Sources, and an order of their records. `len` is the number of records in one epoch."""
 
     names: Sequence[str]
     """Names of the sources, by number."""
     dataset: SavableDataset[Any] | None
-    """Data set that gives (number of the source, `EncodedSample`) at each position; None where
-    there is nothing to read.
+    """Data set with (number of the source, `EncodedSample`) at each position; None for an empty
+    split.
     """
     seed: int
-    """Seed that the data set is bound with."""
+    """Random seed of the order."""
     identity: dict[str, Any]
-    """Facts that decide which record a position means: plain values, for a checkpoint."""
+    """Facts that decide which record stands at a position: plain values, for a checkpoint."""
 
     def __len__(self) -> int:
         return 0 if self.dataset is None else len(self.dataset)
@@ -44,8 +46,8 @@ class SampleSet:
 def concatenated(
     names: Sequence[str], sources: Sequence[SourceDataset], seed: int | None = None
 ) -> SampleSet:
-    """Returns sources, which are not shuffled, one after the other; with a seed, each pass in an
-    order of its own over all of them.
+    """Returns unshuffled sources one after the other. With a seed, each epoch shuffles the records
+    of all sources together.
     """
     dataset: SavableDataset[Any] | None = ConcatDataset(*sources) if sources else None
     if dataset is not None and seed is not None:
@@ -62,11 +64,12 @@ def blended(
     mode: BlendMode,
     schedule: WeightSchedule | None = None,
 ) -> SampleSet:
-    """Returns sources in the proportions of a metadataset, each read pass by pass in an order of
-    its own.
+    """Returns sources mixed in proportion. Each source is shuffled by itself, epoch by epoch.
 
-    loaded: each source with its weight in samples; shares: what the user said of each; schedule:
-    weights over steps, instead.
+    Args:
+        loaded: each source with its weight in samples.
+        shares: the weights as the user gave them, for the identity.
+        schedule: weights that change over steps, in place of those of `loaded`.
     """
     dataset = BlendDataset(*loaded, mode=mode, schedule=schedule)
     sources = [
@@ -87,18 +90,17 @@ def _leaves(node: Any) -> Iterator[SourceDataset]:
 
 
 def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the differences of two identities by which a position in the one means nothing in the
-    other; [] where none of them is a blend.
+    """Returns the differences between two blends that give a position another record; [] if there
+    are none, or if neither identity is that of a blend.
 
-    `["source code is new", "weight of chats was 1/2, is 1/3"]`
+    `["source code is new", "the weight of chats was 1/2, is 1/3"]`
     """
     before, after = saved.get("blend"), now.get("blend")
     if before == after:
         return []
     if before is None or after is None:
-        return [
-            f"the data {'is a' if after else 'was a'} blend, and {'was' if after else 'is'} none"
-        ]
+        was, now_is = ("not a", "a") if after else ("a", "not a")
+        return [f"the data was {was} blend, and is {now_is} blend now"]
     changes = _source_changes(
         {source["name"]: source for source in before["sources"]},
         {source["name"]: source for source in after["sources"]},

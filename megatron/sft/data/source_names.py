@@ -1,4 +1,4 @@
-"""pure. Names of sources for logs and metrics: as much of each path as tells it from the others."""
+"""pure. Short names of sources for logs and metrics: the end of a path that no other path has."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ def short_names(paths: Sequence[str]) -> list[str]:
     """Returns a name for each path:
     `["data/a/chats.jsonl", "data/b/chats.jsonl", "web/"] -> ["a/chats", "b/chats", "web"]`.
 
-    Without the suffix of a kind of file where that leaves them apart; equal paths are numbered:
-    `chats`, `chats#2`.
+    The suffix of a data file (.jsonl) is left out if the names differ without it. Equal paths are
+    numbered: `chats`, `chats#2`.
     """
     parts = [PurePosixPath(path).parts or (path,) for path in paths]
     longest = max(map(len, parts), default=1)
-    # All paths at ever greater length: chats, chats.jsonl, a/chats, a/chats.jsonl, ...
+    # Every path at growing length: chats, chats.jsonl, a/chats, a/chats.jsonl, ... A path takes the
+    # first of its forms that no other path has at the same length.
     levels = [
         [_ending(part, count, has_suffix) for part in parts]
         for count in range(1, longest + 1)

@@ -1,11 +1,17 @@
-"""pure. The samples of each step: which ones is a function of the position, the same for every
-layout.
+"""pure. The stream of a rank's samples, step by step.
 
-The global stream of samples is one for all numbers of ranks and workers; a global batch is the next
-`global_batch_size` positions of it, of which each data-parallel rank loads its share. So the place
-to resume from is one number, the samples consumed. A record that makes no sample leaves a skip
-marker in its global batch, which is counted here: nothing takes its place (a loader's batches, in
-megatron.blending, are filled with what follows).
+There is one global stream of samples, the same for any number of ranks and workers. A global batch
+is the next `global_batch_size` positions of it, and each data-parallel rank loads its share of
+them. So one number says where to resume: the samples consumed.
+
+    global_batch_size 4, 2 ranks, micro_batch_size 1
+    position           0  1  2  3 | 4  5  6  7 | ...
+    step               0  0  0  0 | 1  1  1  1 | ...
+    rank               0  0  1  1 | 0  0  1  1 | ...
+
+A record that makes no sample leaves a skip marker at its position. It is counted here, and its
+global batch has one sample fewer: no later record moves up. (The batches of energon's loader are
+filled up instead.)
 """
 
 from __future__ import annotations
@@ -23,12 +29,14 @@ from megatron.sft.data.counts import COLUMNS, Counts
 from megatron.sft.data.sample_set import SampleSet
 
 _CHUNK = 32
-"""Samples that a worker makes at once, at most, unless a fetch has more."""
+"""Most samples that a worker makes at once; a fetch of more is made whole all the same."""
 _BAD = "bad sample"
 
 
 class Share(NamedTuple):
-    """Part of every global batch that a data-parallel rank loads, and its portions."""
+    """The part of every global batch that one data-parallel rank loads, fetch by fetch. A fetch is
+    `micro_batch_size` samples.
+    """
 
     rank: int
     num_ranks: int
@@ -37,24 +45,25 @@ class Share(NamedTuple):
 
     @property
     def num_fetches(self) -> int:
-        """`next` calls per global batch; equal on all ranks."""
+        """Fetches (`next` calls of the stream) per global batch; equal on all ranks."""
         return self.global_batch_size // (self.num_ranks * self.micro_batch_size)
 
     @property
     def fetches_per_chunk(self) -> int:
-        """Fetches that are made at once. A global batch is whole chunks, which ranks take in
-        turns.
+        """Fetches per chunk, the unit of work of a worker. A global batch is a whole number of
+        chunks.
         """
         most = max(1, _CHUNK // self.micro_batch_size)
-        # The largest divisor: 48 fetches of 3 samples, at most 10 at once, are made 8 at once.
+        # The largest divisor of num_fetches: of 48 fetches of 3 samples each, at most 10 fit into
+        # a chunk of 32 samples, so that chunks have 8 fetches.
         return max(count for count in range(1, most + 1) if self.num_fetches % count == 0)
 
 
 class SampleStream(Iterator[list[Mapping[str, Any]]]):
-    """Iterator over a rank's samples: each `next` gives up to `micro_batch_size` of them, as dicts
-    of arrays.
+    """Iterator over a rank's samples. Each `next` returns a list of at most `micro_batch_size`
+    samples, each a dict of arrays.
 
-    Worker processes read and encode ahead, from `start` on, or the first `next`.
+    Worker processes read and encode ahead. They start with `start`, or with the first `next`.
     """
 
     def __init__(
@@ -68,10 +77,8 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         num_workers: int = 0,
     ) -> None:
         """Args:
-        consumed_samples: samples of the stream that were consumed; the next one is the first
-            of a global batch.
-        num_batches: global batches to read, once, with StopIteration after them; None: pass
-            after pass without end.
+        consumed_samples: position to start at, where a global batch begins.
+        num_batches: global batches to read before StopIteration; None for an endless stream.
         max_bad_samples_in_a_row: see `DataConfig.bad_samples_in_a_row`.
         """
         assert samples.dataset is not None
@@ -98,7 +105,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             num_workers=num_workers,
             seed=samples.seed,
         )
-        # Rounded up: workers make one global batch ahead together.
+        # Chunks per worker, rounded up, so that all workers together make one global batch ahead.
         ahead = -(-share.num_fetches // (share.fetches_per_chunk * max(1, num_workers)))
         self._loader = ChunkLoader(chunks, workers, prefetch_factor=ahead)
 
@@ -108,13 +115,15 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         return Counts(self._table.copy())
 
     def start(self) -> None:
-        """Starts the worker processes: before there are threads, which a fork would copy in the
-        middle of their work.
+        """Starts the worker processes. Call it before threads are started: a fork would copy locks
+        that such a thread holds.
         """
         self._loader.start()
 
     def limit_data_wait(self) -> None:
-        """Lets a worker that gives nothing be an error within seconds; called from any thread."""
+        """Shortens the time after which a silent worker is an error to a few seconds. Any thread
+        may call it.
+        """
         self._loader.hurry()
 
     def close(self) -> None:
@@ -125,7 +134,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         if not self._fetched:
             chunk, size = next(self._loader, None), self._share.micro_batch_size
             if chunk is None and self._is_endless:
-                raise ValueError("the data ended, which those of a training never do")
+                raise ValueError("the training data ended, but must be endless; please report this")
             if chunk is None:
                 raise StopIteration
             self._fetched.extend(
@@ -157,9 +166,10 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         return samples
 
     def _reason(self, skipped: SkippedSample) -> str:
-        """Returns why a record makes no sample.
+        """Returns why a record made no sample.
 
-        Raises ValueError where it is broken, and no more of these may be skipped.
+        Raises ValueError if the record is broken and may not be skipped: without
+        --skip-bad-samples, or after too many in a row.
         """
         if skipped.reason is not None:
             return skipped.reason

@@ -1,10 +1,10 @@
-"""pure. The tokenizers behind one small interface: UTF-8 bytes, numbers, and those of transformers
+"""pure. Tokenizers behind one small interface: UTF-8 bytes, numbers, and those of transformers
 (`hf_tokenizer`).
 
-megatron-core has classes for all three, too. They only pass calls on, and change what an id means
-from one version to the next (0.19 gives NullTokenizer one id less, and begins every text of a
-Hugging Face tokenizer with its start token), so ids here come from no megatron-core. Nothing here
-imports torch: the planner counts tokens with it.
+megatron-core has classes for all three, too, but they are not used: the meaning of an id changes
+between its versions. (0.19 gives NullTokenizer one id less, and begins every text of a Hugging Face
+tokenizer with its start token.) Nothing here imports torch, so that the planner can count tokens
+within milliseconds of its start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.records.content import Conversation, Passage
-from megatron.sft.data.records.messages import SampleError
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 BYTE_LEVEL_SPECIAL_TOKENS = (
@@ -32,8 +32,8 @@ BYTE_LEVEL_SPECIAL_TOKENS = (
     "<end>",
     "<unused>",
 )
-"""Ids 256 to 263, after the 256 bytes; eight, so that the vocabulary splits evenly over
-tensor-parallel ranks.
+"""Names of the ids 256 to 263, which follow the 256 bytes. There are eight of them, so that the
+vocabulary splits evenly over tensor-parallel ranks.
 """
 
 _NO_IDS = np.empty(0, np.uint8)
@@ -45,15 +45,12 @@ def build_tokenizer(
     vocab_size: int | None = None,
     template: TemplateChoice = AS_RELEASED,
 ) -> Tokenizer:
-    """Builds the tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size name, with the
-    chat template that is chosen.
+    """Builds the tokenizer of --tokenizer-type, --tokenizer-model and --vocab-size. Raises
+    ValueError if one of them is wrong.
 
-    ValueError if they are wrong.
-
-    ByteLevelTokenizer: UTF-8 bytes and 8 special tokens; needs nothing, and takes any text.
-    HuggingFaceTokenizer: the directory `tokenizer_model`, with its chat template or the one in a
-    file.
-    NullTokenizer: text is token ids below `vocab_size`, separated by single spaces; for benchmarks.
+        ByteLevelTokenizer      UTF-8 bytes and 8 special tokens; needs no files, takes any text
+        HuggingFaceTokenizer    the folder `tokenizer_model`, with its chat template or `template`
+        NullTokenizer           text is ids below `vocab_size`, "17 4 99"; for benchmarks
     """
     if tokenizer_type == "ByteLevelTokenizer":
         return _build_byte_level()
@@ -71,20 +68,22 @@ def build_tokenizer(
 
 @dataclass(frozen=True, kw_only=True)
 class MarkedTokenizer:
-    """A tokenizer without a template: each turn is a start token for its role, its content, an
-    end-of-turn token.
+    """A tokenizer with a built-in chat format: each turn is the start token of its role, its
+    content, and an end-of-turn token.
+
+        user: hi, assistant: yo  ->  <user> h i <end> <assistant> y o <end>
     """
 
     text: _Bytes | _Numbers
-    """Function from text to ids."""
+    """Codec between text and ids."""
     vocab_size: int
     eod: int
     pad: int
     start_of_turn: Mapping[str, int]
-    """Role -> its start token; a role that is missing here has none."""
+    """Role -> its start token. Roles that are not in it have none."""
     end_of_turn: int
     special: Mapping[int, str]
-    """The names of the special tokens."""
+    """Id of a special token -> its name."""
     chat_template: None = None
     contexts: Literal["kept"] = "kept"
 
@@ -195,7 +194,7 @@ def _build_null(vocab_size: int | None) -> Tokenizer:
             "--vocab-size must be at least 1 for --tokenizer-type NullTokenizer, but is "
             f"{vocab_size}"
         )
-    # One token beyond the ids ends documents and turns, and fills up.
+    # One id above those of the text ends documents and turns, and is the padding.
     return MarkedTokenizer(
         text=_Numbers(),
         vocab_size=vocab_size + 1,

@@ -1,7 +1,7 @@
-"""pure. Refuses data of which nothing would be trained, before the first step, with the reason.
+"""pure. Refuses data without a single token to train on, before the first step, with the reason.
 
-Such a run would end with loss 0.0 and an untrained model. The price is one record of each source
-where all is well, and up to 1,000 where it is not.
+Such a run would end with loss 0.0 and an untrained model. The check encodes records until one has a
+token to train on: usually one record per source, at most 1,000.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.templates.chat_template import SlowTemplateError
 
 MAX_PROBED = 1_000
-"""Records of a source that are encoded at most to find one with a token to train on, evenly spread
-over it.
+"""Most records of a source that are encoded in search of a token to train on. They are spread
+evenly over the source.
 """
 
 
 def check_trained(datasets: Datasets, is_evaluated: bool) -> None:
-    """Raises ValueError where a source of the training data, or the whole of a held-out split, has
-    no token to train on. Mock data always has some.
+    """Raises ValueError if a source of the training data has no token to train on, or if a held-out
+    split has none in all its sources.
 
-    is_evaluated: whether the held-out splits are used at all.
+    is_evaluated: True if the run uses the held-out splits.
     """
-    if datasets.tokenizer is None:
+    if datasets.tokenizer is None:  # mock data, where every token is trained
         return
     for name, source in _sources(datasets.train):
         untrained = _probe([source])
@@ -53,23 +53,23 @@ def _sources(samples: SampleSet) -> list[tuple[str, SourceDataset]]:
 
 @dataclass
 class _Untrained:
-    """Records that make no sample, and why."""
+    """Findings about records of which none makes a sample."""
 
     example: str
-    """The place of the first one."""
+    """Place of the first record."""
     num_records: int
+    """Number of records of the sources, probed or not."""
     reasons: Counter[str] = field(default_factory=Counter)
+    """Number of probed records by reason."""
     fault: str = ""
-    """Message of the first record that is broken."""
+    """Error of the first broken record."""
     roles: Counter[str] = field(default_factory=Counter)
-    """Roles of the turns in records without a token to train on."""
+    """Number of turns by role, in records without a token to train on."""
     num_weighted: int = 0
-    """Turns of the assistant among them that are to be trained, by their weights and their
-    records'.
-    """
+    """Number of assistant turns among them with a weight above 0, that of the record included."""
 
     def reason(self) -> str:
-        """Returns what is wrong with the data."""
+        """Returns the error message about the data."""
         num_probed = sum(self.reasons.values())
         counted = f"none of {num_probed:,} records" + f", spread over {self.num_records:,}," * (
             num_probed < self.num_records
@@ -92,8 +92,8 @@ class _Untrained:
 
 
 def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
-    """Returns why no record of these sources makes a sample; None as soon as one does, and without
-    any source. Raises ValueError where the chat template takes too long.
+    """Returns why no record of these sources makes a sample; None if one does, or if there are no
+    sources. Raises ValueError if the chat template takes too long.
     """
     found: _Untrained | None = None
     for source in sources:
@@ -126,8 +126,8 @@ def _probed(num_records: int) -> Iterator[int]:
 
 
 def _encode(source: SourceDataset, index: int, found: _Untrained) -> Any:
-    """Makes a sample of a record; SkipSample where it has no token to train on, whose roles are
-    then counted.
+    """Makes a sample of a record. If the record has no token to train on, counts the roles of its
+    turns in `found` and raises SkipSample.
     """
     load = source.load
     assert isinstance(load, ChatLoad)

@@ -1,11 +1,12 @@
-"""pure. Several answers to one prompt, and turns that branch: the paths of a tree.
+"""pure. Reads several answers to one prompt, and conversations that branch: paths of a tree.
 
-    prompt or messages, + responses     each response continues them: text, a turn, or turns
-    messages [turn, turn, [a, b]]       a list at the end holds alternatives, each a turn or turns,
-                                        whose own end may branch again
+    prompt or messages, + responses     each response is a continuation: text, a turn, or turns
+    messages [turn, turn, [a, b]]       a list at the end has alternatives, each a turn or turns;
+                                        an alternative may branch again at its end
 
-A path is what one of the answers ends. Turns that paths share are trained in the first of them
-only, so that each turn is trained once. `weights` scales the loss of each response.
+A path is a whole conversation, from the first turn to the end of one answer. `[u, [a, b]]` has the
+paths `[u, a]` and `[u, b]`. A turn that several paths share is trained in the first of them only,
+so that each turn is trained once. `weights` scales the loss of each response.
 """
 
 from __future__ import annotations
@@ -13,31 +14,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.sft.data.records.messages import Message, SampleError, read_turns, text_of, weight_of
+from megatron.sft.data.records.messages import Message, read_turns
+from megatron.sft.data.records.values import SampleError, text_of, weight_of
 
 MAX_LEVELS = 100
-"""Branches within branches, at most."""
+"""Maximum depth of branches within branches."""
 
 
 class Keys(NamedTuple):
-    """Names of a turn's keys where they are not the known ones."""
+    """Further names of a turn's keys, by --data-columns."""
 
     role: str | None = None
     content: str | None = None
 
 
 class Paths(NamedTuple):
-    """Conversations that begin alike, and the keys of their turns that were not read."""
+    """Conversations with a common beginning, and the keys of their turns that were not read."""
 
     paths: list[list[Message]]
     unread: set[str]
 
 
 def read_branches(turns: object, where: str, keys: Keys, level: int = 0) -> Paths:
-    """Reads turns, whose last entry may be a list of alternatives; SampleError for what is none.
+    """Reads turns whose last entry may be a list of alternatives. Raises SampleError for any other
+    value.
 
-    Args:
-        level: how many times the turns before them branch.
+    level: number of branches on the way to these turns.
     """
     if level > MAX_LEVELS:
         raise SampleError(f"turns must branch at most {MAX_LEVELS} times, but {where:.60} do more")
@@ -58,7 +60,9 @@ def read_branches(turns: object, where: str, keys: Keys, level: int = 0) -> Path
 def read_responses(
     trunk: Sequence[Message], responses: object, weights: object, keys: Keys
 ) -> Paths:
-    """Reads `responses`, each behind the turns before them, its loss scaled by its weight."""
+    """Returns a path for each of `responses`: the turns of `trunk`, then the response, its loss
+    scaled by its weight.
+    """
     found = _behind(trunk, set(), _listed(responses), "responses", keys)
     factors = weights_of(weights, len(found.paths))
     size = len(trunk)
@@ -76,12 +80,12 @@ def read_responses(
 
 
 def read_texts(responses: object) -> list[str]:
-    """Reads responses to a prompt that is text, which are text, too."""
+    """Returns the responses to a prompt of plain text, which must be plain text, too."""
     return [text_of(text, f"responses[{number}]") for number, text in enumerate(_listed(responses))]
 
 
 def weights_of(weights: object, count: int) -> list[float]:
-    """Returns the weight of each response; 1 where none are given."""
+    """Returns the weight of each of `count` responses, 1 by default."""
     if weights is None:
         return [1.0] * count
     if not isinstance(weights, list) or len(weights) != count:
@@ -107,7 +111,9 @@ def _behind(
     keys: Keys,
     level: int = 1,
 ) -> Paths:
-    """Reads alternatives, each behind `trunk`, which is trained in the first path only."""
+    """Returns the paths of alternatives: the turns of `trunk`, then one of `branches`. The trunk
+    has weights in the first path only.
+    """
     if not branches:
         raise SampleError(f"{where} must hold at least one answer, but is empty")
     paths: list[list[Message]] = []

@@ -1,4 +1,6 @@
-"""pure. Content of a record: a conversation, a passage of text, several of them, or token ids."""
+"""pure. Content of a record, free of its format: a conversation, a passage of text, several of
+them, or token ids.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from megatron.sft.data.records.messages import Message, texts_of
 
 
 class Conversation(NamedTuple):
-    """Turns, of which the assistant's are trained."""
+    """A conversation. The assistant's turns are trained."""
 
     messages: list[Message]
     tools: list[Any] | None = None
@@ -18,25 +20,26 @@ class Conversation(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """Text, of which what follows the prompt is trained."""
+    """A text with a prompt, which may be empty. Only the completion is trained."""
 
     prompt: str
     completion: str
 
 
 class Answers(NamedTuple):
-    """Conversations or passages that begin alike, each trained as if it were alone.
+    """Conversations or passages with a common beginning, each trained as if it were alone.
 
-    Turns that they share have a weight in the first of them only.
+    A turn that several of them share has a weight in the first of them only, so that it is trained
+    once.
     """
 
     paths: Sequence[Conversation | Passage]
     weights: Sequence[float]
-    """Factor of each one's loss."""
+    """Factor of the loss of each path."""
 
 
 class TokenIds(NamedTuple):
-    """Ids, all of them trained."""
+    """Token ids. All of them are trained."""
 
     ids: Any
 
@@ -45,13 +48,13 @@ Content = Conversation | Passage | Answers | TokenIds
 
 
 def messages_of(content: Content) -> list[Message]:
-    """Returns the turns of all conversations."""
+    """Returns the turns of all conversations in `content`."""
     paths = content.paths if isinstance(content, Answers) else [content]
     return [one for path in paths if isinstance(path, Conversation) for one in path.messages]
 
 
 def said_in(content: Content) -> list[str]:
-    """Returns all texts, thoughts included, without white space around."""
+    """Returns all texts in `content`, thoughts included, without white space around them."""
     paths = content.paths if isinstance(content, Answers) else [content]
     parts = [part for path in paths if isinstance(path, Passage) for part in path]
     return texts_of(messages_of(content)) + [part.strip() for part in parts if part.strip()]

@@ -1,24 +1,24 @@
-"""pure. Record -> what it says: a conversation, a passage of text, or token ids, by the format that
-its keys tell.
+"""pure. Reads the content of a record: a conversation, a passage of text, or token ids. The keys of
+the record decide its format.
 
     messages | conversations | conversation              turns, see `messages`; with system, tools
                                                          and TRL's chat_template_kwargs
-    prompt + completion, both of turns                   TRL: turns, of which those of the
-                                                         completion are trained
-    prompt + completion, both strings                    TRL: text, of which the completion is
+    prompt + completion, both lists of turns             TRL; the turns of the completion are
                                                          trained
-    prompt + responses                                   several answers, see `answers`: to turns,
-                                                         or to text (then all are text)
+    prompt + completion, both strings                    TRL; the completion is trained
+    prompt + responses                                   several answers to turns, or to a text
+                                                         (then they are text, too); see `answers`
     instruction | query | question                       Alpaca, Dolly, LLaMA-Factory, ms-swift,
       + output | response | answer                       OpenOrca: a question, with input | context,
                                                          system, history and tools
-    text                                                 trained as it is
-    tokens                                               ids, trained as they are
+    text                                                 all of it is trained
+    tokens                                               ids; all of them are trained
 
-The first of these that a record fits counts; a key that holds nothing (null, "", [], {}) counts as
-absent. Any record may have `weight`, which scales its loss. Invariant: a text that a record holds
-under one of the names of `TEXT_COLUMNS` is read, is a repetition of what is read, or is an error.
-Other keys are not read, and are listed once.
+A record has the first of these formats whose keys it has. A key with an empty value (null, "", [],
+{}) counts as absent. Any record may have `weight`, which scales its loss.
+
+Invariant: no text is lost silently. A text under one of the names in `TEXT_COLUMNS` is read, or
+repeats text that is read, or is an error. Other keys are ignored, and are logged once.
 """
 
 from __future__ import annotations
@@ -43,15 +43,9 @@ from megatron.sft.data.records.content import (
     TokenIds,
     said_in,
 )
-from megatron.sft.data.records.messages import (
-    Message,
-    SampleError,
-    is_empty,
-    read_tools,
-    read_turns,
-    text_of,
-    weight_of,
-)
+from megatron.sft.data.records.messages import Message, read_turns
+from megatron.sft.data.records.tool_calls import read_tools
+from megatron.sft.data.records.values import SampleError, is_empty, text_of, weight_of
 from megatron.sft.options.chat_template import are_variables
 
 _TURNS = ("messages", "conversations", "conversation")
@@ -73,12 +67,12 @@ READ = (
 _NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages", "functions")
 _NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 _PREFERENCES = ("label", "kto_tag", "chosen")
-"""Keys whose true or false says whether the answer is a good one: TRL and ms-swift, LLaMA-Factory,
-others.
+"""Keys that mark an answer as good or bad, by true or false, in preference data: of TRL and
+ms-swift, of LLaMA-Factory, of others.
 """
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
 TEXT_COLUMNS = frozenset((*READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
-"""Keys of a record that hold what its author wants a model to learn from."""
+"""Keys whose values are meant for training, in any format of any trainer."""
 _FORMATS = (
     "messages | conversations | conversation (and responses), prompt + completion | responses, "
     "instruction | query | question "
@@ -92,12 +86,14 @@ class Reading(NamedTuple):
     content: Content
     weight: float
     unread: set[str]
-    """Its keys, and those of its turns, that hold something and that were not read."""
+    """Keys of the record and of its turns that have a value and were not read."""
 
 
 def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
-    """Reads `record`, whose `columns` have other names; SampleError for what fits no format, or
-    would lose text.
+    """Reads the content of `record`. Raises SampleError if it has none of the formats, or if text
+    in it would be lost.
+
+    columns: column of the record -> its name in the table above; "none" leaves the column out.
     """
     fields = _renamed(record, columns)
     found = _find(fields, {name: column for column, name in columns.items()}, record)
@@ -110,7 +106,7 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
 
 
 class _Found(NamedTuple):
-    """Content of a record, the keys that say it, and the keys of its turns that were not read."""
+    """Content of a record, the keys that it was read from, and the unread keys of its turns."""
 
     content: Content
     read: set[str]
@@ -118,8 +114,8 @@ class _Found(NamedTuple):
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the fields that hold something, by their names here. An empty string stays: it may be
-    an answer.
+    """Returns the fields with a value, under the names of the table above. An empty string is kept:
+    it may be an answer.
     """
     fields: dict[str, Any] = {}
     for column, value in record.items():
@@ -138,6 +134,10 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str,
 def _find(
     fields: Mapping[str, Any], columns: Mapping[str, str], record: Mapping[str, Any]
 ) -> _Found:
+    """Returns the content by the first format whose keys are present.
+
+    columns: name -> column of the record; the reverse of `read_record`'s.
+    """
     turn_keys = Keys(columns.get("role"), columns.get("content"))
     for key in _TURNS:
         if key in fields:
@@ -153,7 +153,8 @@ def _find(
         return _Found(Passage("", text_of(fields["text"], "text")), {"text"})
     if "tokens" in fields:
         return _Found(TokenIds(fields["tokens"]), {"tokens"})
-    # Columns of Parquet are null or [] where a record has none: only here may that be the fault.
+    # Name the empty columns, too: Parquet has every column in every row, null or [] if a record
+    # lacks it, so that a record may look complete.
     empty = ", ".join(repr(column) for column, value in record.items() if is_empty(value))
     raise SampleError(
         f"record has keys {', '.join(map(repr, fields)) or '(none)':.300}"
@@ -185,7 +186,9 @@ def _prompt_and_responses(fields: Mapping[str, Any], turn_keys: Keys) -> _Found:
 def _answered(
     fields: Mapping[str, Any], trunk: list[Message], unread: set[str], read: set[str], keys: Keys
 ) -> _Found:
-    """Returns the responses behind turns that were read of the keys `read`."""
+    """Returns the paths of `responses`, each behind the turns of `trunk`. `read` has the keys that
+    these turns were read from.
+    """
     found = read_responses(trunk, fields["responses"], fields.get("weights"), keys)
     read = read | {"responses", "weights"}
     return _Found(_conversations(fields, found), read, unread | found.unread)
@@ -212,6 +215,9 @@ def _prompt_and_completion(fields: Mapping[str, Any], turn_keys: Keys) -> _Found
 
 
 def _question(fields: Mapping[str, Any]) -> list[Message]:
+    """Returns the messages of an Alpaca record: its history, the question with its input, and the
+    answer.
+    """
     messages = []
     history = fields.get("history", [])
     for number, pair in enumerate(history if isinstance(history, list) else [history]):
@@ -226,13 +232,15 @@ def _question(fields: Mapping[str, Any]) -> list[Message]:
 
 
 def _one(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
-    """Returns the first of these keys that holds something, and its value; "" where none does."""
+    """Returns the first of these keys with a value, and the value; the first key and "" if all are
+    empty.
+    """
     key = next((name for name in names if fields.get(name, "") != ""), names[0])
     return key, fields.get(key, "")
 
 
 def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Conversation:
-    """Returns the turns with the system prompt and tools that stand beside them."""
+    """Returns the turns with the record's system prompt, tools and template variables."""
     for key in _SYSTEM:
         system = text_of(fields.get(key, ""), key)
         if system and messages[0].role != "system":
@@ -254,8 +262,8 @@ def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Convers
 
 
 def _check_preference(fields: Mapping[str, Any]) -> None:
-    """Raises SampleError for a record of preference data, which may say that its answer is a bad
-    one.
+    """Raises SampleError for a record of preference data. Its answer may be marked as a bad one,
+    and training on it would teach it.
     """
     for key in _PREFERENCES:
         if isinstance(fields.get(key), bool):
@@ -267,6 +275,7 @@ def _check_preference(fields: Mapping[str, Any]) -> None:
 
 
 def _check_unread(fields: Mapping[str, Any], unread: set[str], content: Content) -> None:
+    """Raises SampleError if an unread field has text of its own, which would be lost."""
     said = said_in(content)
     for key in sorted(unread & TEXT_COLUMNS):
         text = fields[key]
@@ -276,7 +285,7 @@ def _check_unread(fields: Mapping[str, Any], unread: set[str], content: Content)
         if is_string and (
             any(text.strip() in part for part in said) or all(part in text for part in said)
         ):
-            continue  # a part of what is read, or all of it rendered
+            continue  # repeats a text that is read, or is the whole conversation as one text
         raise SampleError(
             f"record has {key}, which would be lost beside what is read; name its meaning with "
             f"--data-columns, or leave it out with --data-columns none={key}"

@@ -1,5 +1,5 @@
-"""pure. The turns of a conversation: as chat data sets write them -> messages, as chat templates
-read them.
+"""pure. Reads the turns of a conversation, in the forms of common data sets, as messages for a chat
+template.
 
     {"role": "user", "content": "hi"}               OpenAI, TRL, ms-swift; content may be a list of
                                                     text parts, {"type": "text", "text": ...};
@@ -9,20 +9,22 @@ read them.
     {"role": "assistant", "tool_calls": [...]}      OpenAI, TRL; `function_call` is the older name
                                                     of a single call
     {"from": "function_call", "value": "{...}"}     LLaMA-Factory, and ms-swift as `tool_call`:
-                                                    calls in JSON; those that follow one another
-                                                    make one message
+                                                    calls in JSON; several such turns in a row
+                                                    become one message
 
-A turn's `train`, `training` and `loss` (true or false), `loss_weight`, `weight` and `loss_scale`
-(numbers) scale its loss. A `loss_weight` above 0 on a turn of others asks to train on it, as
-`train` does.
+A turn may scale its loss: by `train`, `training` and `loss` (true or false), and by `loss_weight`,
+`weight` and `loss_scale` (numbers). Only turns of the assistant can be trained, so that `train` or
+a `loss_weight` above 0 on any other turn is an error.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from megatron.sft.data.records.tool_calls import calls_of_json, calls_of_turn
+from megatron.sft.data.records.values import SampleError, is_empty, text_of, weight_of
 
 ROLES: Mapping[str, str] = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -30,9 +32,9 @@ ROLES: Mapping[str, str] = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "tool_response", "ipython"), "tool"),
 }
-"""Every accepted name of a role -> the name that chat templates know."""
+"""Accepted name of a role -> its name in chat templates."""
 _CALLING_ROLES = ("function_call", "tool_call")
-"""Roles of turns in which the assistant calls tools, and that hold the calls as JSON."""
+"""Roles of assistant turns whose content is tool calls as JSON."""
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 _TRAIN = ("train", "training", "loss", "loss_weight")
 _WEIGHT = ("weight", "loss_scale")
@@ -44,7 +46,7 @@ _READ = {
     *_TRAIN,
     *_WEIGHT,
 }
-"""Keys of a turn that are read, beside those of its role and content."""
+"""Keys of a turn that are read, apart from those of its role and content."""
 _UNREADABLE = (
     "train_detail",
     "refusal",
@@ -57,19 +59,9 @@ _UNREADABLE = (
     "video",
     "videos",
 )
-"""Keys of a turn that change what is trained on, and that nothing here can honour."""
-
-
-MAX_WEIGHT = 10_000
-"""Largest weight of a record, a turn or a source in the loss: gradients beyond it train the model
-to pieces.
+"""Keys of a turn that would change its training, and are not supported: a turn that has one is
+refused.
 """
-
-
-class SampleError(ValueError):
-    """A record that cannot be made a sample. The message lacks the place: prefix it with
-    `source.describe(index)`.
-    """
 
 
 class Message(NamedTuple):
@@ -79,7 +71,7 @@ class Message(NamedTuple):
     """system, user, assistant or tool"""
     content: str
     weight: float = 1.0
-    """Weight of the loss on an assistant's turn; the turns of others have none."""
+    """Weight of the loss of an assistant's turn. No effect on other turns."""
     fields: Mapping[str, Any] = {}
     """Fields that chat templates may read: tool_calls, reasoning_content, name, tool_call_id."""
 
@@ -89,11 +81,11 @@ class Message(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Content of a list of turns."""
+    """Messages of a list of turns."""
 
     messages: list[Message]
     unread: set[str]
-    """Keys of turns that hold something and that were not read."""
+    """Keys of the turns that have a value and were not read."""
 
 
 def read_turns(
@@ -102,10 +94,10 @@ def read_turns(
     """Reads a list of turns. Raises SampleError, which begins with `where`, for anything else.
 
     Args:
-        turns: a value of a record.
-        where: its place in the record, for errors: `messages`.
-        role_key: further name of the key of roles, by --data-columns.
-        content_key: further name of the key of contents.
+        turns: the value of a record's field.
+        where: name of that field, for errors: `messages`.
+        role_key: further name of the role's key, by --data-columns.
+        content_key: further name of the content's key, by --data-columns.
     """
     if not isinstance(turns, list) or not turns:
         raise SampleError(f"{where} must be a list of at least one message, but is {turns!r:.60}")
@@ -133,53 +125,11 @@ def read_turns(
     return Turns(messages, unread)
 
 
-def is_empty(value: object) -> bool:
-    """Returns whether a field says nothing: null, "", [] or {}."""
-    return value is None or (isinstance(value, (str, list, Mapping)) and not value)
-
-
-def text_of(text: object, where: str) -> str:
-    """Returns `text` if it is a string that can be written as UTF-8; raises SampleError if not."""
-    if not isinstance(text, str):
-        raise SampleError(f"{where} must be a string, but is {text!r:.60}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise SampleError(
-            f"{where} holds half of a surrogate pair at character {error.start}; remove it"
-        ) from error
-    return text
-
-
-def weight_of(weight: object, where: str) -> float:
-    """Returns `weight` if it is a factor of the loss; raises SampleError if not."""
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, (int, float))
-        or not 0 <= weight <= MAX_WEIGHT
-    ):
-        raise SampleError(
-            f"{where} must be a number from 0 to {MAX_WEIGHT:,}, but is {weight!r:.60}"
-        )
-    return float(weight)
-
-
-def read_tools(tools: object) -> list[Any]:
-    """Returns the tools that a conversation may call, a list of JSON schemas or its JSON text."""
-    if isinstance(tools, str):
-        tools = _json(tools, "tools")
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise SampleError(f"tools must be a list of JSON schemas, but is {tools!r:.60}")
-    return [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
-    ]
-
-
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with an id for each call and each result that has none.
+    """Returns the messages with ids on all tool calls and results; those that have an id keep it.
 
-    A result belongs to the first call before it that has no result yet. Ids have nine letters and
-    digits, as Mistral's templates demand.
+    A result without an id belongs to the first call of the last message with calls that has no
+    result yet. Ids have nine letters and digits, as Mistral's templates demand: `call00001`.
     """
     numbers = itertools.count(1)
     unanswered: list[str] = []
@@ -208,7 +158,7 @@ def _read_turn(
 ) -> Message:
     role_key, role = _either(turn, ("role", "from", role_key))
     content_key, content = _either(turn, ("content", "value", content_key))
-    calls = _tool_calls(turn, place)
+    calls = calls_of_turn(turn, place)
     if role_key is None or (content_key is None and not calls):
         raise SampleError(
             f"{place} must have role and content, or from and value, but has keys {list(turn)}"
@@ -223,7 +173,7 @@ def _read_turn(
     unread |= turn.keys() - {role_key, content_key, *_READ}
     content_place = f"{place}.{content_key}"
     if name in _CALLING_ROLES:
-        calls += _calls_of_json(text_of(content, content_place), content_place)
+        calls += calls_of_json(text_of(content, content_place), content_place)
         name, content = "assistant", ""
     fields = {key: turn[key] for key in _PASSED_ON if key in turn} | _reasoning(turn, place)
     if calls:
@@ -234,7 +184,7 @@ def _read_turn(
 
 
 def _checked_role(role: object, where: str) -> str:
-    """Returns the name of a role in lower case; raises SampleError if nothing here knows it."""
+    """Returns the name of a role in lower case; raises SampleError if it is not known."""
     name = role.lower() if isinstance(role, str) else ""
     if name not in ROLES and name not in _CALLING_ROLES:
         choices = ", ".join((*ROLES, *_CALLING_ROLES))
@@ -243,7 +193,9 @@ def _checked_role(role: object, where: str) -> str:
 
 
 def _reasoning(turn: Mapping[str, Any], place: str) -> dict[str, str]:
-    """Returns a turn's thoughts under the one name that templates know; {} where it has none."""
+    """Returns a turn's thoughts under the name that templates read, `reasoning_content`; {} if it
+    has none.
+    """
     found = {key: text_of(turn[key], f"{place}.{key}") for key in REASONING_NAMES if key in turn}
     if len(set(found.values())) > 1:
         raise SampleError(f"{place} has {' and '.join(found)}; keep one")
@@ -251,16 +203,18 @@ def _reasoning(turn: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def _either(turn: Mapping[str, Any], names: Sequence[str | None]) -> tuple[str | None, Any]:
-    """Returns the first of these keys whose value is not null, else the first that is there, and
-    its value; (None, None) if none is there.
+    """Returns the first of these keys with a value other than null, and its value. If all are null
+    it returns the first key that exists; if no key exists, (None, None).
     """
-    there = [name for name in names if name is not None and name in turn]
-    filled = [name for name in there if turn[name] is not None] or there
+    present = [name for name in names if name is not None and name in turn]
+    filled = [name for name in present if turn[name] is not None] or present
     return (filled[0], turn[filled[0]]) if filled else (None, None)
 
 
 def _append(messages: list[Message], message: Message) -> None:
-    """Adds a message. Calls that follow calls, without a word between, join the message before."""
+    """Adds a message. If it and the last one consist of tool calls only, they become one message:
+    LLaMA-Factory and ms-swift write each parallel call as a turn.
+    """
     before = messages[-1] if messages else None
     if (
         before is not None
@@ -312,56 +266,13 @@ def _loss_weight(turn: Mapping[str, Any], role: str, place: str) -> float:
     return weight
 
 
-def _tool_calls(turn: Mapping[str, Any], place: str) -> list[Any]:
-    """Returns the calls of a message, their arguments as objects, which templates write as JSON."""
-    calls = turn.get("tool_calls", [])
-    if isinstance(calls, str):
-        calls = _json(calls, f"{place}.tool_calls")
-    if not isinstance(calls, list):
-        raise SampleError(f"{place}.tool_calls must be a list, but is {calls!r:.60}")
-    if "function_call" in turn:
-        calls = [*calls, turn["function_call"]]
-    return [_call(call, f"{place}.tool_calls") for call in calls]
-
-
-def _calls_of_json(text: str, where: str) -> list[Any]:
-    calls = _json(text, where)
-    return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise SampleError(f"{where} must hold calls {{name, arguments}}, but holds {call!r:.60}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _json(arguments, f"{where} arguments")
-    rest = {
-        key: value
-        for key, value in call.items()
-        if key not in ("function", "name", "arguments", "type")
-    }
-    return {
-        "type": "function",
-        **rest,
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise SampleError(f"{where} must be JSON, but is {text!r:.60}: {error}") from None
-
-
 def is_thinking(message: Message) -> bool:
-    """Returns whether a message has thoughts, apart from its content or in it."""
+    """Returns whether a message has thoughts, in its content or in a field of their own."""
     return "</think>" in message.content or "reasoning_content" in message.fields
 
 
 def texts_of(messages: Iterable[Message]) -> list[str]:
-    """Returns the texts of messages, thoughts included, without white space around."""
+    """Returns the texts of messages, thoughts included, without white space around them."""
     said = [
         text
         for message in messages

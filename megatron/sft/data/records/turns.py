@@ -1,10 +1,17 @@
-"""pure. A conversation's turns, each in the context in which it is generated: paths of a tree.
+"""pure. The turns of a conversation as paths of a tree, each in the context that it is generated
+in.
 
-Templates of models that think leave out the thoughts of earlier turns when the next one is
-generated. So a turn's context is not what one rendering of the whole conversation has before it.
-Here each trained turn is a sequence: what `apply_chat_template(..., add_generation_prompt=True)`
-gives for the turns before it, to the token, and the answer behind it. Sequences are merged where
-they share a prefix (see `megatron.packing.batch.tree`).
+Chat templates of thinking models remove the thoughts of earlier turns when the next turn is
+generated. Then one rendering of the whole conversation does not have the right context before each
+turn:
+
+    one rendering    user 1, answer 1, user 2, thoughts 2, answer 2
+    turn 1           user 1, | thoughts 1, answer 1
+    turn 2           user 1, answer 1, user 2, | thoughts 2, answer 2
+
+Here each trained turn is a sequence of its own: its context, exactly the tokens of
+`apply_chat_template(..., add_generation_prompt=True)` for the turns before it, then the turn
+(behind the bar). Sequences are merged at their common prefixes (see `megatron.packing.batch.tree`).
 
     --train-turns served    each of the assistant's turns, in its own context
                   all       one rendering of the conversation, all of the assistant's turns
@@ -22,29 +29,32 @@ import numpy.typing as npt
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths, Path, merge
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.messages import SampleError
+from megatron.sft.data.records.values import SampleError
 
 Ids = npt.NDArray[Any]
 Mask = npt.NDArray[np.float32]
 Contexts = Literal["kept", "differ", "unknown"]
-"""Kinds of templates: one rendering has each answer behind what it is generated from; the contexts
-are others than in one rendering; they are not to be had, as an answer is not written behind its
-prompt.
+"""Kinds of chat templates:
+
+kept       one rendering of the conversation has each answer behind the prompt it is generated from
+differ     the prompt of some answer differs from what one rendering has before that answer
+unknown    the template does not write an answer behind its own prompt, so contexts are not known
 """
 
 
 class EncodedTurns(NamedTuple):
-    """A conversation as merged paths, and what became of over-long ones."""
+    """A conversation as merged paths, with counts of those that were too long."""
 
     merged: MergedPaths | None
-    """None where no path is left."""
+    """None if no path is left."""
     num_over: int
+    """Number of paths over the sequence length."""
     is_cut: bool
-    """True if a path was truncated, or left out for its length."""
+    """True if a path was truncated or dropped for its length."""
 
 
 class Tokens(Protocol):
-    """N tokens, as `ChatTokens`."""
+    """N tokens with weights; see `ChatTokens`, which this module cannot import."""
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
@@ -56,7 +66,7 @@ class Tokens(Protocol):
 
 
 def only_last(conversation: Conversation) -> Conversation:
-    """Returns the conversation of which only the assistant's last turn is trained."""
+    """Returns the conversation with weight 0 on all assistant turns but the last."""
     messages = list(conversation.messages)
     last = max(
         (number for number, one in enumerate(messages) if one.role == "assistant"), default=-1
@@ -72,10 +82,10 @@ def only_last(conversation: Conversation) -> Conversation:
 def within(
     ids: Ids, loss_mask: Mask, seq_length: int, policy: OverLengthPolicy, what: str
 ) -> tuple[Ids, Mask] | None:
-    """Returns [L + 1] ids and their mask [L], of at most `seq_length` tokens; None where `policy`
-    drops them.
+    """Returns ids [L + 1] and their loss mask [L], with L at most `seq_length`; None if `policy` is
+    "drop" and L is larger.
 
-    what: begins the error, "sample is".
+    what: first words of the error, "sample is".
     """
     if len(loss_mask) <= seq_length:
         return ids, loss_mask
@@ -86,17 +96,17 @@ def within(
         )
     if policy == "drop":
         return None
-    # Copies, as views would keep all that is truncated.
+    # Copies: a view would keep the whole array in memory.
     return ids[: seq_length + 1].copy(), loss_mask[:seq_length].copy()
 
 
 def merged_turns(
     turns: Sequence[Tokens], weight: float, seq_length: int, policy: OverLengthPolicy
 ) -> EncodedTurns:
-    """Returns turns as paths, merged; each path over `seq_length` is treated by `policy` alone.
+    """Returns the paths of the turns, merged. Each path over `seq_length` is truncated or dropped
+    by itself; with the policy "error" it raises SampleError.
 
-    Args:
-        weight: of the record.
+    weight: factor of the loss of all paths, that of the record.
     """
     paths: list[Path] = []
     num_over, is_cut = 0, False

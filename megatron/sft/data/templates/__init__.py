@@ -1,1 +1,1 @@
-"""Chat templates: a conversation as text, and which characters of it are trained."""
+"""Chat templates: render a conversation as text, and find the characters that are trained."""

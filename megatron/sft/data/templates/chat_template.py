@@ -1,17 +1,19 @@
-"""pure. Messages -> text by a chat template, and which of its characters the assistant must
-produce: one rendering.
+"""pure. Renders a conversation by a chat template, and finds the characters that are trained.
 
-A template with {% generation %} says itself what is trained. In any other, the turn of each message
-is what the template writes while its loop is at that message; an assistant's turn is trained from
-the end of the generation prompt to the end of the turn, white space after the end-of-turn token
-left out. `marked` tells these places.
+    <|im_start|>user\\n1+1?<|im_end|>\\n<|im_start|>assistant\\n2<|im_end|>\\n
+                                     |-- generation prompt --||- trained -|
+
+A template with {% generation %} marks the trained characters itself. In any other template the text
+of a message is what the template writes while its loop is at that message (`marked` records it). Of
+an assistant's text, everything between the generation prompt and the end of the turn is trained,
+the end-of-turn token included and white space after it not.
 
 Invariants:
-- each trained turn stands behind what generation would start from, and reads as if it were the
-  last. Checked by rendering the turns before it, and up to it, for one conversation of each kind
-  (which roles follow one another, with tools, calls, thoughts);
-- every message's text is in its turn, or the conversation is refused;
-- each trained turn ends in the template's end of turn.
+- Each trained turn follows exactly the text that generation would start from, and reads as if it
+  were the last turn. This is checked by rendering the turns before it, and those up to it, for one
+  conversation of each kind (order of roles, with tools, calls, thoughts).
+- The text of every message is in its turn, or the conversation is refused.
+- Each trained turn ends with the template's end of turn.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.messages import Message, SampleError, is_thinking
+from megatron.sft.data.records.messages import Message, is_thinking
 from megatron.sft.data.records.turns import Contexts
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.checks import (
     check_nothing_lost,
     kind_of,
@@ -39,7 +42,7 @@ from megatron.sft.data.templates.writer import WAY_OUT, SlowTemplateError, Templ
 
 __all__ = ["ChatTemplate", "ContextError", "Rendering", "SlowTemplateError", "Span", "Turn"]
 _CHECKED_AT_EACH_END = 4
-"""Answers of a conversation that are compared with how they would be generated."""
+"""Answers at the start and at the end of a conversation that are checked against generation."""
 
 
 class Span(NamedTuple):
@@ -51,23 +54,23 @@ class Span(NamedTuple):
 
 
 class Rendering(NamedTuple):
-    """A conversation as text, and what of it is trained."""
+    """A conversation as text, with its trained spans."""
 
     text: str
     spans: list[Span]
 
 
 class ContextError(ValueError):
-    """A template that does not write an answer behind what it prompts with for it."""
+    """A template does not write an answer behind the generation prompt for it."""
 
 
 class Turn(NamedTuple):
     """An answer and its context, as text."""
 
     prompt: str
-    """Text that generation starts from."""
+    """Text that generation starts from: the turns before, and the generation prompt."""
     answer: str
-    """The rest up to the end of the turn, which is trained."""
+    """Text up to the end of the turn, all of it trained."""
     weight: float
 
 
@@ -80,15 +83,16 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
     """Variables such as bos_token."""
     today: date | None = None
-    """The date that the template is given; None for none."""
+    """Date that the template may ask for; None if it may not."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further ones of every conversation, where it has none of its own by that name."""
+    """Further variables. A conversation's own variables of the same name go first."""
     _prompts: dict[str, AroundAnswers] = field(default_factory=dict, init=False, repr=False)
-    """Contexts by the options of the template, as JSON."""
+    """Text around answers, by the variables of the conversation as JSON."""
     _checked: set[Any] = field(default_factory=set, init=False, repr=False)
+    """Kinds of conversations (`kind_of`) whose turns were checked."""
 
     def __getstate__(self) -> tuple[str, Mapping[str, str], date | None, Mapping[str, Any]]:
-        # what is compiled cannot be pickled
+        # For workers: a compiled template cannot be pickled, so each compiles its own.
         return self.source, self.special_tokens, self.today, self.variables
 
     def __setstate__(
@@ -101,10 +105,10 @@ class ChatTemplate:
         return TemplateWriter(self.source, self.special_tokens, self.today, self.variables)
 
     def render(self, conversation: Conversation) -> Rendering:
-        """Renders once, and finds what is trained.
+        """Renders the whole conversation once, and finds the trained spans.
 
-        SampleError for a conversation that does not fit; ValueError for a template under which none
-        can be trained.
+        Raises SampleError for a conversation that does not fit the template, and ValueError for a
+        template under which no conversation can be trained.
         """
         conversation = self._writer.as_needed(conversation)
         options, prompt = self._around(conversation)
@@ -127,11 +131,11 @@ class ChatTemplate:
         return Rendering(written.text, spans)
 
     def render_turns(self, conversation: Conversation) -> list[Turn]:
-        """Returns each of the assistant's turns that has a weight, as the released template writes
-        it behind what it prompts with for it.
+        """Returns the assistant's turns with a weight, each with the prompt that the released
+        template gives for it.
 
-        SampleError for a conversation that does not fit; ContextError for a template that writes an
-        answer behind something else.
+        Raises SampleError for a conversation that does not fit the template, and ContextError for a
+        template that does not write an answer behind its own generation prompt.
         """
         conversation = self._writer.as_needed(conversation)
         _, around = self._around(conversation)
@@ -142,21 +146,22 @@ class ChatTemplate:
         ]
 
     def _around(self, conversation: Conversation) -> tuple[str, AroundAnswers]:
-        """Returns the options of the conversation, as JSON, and what stands around its answers."""
+        """Returns the variables of the conversation, as JSON, and the text around its answers."""
         options = json.dumps(conversation.template_options, sort_keys=True, default=str)
         if options not in self._prompts:
             self._prompts[options] = around_answers(self._writer, conversation.template_options)
         return options, self._prompts[options]
 
     def _turn(self, conversation: Conversation, number: int, around: AroundAnswers) -> Turn:
-        """Returns the answer that is message `number`, behind what it would be generated from."""
+        """Returns message `number`, an answer, with the prompt that it would be generated from."""
         before, until = (
             conversation._replace(messages=conversation.messages[:size])
             for size in (number, number + 1)
         )
         prompt = self._writer.write(before, add_generation_prompt=True, as_released=True).text
         written = around.with_end(self._writer.write(until, as_released=True), until.messages)
-        # Some templates write the end of the text behind the last turn, where no turn is.
+        # Some templates write the last end-of-text token after their loop, which is outside of any
+        # message: then the whole text is searched.
         places = written.turns.get(number) or [(0, len(written.text))]
         end = len(written.text) if around.is_of_next else places[-1][1]
         if written.text.startswith(prompt):
@@ -192,14 +197,14 @@ class ChatTemplate:
     def contexts(self) -> Contexts:
         """Relation of the contexts of answers to one rendering of the conversation.
 
-        Asked of short conversations with thoughts, a system prompt and tool calls; those that the
-        template refuses say nothing. A template that marks what is trained is made for one
-        rendering.
+        It is found by rendering short conversations with thoughts, a system prompt and tool calls.
+        Conversations that the template refuses do not count. A template with {% generation %} is
+        made for one rendering.
         """
         if self._writer.has_marks:
             return "kept"
         found: set[Contexts] = {self._contexts_of(messages) for messages in PROBES}
-        # Under a prompt that opens a thought, answers without one say nothing.
+        # The worst of all probes. Most templates differ for one kind of conversation only.
         return next((one for one in ("unknown", "differ") if one in found), "kept")  # type: ignore[return-value]
 
     def _contexts_of(self, messages: Sequence[Message]) -> Contexts:
@@ -217,7 +222,7 @@ class ChatTemplate:
         return "kept" if is_kept else "differ"
 
     def _answer(self, written: Written, number: int, around: AroundAnswers) -> Place:
-        """Returns the spans of the assistant's message that are trained."""
+        """Returns the place of the answer in message `number` of a rendering."""
         places = written.turns.get(number, ())
         if len(places) != 1:
             raise ValueError(
@@ -239,9 +244,10 @@ class ChatTemplate:
     def _check_turns(
         self, conversation: Conversation, written: Written, around: AroundAnswers
     ) -> None:
-        """Raises ValueError unless each answer stands behind what generation would start from.
+        """Raises ValueError unless each answer follows the text that generation would start from.
 
-        Of many answers only the first and the last few are looked at, as each takes two renderings.
+        Each check takes two renderings, so that of many answers only the first and the last few are
+        checked.
         """
         messages = conversation.messages
         answers = [

@@ -1,4 +1,4 @@
-"""pure. Checks of renderings: texts that a template leaves out, and kinds of conversations."""
+"""pure. Checks of renderings: text that a template leaves out, and kinds of conversations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.messages import REASONING_NAMES, SampleError, is_thinking, texts_of
+from megatron.sft.data.records.messages import REASONING_NAMES, is_thinking, texts_of
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.marked import Written
 from megatron.sft.data.templates.writer import WAY_OUT
 
 
 def check_nothing_lost(conversation: Conversation, written: Written) -> None:
-    """Raises SampleError for a text that the template leaves out."""
+    """Raises SampleError if the rendering lacks a message's text, a call or a tool.
+
+    A text is searched for as it is, and as the template may have escaped it in JSON.
+    """
     for number, message in enumerate(conversation.messages):
         places = written.turns.get(number) or [(0, len(written.text))]
         turn = "".join(written.text[start:end] for start, end in places)
@@ -37,8 +41,8 @@ def check_nothing_lost(conversation: Conversation, written: Written) -> None:
 
 
 def without_earlier_thoughts(conversation: Conversation) -> Conversation:
-    """Returns the conversation without the thoughts that templates leave out of a context: those
-    before its last message.
+    """Returns the conversation with thoughts in its last message only. Templates of thinking models
+    remove earlier thoughts from a context, so that their absence is no loss.
     """
     messages = []
     for message in conversation.messages[:-1]:
@@ -51,12 +55,14 @@ def without_earlier_thoughts(conversation: Conversation) -> Conversation:
 
 
 def opens_thought(prompt: str) -> bool:
-    """Returns whether generation begins within a thought."""
+    """Returns whether a generation prompt ends with an opened thought (<think>)."""
     return re.search(r"<[\w:]*think>\s*$", prompt) is not None
 
 
 def kind_of(conversation: Conversation) -> tuple[Any, ...]:
-    """Returns a key that is equal for conversations that a template may not treat differently."""
+    """Returns a key of the structure of a conversation. A template treats conversations with equal
+    keys alike, so that one of each kind is checked.
+    """
     before, steps = "", set()
     for message in conversation.messages:
         calls, is_trained = "tool_calls" in message.fields, message.weight > 0

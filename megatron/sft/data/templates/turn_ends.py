@@ -1,10 +1,10 @@
-"""pure. Text that a chat template writes around an answer: the start of generation, and where the
-answer ends.
+"""pure. Finds the text that a chat template writes around an answer: the generation prompt before
+it, and the end of turn behind it.
 
-    most        one end, behind every answer
-    gpt-oss     <|return|> behind the last answer and <|call|> behind a call, which are generated;
-                <|end|> behind earlier answers, which never is
-    GLM         none: generation ends where the next message begins, with <|user|>, or with
+    most        one end behind every answer
+    gpt-oss     <|return|> behind the last answer and <|call|> behind a call, which the model
+                generates; <|end|> behind earlier answers, which it never generates
+    GLM         no end: generation stops where the next message begins, with <|user|>, or with
                 <|observation|> after a call
 """
 
@@ -14,18 +14,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.messages import Message, SampleError
+from megatron.sft.data.records.messages import Message
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.marked import Written
 from megatron.sft.data.templates.writer import WAY_OUT, SlowTemplateError, TemplateWriter
 
 _CALL_END = "<|call|>"
 _NEXT_MESSAGE, _AFTER_ANSWER, _AFTER_CALL = "[gMASK]<sop>", "<|user|>", "<|observation|>"
-"""Text by which GLM's templates are recognised, and their ends."""
+"""Text that only GLM's templates have, and their two ends of an answer."""
 
 
 class Place(NamedTuple):
-    """Characters of a rendering: an answer is [start, end_of_text), its trained end [end_of_text,
-    end).
+    """Characters of a rendering: the answer is [start, end_of_text), its end of turn [end_of_text,
+    end). Both are trained.
     """
 
     start: int
@@ -34,22 +35,22 @@ class Place(NamedTuple):
 
 
 class AroundAnswers(NamedTuple):
-    """Text that a template writes around an answer; ends are without white space around them,
-    unless they are nothing else.
+    """Text that a template writes around an answer. White space around an end is removed, unless
+    the end is white space.
     """
 
     prompt: str
-    """Text that generation starts from."""
+    """Generation prompt, right before the answer."""
     ends: tuple[str, ...]
-    """Ends that are generated."""
+    """Ends of turn that the model generates."""
     end_of_earlier: str | None = None
-    """End in their place once the conversation continues, if that is another one."""
+    """Another end, behind answers that are not the last; None if it is the same."""
     is_of_next: bool = False
-    """True if an end is the beginning of the next message."""
+    """True if the end is the beginning of the next message (GLM)."""
 
     def place(self, text: str, start: int, end: int) -> Place | None:
-        """Returns the place of the answer in the turn [start, end) of a rendering; None where it
-        has no end.
+        """Returns the place of the answer in the turn [start, end) of a rendering; None if the turn
+        has none of the ends.
         """
         begin = start + len(self.prompt)
         if self.is_of_next:
@@ -62,17 +63,17 @@ class AroundAnswers(NamedTuple):
             return Place(begin, end - len(found), end)
         if self.end_of_earlier is None or not text[start:end].endswith(self.end_of_earlier):
             return None
-        # Trained, it would be generated, and generation would continue behind it.
+        # This end is not trained: the model would generate it, and would not stop there.
         body = end - len(self.end_of_earlier)
         return Place(begin, body, body)
 
     def is_prompt_of(self, context: str, turn: str) -> bool:
-        """Returns whether a turn begins with what a context, written apart, ends with."""
+        """Returns whether a turn begins with the generation prompt, and a context ends with it."""
         return bool(self.prompt) and turn.startswith(self.prompt) and context.endswith(self.prompt)
 
     def with_end(self, written: Written, messages: Sequence[Message]) -> Written:
-        """Returns a rendering with the end of its last answer, also where a template leaves it for
-        the next message to write.
+        """Returns a rendering with an end of its last answer. GLM's templates would write it with
+        the next message, so it is added.
         """
         if not self.is_of_next or messages[-1].role != "assistant":
             return written
@@ -80,16 +81,16 @@ class AroundAnswers(NamedTuple):
         return written._replace(text=written.text + end)
 
     def last_answer(self, text: str) -> str | None:
-        """Returns an answer that nothing follows, without white space behind it; None where it has
-        no end.
+        """Returns the last answer of a conversation without white space behind it; None if it has
+        none of the ends.
         """
         text = text.rstrip() if self.ends[0].strip() and not self.is_of_next else text
         return text if text.endswith(self.ends) else None
 
 
 def around_answers(writer: TemplateWriter, options: Mapping[str, Any]) -> AroundAnswers:
-    """Returns what stands around an answer; ValueError for a template that trains no end of a
-    turn.
+    """Returns the text around an answer, found by rendering two short conversations that differ in
+    the answer alone. Raises ValueError if no end of a turn would be trained.
     """
 
     def write(*messages: Message, prompts: bool = False) -> Written:
@@ -111,7 +112,7 @@ def around_answers(writer: TemplateWriter, options: Mapping[str, Any]) -> Around
         try:
             chat = write(question, answers[0], question, answers[1], question)
             earlier = end_behind(texts, [_pieces(chat, 1), _pieces(chat, 3)])
-        except SampleError:  # of several turns: said where one comes
+        except SampleError:  # the template allows one turn only: an error when a longer chat comes
             earlier = ""
         before = _generation_prompt(asked, prompted)
         around = find_ends(writer.source, before, end_behind(texts, lasts), earlier)
@@ -124,13 +125,15 @@ def around_answers(writer: TemplateWriter, options: Mapping[str, Any]) -> Around
 
 
 def _pieces(written: Written, number: int) -> list[str]:
-    """Returns what is trained of a rendering, or else what is written of a message."""
+    """Returns the parts of a rendering that the template marks as trained, or without marks the
+    text of message `number`.
+    """
     spans = [(start, end) for start, end, _ in written.generated] or written.turns.get(number, ())
     return [written.text[start:end] for start, end in spans]
 
 
 def _generation_prompt(asked: Written, prompted: Written) -> str:
-    """Returns what the template adds for the assistant to continue."""
+    """Returns the generation prompt: the text that `add_generation_prompt=True` adds."""
     if asked.text[: asked.loop_end] == prompted.text[: prompted.loop_end]:
         return prompted.text[prompted.loop_end :]
     if prompted.text.startswith(asked.text):  # written in the loop, at its last message
@@ -141,12 +144,13 @@ def _generation_prompt(asked: Written, prompted: Written) -> str:
 
 
 def find_ends(source: str, prompt: str, last: str, earlier: str) -> AroundAnswers | None:
-    """Returns what is written around answers; None for a template that ends none.
+    """Returns the text around answers; None for a template that writes no end of turn.
 
     Args:
-        prompt: what generation starts from.
-        last, earlier: what stands behind the text of an answer in its turn, where it is the last,
-            and where the conversation continues; empty for nothing.
+        source: the template.
+        prompt: its generation prompt.
+        last, earlier: text behind the last answer of a conversation, and behind an earlier one;
+            empty if there is none.
     """
     if _NEXT_MESSAGE in source and not last:
         return AroundAnswers(prompt, (_AFTER_ANSWER, _AFTER_CALL), is_of_next=True)
@@ -158,11 +162,14 @@ def find_ends(source: str, prompt: str, last: str, earlier: str) -> AroundAnswer
 
 
 def end_behind(texts: Sequence[str], written: Sequence[Sequence[str]]) -> str:
-    """Returns what stands behind each of two texts where it was written; empty where that differs.
+    """Returns the text that follows each of two answers; "" if it is not the same for both.
+
+    `["yes", "no"], [["yes<end>"], ["no<end>"]] -> "<end>"`
 
     Args:
-        written: the pieces of each rendering in which its text may be: the last that holds it
-            counts, since TRL's Phi 3 marks the end of the text behind it, apart.
+        texts: the two answers.
+        written: the parts of each rendering that may have the answer. The last one that has it
+            counts: TRL's template of Phi 3 marks the end of the text as a part of its own.
     """
     ends = [
         next((piece.rpartition(text)[2] for piece in reversed(pieces) if text in piece), "")

@@ -16,7 +16,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.messages import REASONING_NAMES, Message, SampleError, with_call_ids
+from megatron.sft.data.records.messages import REASONING_NAMES, Message, with_call_ids
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.marked import MarkedTemplate, Written
 from megatron.sft.data.templates.sandbox import EndlessTemplateError
 

@@ -1,5 +1,5 @@
-"""pure. The files of a HuggingFace folder beside its weights: config.json, tokenizer, template,
-generation config.
+"""pure. Writes the files of a HuggingFace folder other than weights: config.json, tokenizer, chat
+template, generation_config.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.model import ModelConfig
 
 COMPANIONS = "huggingface"
-"""The folder in a checkpoint that holds these files, for the export of its weights."""
+"""Folder of a checkpoint with these files, for a later export of its weights."""
 _GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -51,18 +51,18 @@ _BYTE_LEVEL_TEMPLATE = (
 
 
 class Companions(NamedTuple):
-    """The HuggingFace side of a run's model, its weights aside."""
+    """The files of a run's model in HuggingFace form, without its weights."""
 
     config: SFTConfig
     tokenizer: Tokenizer | None
-    """None for mock data: no tokenizer files then."""
+    """None for mock data: then there are no tokenizer files."""
     vocab_size: int
     dtype: str
-    """Type of the weights, where no source folder says another."""
+    """Type of the weights for a model that was trained from scratch."""
 
     def model_config(self) -> dict[str, Any]:
-        """Returns the content of config.json; ValueError where no HuggingFace family computes what
-        the options say.
+        """Returns the content of config.json: that of the folder training started from, or a new
+        one. Raises ValueError if no HuggingFace family computes this model.
         """
         source = huggingface_source(self.config.output.pretrained_checkpoint)
         if source is None:
@@ -76,13 +76,14 @@ class Companions(NamedTuple):
         else:
             found = read_config(source)
             found.pop("_name_or_path", None)
-            found.pop("quantization_config", None)  # MXFP4 is read, and written in the model's type
+            # Experts that were read from MXFP4 are written in the type of the other weights.
+            found.pop("quantization_config", None)
         if found.get("dtype") is None and found.get("torch_dtype") is None:
             found["torch_dtype"] = self.dtype
         return found
 
     def has_family(self) -> bool:
-        """Returns whether some HuggingFace family computes what the options say."""
+        """Returns whether a HuggingFace family computes this model."""
         try:
             self.model_config()
         except ValueError:
@@ -90,29 +91,30 @@ class Companions(NamedTuple):
         return True
 
     def source(self) -> Folder | None:
-        """Returns the HuggingFace folder that the model came from, with what an export takes from
-        it.
+        """Returns the HuggingFace folder that training started from, if it is one and has tensors
+        that an export needs.
         """
         folder = huggingface_source(self.config.output.pretrained_checkpoint)
         return None if folder is None else open_source(folder)
 
     def weights(self) -> Weights:
-        """Returns the tensors that go with them."""
+        """Returns the table of the tensors that belong to this config.json."""
         source = self.source()
         names = () if source is None else source.tensors.keys()
         return weights_of(self.config.model, self.model_config(), names)
 
     def are_saved(self) -> bool:
-        """Returns whether checkpoints hold these files: of models that the export can write."""
+        """Returns whether checkpoints include these files. They do if `megatron-sft export` can
+        write the model.
+        """
         return not self.config.lora.lora and self.has_family()
 
     def dtype_written(self) -> str:
-        """Returns the type that the weights are written in."""
+        """Returns the type that weights are exported in, by its name in torch."""
         return dtype_of(self.model_config())
 
     def write(self, folder: Path) -> str:
-        """Writes all files but the weights; returns the type that config.json says the weights
-        have."""
+        """Writes all files but the weights, and returns the type of the weights in config.json."""
         model_config = self.model_config()
         source = huggingface_source(self.config.output.pretrained_checkpoint)
         _write(folder / "config.json", model_config)
@@ -125,8 +127,8 @@ class Companions(NamedTuple):
         return dtype_of(model_config)
 
     def write_beside_adapter(self, weights: AdapterWeights, folder: Path) -> None:
-        """Writes what a PEFT folder has beside weights: its config, and the tokenizer with the
-        template trained with.
+        """Writes the files of a PEFT folder other than weights: its config, and the tokenizer with
+        the chat template of the training.
         """
         base = self.config.output.pretrained_checkpoint
         assert base is not None
@@ -136,8 +138,9 @@ class Companions(NamedTuple):
 
 
 def copy_companions(source: Path, target: Path) -> str:
-    """Copies what `Companions.write` wrote; returns the type that config.json says the weights
-    have."""
+    """Copies the files that `Companions.write` has written, and returns the type of the weights in
+    config.json.
+    """
     shutil.copytree(source, target, dirs_exist_ok=True)
     return dtype_of(read_config(source))
 
@@ -145,9 +148,10 @@ def copy_companions(source: Path, target: Path) -> str:
 def weights_of(
     model: ModelConfig, model_config: Mapping[str, Any], names: Iterable[str] = ()
 ) -> Weights:
-    """Returns the tensors of a model whose config.json is `model_config`.
+    """Returns the table of tensors of a model whose config.json is `model_config`.
 
-    names: of the tensors of the folder that it is from, which decide between two forms of experts.
+    names: tensors of the folder that training started from. Experts may be one tensor each, or one
+    stack per layer, and an export keeps the form of that folder.
     """
     family, text, prefix = language_model(model_config)
     if any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
@@ -156,8 +160,8 @@ def weights_of(
 
 
 def dtype_of(model_config: Mapping[str, Any]) -> str:
-    """Returns the type of the weights that a config.json tells, by torch's name; ValueError where
-    none can be written in it.
+    """Returns the type of the weights in a config.json, by its name in torch. Raises ValueError if
+    weights cannot be written in it.
     """
     dtype = model_config.get("dtype") or model_config["torch_dtype"]
     if dtype not in DTYPES.values():
@@ -171,8 +175,8 @@ def dtype_of(model_config: Mapping[str, Any]) -> str:
 def _with_end_of_turn(
     generation: dict[str, Any], model_config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Returns the generation config, in which what the model was trained to end a turn with ends
-    generation too.
+    """Returns the generation config with all tokens that the model was trained to end a turn with
+    added to `eos_token_id`. Without them generation would run on after an answer.
     """
     known = generation.get("eos_token_id", model_config.get("eos_token_id"))
     ends = [known] if isinstance(known, int) else list(known or [])
@@ -181,9 +185,9 @@ def _with_end_of_turn(
 
 
 def ends_of_turns(tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens that the assistant is trained to end a turn with: an answer, and a call,
-    whose end is another one for gpt-oss and GLM. None of them without a template, or if it trains
-    none.
+    """Returns the tokens that the model is trained to end a turn with. There are two if a tool call
+    ends in another token than an answer (gpt-oss, GLM). Returns [] without a chat template, or if
+    the template trains no end.
     """
     calls = [
         {"type": "function", "function": {"name": name, "arguments": {}}, "id": f"{name}23456789"}
@@ -200,9 +204,9 @@ def ends_of_turns(tokenizer: Tokenizer) -> list[int]:
 
 
 def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
-    """Returns the token that ends each of these answers to a question; None if they differ, or if
-    it is the last of several tokens that make up the end: `>` of a `<|im_end|>` that the tokenizer
-    does not know would end generation at any other.
+    """Returns the token that ends each of these answers; None if it is not the same one, or if the
+    end consists of several tokens. A tokenizer that does not know `<|im_end|>` ends it with the
+    token `>`, and generation would then stop at any other `>`.
     """
     tails = set()
     for answer in answers:
@@ -215,7 +219,8 @@ def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
     lasts = {tail[-1:] for tail in tails}
     if len(lasts) != 1 or not (last := lasts.pop()):
         return None
-    # What stands before a whole end is the answer, which differs; or the end is a special token.
+    # The end is one whole token if the tokens before it differ, being those of the answers, or if
+    # it is a special token, which decodes to nothing.
     is_whole = len(tails) > 1 or not tokenizer.decode(list(last))
     return last[0] if is_whole else None
 
@@ -238,10 +243,10 @@ def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> N
 
 
 def _write_template(folder: Path, settings: dict[str, Any], template: str) -> None:
-    """Puts the template that was trained with wherever the copied tokenizer files have one.
+    """Writes the chat template of the training wherever the copied tokenizer files have one.
 
-    settings: what tokenizer_config.json holds. Of several templates by name, which it may have,
-    `default` is that one.
+    settings: content of tokenizer_config.json. If it has several templates by name, the one named
+    `default` is replaced.
     """
     held, file = settings.get("chat_template"), folder / "chat_template.jinja"
     renewed: Any = template
@@ -250,15 +255,16 @@ def _write_template(folder: Path, settings: dict[str, Any], template: str) -> No
         renewed = [{"name": name, "template": text} for name, text in by_name.items()]
     if held and renewed != held:
         _write(folder / "tokenizer_config.json", settings | {"chat_template": renewed})
-    if file.is_file() or not held:  # transformers prefers it
+    if file.is_file() or not held:  # transformers reads this file first
         file.write_text(template, encoding="utf-8")
 
 
 def _write_byte_level(folder: Path) -> None:
-    """Writes the byte-level tokenizer as transformers reads it. Special tokens in a text are taken
-    for special there.
+    """Writes ByteLevelTokenizer as a tokenizer of transformers. One difference remains: there the
+    text "<end>" in a message becomes the special token.
     """
-    # The printable stand-ins for bytes of GPT-2's byte-level vocabulary.
+    # GPT-2's byte-level vocabulary: a printable byte stands for itself, any other byte for one of
+    # the characters from 256 on.
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -103,8 +103,9 @@ def test_files_are_no_blend():
     saved, now = (one_after_the_other(Numbered(size), seed=1).identity for size in (5, 6))
     assert saved != now
     assert blend_changes(saved, now) == []
-    assert blend_changes(saved, blend_of((1, 1)).identity) == ["the data is a blend, and was none"]
-    assert blend_changes(blend_of((1, 1)).identity, saved) == ["the data was a blend, and is none"]
+    blend = blend_of((1, 1)).identity
+    assert blend_changes(saved, blend) == ["the data was not a blend, and is a blend now"]
+    assert blend_changes(blend, saved) == ["the data was a blend, and is not a blend now"]
 
 
 def test_order_of_the_sources_alone_is_told():

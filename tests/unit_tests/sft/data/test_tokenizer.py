@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.sft.data.records.content import Conversation, Passage
-from megatron.sft.data.records.messages import Message, SampleError
+from megatron.sft.data.records.messages import Message
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.chat_template import TemplateChoice
 

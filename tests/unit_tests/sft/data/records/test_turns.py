@@ -16,8 +16,9 @@ from megatron.packing.batch.reading import read_samples
 from megatron.sft.commands.show import marked, path_tokens
 from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.messages import Message, SampleError, with_call_ids
+from megatron.sft.data.records.messages import Message, with_call_ids
 from megatron.sft.data.records.turns import merged_turns, only_last
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, ContextError
 from megatron.sft.data.tokenizer import build_tokenizer
 from tests.unit_tests.sft.data.templates import structures

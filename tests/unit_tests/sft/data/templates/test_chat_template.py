@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.messages import Message, SampleError
+from megatron.sft.data.records.messages import Message
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, SlowTemplateError, Span
 from megatron.sft.data.templates.writer import TemplateWriter
 from tests.unit_tests.sft.data.templates.structures import (

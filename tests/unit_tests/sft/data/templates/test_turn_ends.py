@@ -12,7 +12,8 @@ from datetime import date
 import pytest
 
 from megatron.sft.data.records.formats import Conversation
-from megatron.sft.data.records.messages import Message, SampleError
+from megatron.sft.data.records.messages import Message
+from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate
 from tests.unit_tests.sft.data.templates.structures import (
     ERNIE,

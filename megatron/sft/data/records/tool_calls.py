@@ -1,0 +1,63 @@
+"""pure. Tools and tool calls of a conversation, in the form of OpenAI's API, which chat templates
+read.
+
+    {"name": "add", "arguments": "{\\"a\\": 1}"}
+    -> {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+Arguments become objects: templates turn them into JSON themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.sft.data.records.values import SampleError, json_of
+
+
+def read_tools(tools: object) -> list[Any]:
+    """Returns the tools of a conversation. `tools` is a list of JSON schemas, or its JSON text."""
+    if isinstance(tools, str):
+        tools = json_of(tools, "tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise SampleError(f"tools must be a list of JSON schemas, but is {tools!r:.60}")
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    ]
+
+
+def calls_of_turn(turn: Mapping[str, Any], place: str) -> list[Any]:
+    """Returns the calls of a turn, in `tool_calls` and the older `function_call`."""
+    calls = turn.get("tool_calls", [])
+    if isinstance(calls, str):
+        calls = json_of(calls, f"{place}.tool_calls")
+    if not isinstance(calls, list):
+        raise SampleError(f"{place}.tool_calls must be a list, but is {calls!r:.60}")
+    if "function_call" in turn:
+        calls = [*calls, turn["function_call"]]
+    return [_call(call, f"{place}.tool_calls") for call in calls]
+
+
+def calls_of_json(text: str, where: str) -> list[Any]:
+    """Returns the calls in a JSON text, which has one call or a list of them."""
+    calls = json_of(text, where)
+    return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise SampleError(f"{where} must hold calls {{name, arguments}}, but holds {call!r:.60}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = json_of(arguments, f"{where} arguments")
+    rest = {
+        key: value
+        for key, value in call.items()
+        if key not in ("function", "name", "arguments", "type")
+    }
+    return {
+        "type": "function",
+        **rest,
+        "function": {"name": function["name"], "arguments": arguments},
+    }
