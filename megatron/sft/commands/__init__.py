@@ -1,5 +1,8 @@
-"""The subcommands of `megatron-sft`, a file each. A new one is a file with a function `main`, and
-its line in `COMMANDS`.
+"""The subcommands of `megatron-sft`, one file each.
+
+To add one, write a file with `main(arguments, program)` and add its line to `COMMANDS`. Every
+`main` parses its options with `packing.flags.parse_flags`, and turns a user's mistake (FlagError,
+ValueError, OSError) into one line on stderr and status 2.
 """
 
 from __future__ import annotations
@@ -8,11 +11,14 @@ from typing import NamedTuple
 
 
 class Subcommand(NamedTuple):
-    """A subcommand. Its module is imported when it is started, so that others start quickly."""
+    """A subcommand. Its module is imported only when it runs, so that the others start quickly."""
 
     module: str
-    """Has `main(arguments, program)`; `program` is what the user typed, for help and messages."""
+    """Module with `main(arguments, program)`. `program` is the command as the user typed it, for
+    help and messages.
+    """
     about: str
+    """Its line in --help."""
 
 
 _HERE = "megatron.sft.commands"
@@ -25,7 +31,7 @@ COMMANDS = {
     ),
     "chat": Subcommand(f"{_HERE}.chat", "talk to a model or a checkpoint in the terminal"),
     "inspect": Subcommand(
-        f"{_HERE}.inspect", "tell what data, a blend, a model or a checkpoint holds"
+        f"{_HERE}.inspect", "describe data, a blend, a model folder or checkpoints"
     ),
     "export": Subcommand(f"{_HERE}.export", "write a checkpoint as a HuggingFace folder"),
     "report": Subcommand(f"{_HERE}.report", "print and draw what a run achieved"),
@@ -40,10 +46,10 @@ OF_OTHERS = {
     **dict.fromkeys(("preprocess", "tokenize"), "show"),
     "estimate-memory": "fit",
 }
-"""Subcommand of another trainer -> ours."""
+"""Name of a subcommand in other trainers -> ours, for the error about an unknown command."""
 
 
 def table() -> str:
-    """Returns the subcommands, a line each."""
+    """Returns the list of subcommands for --help, one a line."""
     width = max(map(len, COMMANDS))
     return "\n".join(f"  {name:{width}}  {each.about}" for name, each in COMMANDS.items())

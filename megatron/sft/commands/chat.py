@@ -1,7 +1,7 @@
 """pure. `megatron-sft chat FOLDER`: talk to a model in the terminal, through transformers.
 
-The folder may be a HuggingFace model, a PEFT adapter, or checkpoints of a run, which are written as
-a HuggingFace folder for the time being.
+The folder may be a HuggingFace model, a PEFT adapter, or checkpoints of a run. Checkpoints are
+exported to a temporary HuggingFace folder first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ChatOptions:
 
 
 class Speaker(Protocol):
-    """Something that answers."""
+    """A model that answers messages."""
 
     def answer(self, messages: Sequence[dict[str, str]], options: ChatOptions) -> str:
         """Returns the next message of a conversation, and prints it."""
@@ -69,7 +69,7 @@ class TransformersSpeaker(NamedTuple):
     tokenizer: Any
 
     def answer(self, messages: Sequence[dict[str, str]], options: ChatOptions) -> str:
-        """Returns the next message of a conversation, and prints it as it is made."""
+        """Returns the next message of a conversation. Prints it token by token."""
         from transformers import TextStreamer
 
         inputs = self.tokenizer.apply_chat_template(
@@ -116,7 +116,9 @@ def main(arguments: Sequence[str], program: str) -> None:
 
 @contextmanager
 def huggingface_folder(given: str) -> Iterator[Path]:
-    """Yields a folder that transformers or peft loads; that of a checkpoint is removed again."""
+    """Yields a folder that transformers or peft can load. For checkpoints it is a temporary export,
+    which is removed at the end.
+    """
     if not Path(given).is_dir():
         raise ValueError(f"{given}: no such folder; give that of a model or of checkpoints")
     if distributed_checkpoint(given) is None:
@@ -132,8 +134,8 @@ def huggingface_folder(given: str) -> Iterator[Path]:
 
 
 def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
-    """Loads a model with its tokenizer onto the GPU, if there is one; ValueError for what is no
-    model that can chat.
+    """Loads a model and its tokenizer, onto the GPU if there is one. Raises ValueError if the
+    folder has no model, or no chat template.
     """
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     for name in ("transformers", "peft")[: 1 + is_adapter]:

@@ -1,7 +1,7 @@
-"""mcore. `megatron-sft export CHECKPOINT FOLDER`: a checkpoint written as a HuggingFace folder.
+"""mcore. `megatron-sft export CHECKPOINT FOLDER`: writes a checkpoint as a HuggingFace folder.
 
-One process, whatever layout the run had. The checkpoint is read layer by layer, so host memory
-holds one layer.
+It runs in one process, for any parallel layout of the run. The checkpoint is read layer by layer,
+so that host memory holds one layer at a time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ class ExportOptions:
     """Checkpoint and target."""
 
     checkpoint: str | None = field(default=None, metadata={"positional": True})
-    """Folder of a run's checkpoints, of which the newest is taken, or of one of them
-    (iter_0000100).
-    """
+    """Folder of a run's checkpoints (the newest is taken), or one checkpoint (iter_0000100)."""
     folder: str | None = field(default=None, metadata={"positional": True})
     """Folder to write: config.json, tokenizer and weights, as transformers and vLLM load them."""
     source: str | None = None
-    """HuggingFace folder that training started from: its tensors that are no part of the language
-    model, such as a vision tower, are copied.
+    """HuggingFace folder that training started from. Its tensors outside the language model (vision
+    towers) are copied.
     """
     max_shard_gigabytes: float = 5.0
     """Largest size of one file of weights."""
@@ -52,7 +50,7 @@ class ExportOptions:
 
 
 def main(arguments: Sequence[str], program: str) -> None:
-    """Writes the folder, or says in one line why not."""
+    """Writes the folder; one line and status 2 if that is not possible."""
     outlive_output()
     about = "Write a checkpoint as a HuggingFace folder, in one process, whatever the run's layout."
     try:
@@ -79,8 +77,9 @@ def export(
     most_bytes_per_file: int,
     source: str | None = None,
 ) -> None:
-    """Writes `folder`, whole or not at all; ValueError where the checkpoint has no HuggingFace
-    form."""
+    """Writes `folder`, whole or not at all. Raises ValueError if the checkpoint's model belongs to
+    no HuggingFace family.
+    """
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     import torch
 
@@ -139,8 +138,8 @@ def export(
 
 
 def _config(model_options: dict[str, Any]) -> SFTConfig:
-    """Returns a config of one process that builds the model of a checkpoint, without initial
-    weights.
+    """Returns the config of a single process that builds a checkpoint's model. Values that have no
+    effect on the model are placeholders.
     """
     names = {field.name for field in fields(ModelConfig)}
     return SFTConfig(
@@ -151,5 +150,6 @@ def _config(model_options: dict[str, Any]) -> SFTConfig:
         packing=PackingConfig(),
         data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1, global_batch_size=1, lr=0.0),
+        # Any name: with pretrained weights the model is built without initial ones.
         output=OutputConfig(pretrained_checkpoint="of a checkpoint"),
     )

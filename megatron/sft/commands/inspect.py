@@ -1,7 +1,7 @@
-"""pure. `megatron-sft inspect PATH`: what data, a blend, a model folder, an adapter or checkpoints
-hold.
+"""pure. `megatron-sft inspect PATH`: describes data, a blend, a model folder, an adapter or
+checkpoints.
 
-No weights are read, only headers and indices.
+Only headers and indices are read, no weights.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from megatron.sft.options.data_paths import expanded
 
 _SPLITS = ("train", "val", "test")
 _COMPANIONS = "huggingface"
-"""Folder in a checkpoint with the HuggingFace side of its model."""
+"""Folder in a checkpoint with the model's config.json and tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Path to look into."""
+    """Path to describe."""
 
     path: str | None = field(default=None, metadata={"positional": True})
     """Data file, prepared WebDataset folder, metadataset (.yaml), HuggingFace model, PEFT adapter,
@@ -61,9 +61,9 @@ class InspectOptions:
 
 
 def main(arguments: Sequence[str], program: str) -> None:
-    """Prints what is there; one line and status 2 for what is nothing of that."""
+    """Prints the description; one line and status 2 for a path that is none of these."""
     outlive_output()
-    about = "Tell what data, a blend, a model folder, an adapter or checkpoints hold."
+    about = "Describe data, a blend, a model folder, an adapter or checkpoints."
     try:
         (options,) = parse_flags(
             (InspectOptions,), arguments, Command(program=program, about=about, usage="PATH")
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str], program: str) -> None:
 
 
 def lines_of(path: str) -> Iterator[str]:
-    """Yields lines about `path`; ValueError for what cannot be read."""
+    """Yields the lines of the description. Raises ValueError if `path` cannot be read."""
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
         yield from _adapter(folder)
@@ -190,7 +190,7 @@ def _data(path: str) -> Iterator[str]:
 
 
 def _files(path: str, files: Sequence[str]) -> Iterator[str]:
-    """Yields lines about the files that a folder or pattern stands for."""
+    """Yields lines about several files, those of a folder or of a pattern."""
     entries = [entry for file in files for entry in source_entries(load_metadataset(file, "train"))]
     records = [len(open_unjoined(entry).source) for entry in entries]
     total = sum(records)
@@ -220,7 +220,7 @@ def _sources(path: str, split: str, node: Node) -> Iterator[str]:
 
 
 def _tree(node: Node, indent: str) -> Iterator[str]:
-    """Yields the groups of a blend, where they are nested."""
+    """Yields the groups of a nested blend; nothing for a flat one, whose weights are shown."""
     if not isinstance(node, (Blend, Epochized)) or not any(
         isinstance(child, (Blend, Epochized)) for child, _ in node.children
     ):

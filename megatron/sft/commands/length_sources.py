@@ -1,11 +1,10 @@
-"""pure. Lengths of sequences for the planner, from files of lengths, chats, mock configurations,
-runs.
+"""pure. Reads the lengths of sequences for the planner, from any of these sources:
 
 lengths.csv                   a length per line
-chats.jsonl|.json|.parquet    records as training reads them, and a tokenizer
-{"mode": ...} or its file     mock data, as --sft-mock-dataset-config-json
-RUN_DIR, its .jsonl files     what a packed run trained on, by its packs.jsonl
-schedule_12.json              a step that --dump-schedule wrote
+chats.jsonl|.json|.parquet    records of training data, which a tokenizer measures
+{"mode": ...} or its file     mock data, as in --sft-mock-dataset-config-json
+RUN_DIR, its .jsonl files     the packs of a run with --sequence-packing, from its packs.jsonl
+schedule_12.json              one step of a run, as --dump-schedule wrote it
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_json
 IntArray = npt.NDArray[np.int64]
 
 LONGEST = 2**24
-"""Tokens of a sequence that is taken for a mistake."""
+"""Largest length in tokens. A longer one is refused as a mistake."""
 
 
 def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) -> Lengths:
-    """Returns the lengths that `options.source` names (see the module); mock data gives `needed` of
-    them.
+    """Returns the lengths in `options.source`, which is one of the sources above. Mock data has
+    `needed` of them.
 
-    ValueError, naming file and line, for what cannot be read.
+    Raises ValueError, naming file and line, if they cannot be read.
     """
     source = options.source
     assert source is not None, "checked by LengthOptions"
@@ -82,8 +81,8 @@ def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) ->
 
 
 def _is_column_of_numbers(path: Path) -> bool:
-    """Returns whether a table holds lengths and no records: its first line is a number, or a single
-    name, under which a number or nothing stands.
+    """Returns whether a CSV file holds lengths rather than records: its first line is a number, or
+    the name of its only column and the second line is a number or empty.
     """
     if path.suffix not in (".csv", ".tsv"):
         return False
@@ -156,8 +155,8 @@ def _packs_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _json_object(path: Path) -> dict[str, Any] | None:
-    """Returns the object that a file holds; None for a list, which is one of records, and for what
-    is no JSON.
+    """Returns the JSON object in a file; None for a list, which is one of records, and for a file
+    that is not JSON.
     """
     try:
         return _parsed(read_text(path))
@@ -169,7 +168,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
     try:
         found = parse_json(text)
     except ValueError:
-        return None  # who reads it next says what is wrong with it
+        return None  # read once more as records, whose reader reports the fault with its line
     return found if isinstance(found, dict) else None
 
 
@@ -209,7 +208,7 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
             if isinstance(record, RecordError):
                 raise record
             sample = encoder.encode(record)
-        except Exception as error:  # as in training: any record that fails is bad
+        except Exception as error:  # any failure marks a bad record, as in training
             if not options.skip_bad_samples:
                 where = "" if isinstance(error, RecordError) else f"{source.describe(index)}: "
                 where += "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
@@ -235,8 +234,8 @@ def _fields_of(sample: EncodedSample) -> MergedPaths | dict[str, Any]:
 
 
 def _in_own_words(read: Callable[[], IntArray]) -> IntArray:
-    """Puts errors in the planner's words: mock data's name its flag, and a --seq-length, which may
-    not be given.
+    """Calls `read`, and rewrites its errors for the planner. Those of mock data name a flag of the
+    trainer, and a --seq-length that the planner's user may not have passed.
     """
     try:
         return read()

@@ -1,4 +1,4 @@
-"""pure. Old names of subcommands, which work for one release."""
+"""pure. Runs subcommands under the names that they had before. Old names work for one release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.sft.commands import COMMANDS
 
 
 def run_moved(old: str, name: str) -> None:
-    """Runs the subcommand `name` that was started as `python -m old`, and says its new place."""
+    """Runs the subcommand `name`, started as `python -m old`, and prints its new name."""
     print(
         f"note: python -m {old} is now megatron-sft {name} (python -m megatron.sft {name}); "
         "the old name works for one release",

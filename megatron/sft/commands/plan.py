@@ -1,7 +1,8 @@
-"""pure. `megatron-sft plan lengths.csv --dp 64`: packing schedulers side by side, without a GPU.
+"""pure. `megatron-sft plan lengths.csv --dp 64`: compares packing schedulers without a GPU.
 
-The planner itself is `megatron.planner`. How lengths are read, and the model and layout that a
-HuggingFace folder or the YAML file of a run describe, is the trainer's knowledge.
+The planner itself is `megatron.planner`, which does not import the trainer. This module gives it
+what the trainer knows: how lengths are read from data, and the model and the parallel layout in a
+HuggingFace folder or in the YAML file of a run.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _SHAPE = {field.name for field in fields(ModelOptions)}
 
 
 def main(arguments: Sequence[str], program: str) -> None:
-    """Prints schedulers side by side, advice, and draws pictures; status 2 and one line for a
-    user's mistake.
+    """Prints the comparison and advice, and draws pictures; one line and status 2 for a user's
+    mistake.
     """
     outlive_output()
     try:
@@ -44,7 +45,10 @@ def main(arguments: Sequence[str], program: str) -> None:
 
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the planner's options that a HuggingFace folder and a run's YAML file decide."""
+    """Returns planner options that follow from a HuggingFace folder and a run's YAML file.
+
+    given: the options that were given, the run's among them.
+    """
     found: dict[str, Any] = {}
     folder = given.get("pretrained_checkpoint")
     if folder is not None:

@@ -1,6 +1,9 @@
-"""pure. `megatron-sft plan --auto-layout`: the fastest parallel layouts that fit, without a GPU.
+"""pure. `megatron-sft plan --auto-layout`: searches for the fastest parallel layouts that fit into
+memory, without a GPU.
 
-Times are modelled (`megatron/planner/layout/times.py`), memory is traced (`megatron/sft/fit`).
+Step times come from a model (`megatron/planner/layout/times.py`). Memory comes from running the
+trainer's own code on fake tensors (`megatron/sft/fit`), which is slow: seconds for each layout. So
+the search visits layouts from the fastest on, and traces only those that might be among the best.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class LayoutSearchOptions:
 
 
 def plan_layout(arguments: Sequence[str], program: str) -> None:
-    """Prints the layouts; ValueError for a user's mistake."""
+    """Searches, and prints the layouts. Raises ValueError for a user's mistake."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: memory is traced on the CPU
     base, options = _parse(arguments, program)
     silence_warnings(0)
@@ -136,8 +139,8 @@ def _measures(times: TimeModel, memory: Memory, is_valid: Callable[[Candidate], 
 def _searched(
     candidates: Iterable[Candidate], measures: Measures, limit: int, count: int
 ) -> tuple[Search, bool]:
-    """Returns the search, and whether it is whole. Interrupted, it has what was found until then:
-    the fastest of all, only fewer.
+    """Returns the search, and whether it is complete. After Ctrl-C it has the layouts found so far.
+    They are still the fastest ones, since layouts are found in order of time.
     """
     so_far = Search([], 0, 0, 0, 0)
 
@@ -190,7 +193,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
 
 
 def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Sequences:
-    """Lengths of the run's samples, truncated as in training."""
+    """Returns the sequences of the run's data, truncated or dropped as in training."""
     data = config.data
     source = data.sft_mock_dataset_config_json
     if not data.mock_data:
@@ -226,7 +229,9 @@ def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Sequences:
 
 
 def _capacities(seq_length: int, tensor: int, context: int) -> list[int]:
-    """Tokens of a rank: what the longest sequence needs, twice and four times as many."""
+    """Returns the pack capacities to try, in tokens per rank: room for the longest sequence, and
+    twice and four times as much.
+    """
     alignment = Alignment.for_layout(
         context_parallel_size=context, tensor_parallel_size=tensor, sequence_parallel=tensor > 1
     )

@@ -1,4 +1,4 @@
-"""pure. `megatron-sft prepare PATH`: index files of megatron.blending beside data."""
+"""pure. `megatron-sft prepare PATH`: writes index files of megatron.blending beside the data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.sft.environment import outlive_output
 
 
 def main(arguments: Sequence[str], program: str) -> None:
-    """Runs `python -m megatron.blending prepare`, whose options these are."""
+    """Runs `python -m megatron.blending prepare` with the same options."""
     outlive_output()
     status = blending(["prepare", *arguments], program.removesuffix(" prepare"))
     if status:

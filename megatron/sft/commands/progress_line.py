@@ -1,4 +1,4 @@
-"""pure. One line on standard error that says how far a command is."""
+"""pure. One line on stderr with the progress of a command."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SECONDS_ON_A_TERMINAL, _SECONDS_IN_A_LOG = 0.2, 10.0
 
 
 class ProgressLine:
-    """A context; `show` prints a line that replaces the last one on a terminal, and in a log a line
-    now and then.
+    """Context in which `show` prints progress: on a terminal a line that replaces the last one, in
+    a log file a new line every ten seconds.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -20,7 +20,7 @@ class ProgressLine:
         self._last, self._width = time.monotonic(), 0
 
     def show(self, text: str) -> None:
-        """Prints `text`, unless the last line is too young."""
+        """Prints `text`, unless the last line was printed a moment ago."""
         now = time.monotonic()
         if now - self._last < (_SECONDS_ON_A_TERMINAL if self._is_terminal else _SECONDS_IN_A_LOG):
             return

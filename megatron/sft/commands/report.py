@@ -1,4 +1,4 @@
-"""pure. `megatron-sft report RUN_DIR`: what a run achieved, as a table and a picture."""
+"""pure. `megatron-sft report RUN_DIR`: prints the results of a run as a table, and draws them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ class ReportOptions:
 
 
 def main(arguments: Sequence[str], program: str) -> None:
-    """Prints the table and draws RUN_DIR/report.png; one line and status 2 where there is no
-    run.
-    """
+    """Prints the table and draws RUN_DIR/report.png; one line and status 2 if there is no run."""
     outlive_output()
     about = "Print what a run achieved, and draw RUN_DIR/report.png."
     try:

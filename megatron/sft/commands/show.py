@@ -1,9 +1,9 @@
-"""pure. `megatron-sft show`: samples as a run would train them, by the run's options or by those of
-its data alone.
+"""pure. `megatron-sft show`: prints samples as a run would train them.
 
-Prints a few samples with their trained tokens in colour (between ⟦ and ⟧ where there is no
-terminal), and of more samples how long they are and which share of their tokens is trained. Builds
-no model and needs no GPU, no torch.
+Takes the options of a run, or only those about its data. A few samples are printed, with trained
+tokens in colour (between ⟦ and ⟧ if the output is not a terminal). Then a table gives lengths and
+the share of trained tokens over more samples. No model is built, and neither a GPU nor torch is
+needed.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ COMMON = {
 }
 _DEFAULT_SEQ_LENGTH = 8192
 _TURNS = {
-    "served": "each of the assistant's turns behind what it is generated from",
+    "served": "each of the assistant's turns behind the prompt that it is generated from",
     "all": "all of the assistant's turns, in one rendering",
     "last": "the assistant's last turn of each conversation",
 }
-"""Turns of a conversation that are trained."""
+"""Value of --train-turns -> its meaning, for the last line of the output."""
 _TRAINED, _PLAIN = ("\033[1;32m", "\033[0m"), ("⟦", "⟧")
 
 
@@ -70,7 +70,7 @@ class ShowConfig:
 
 
 def main(arguments: Sequence[str], program: str) -> None:
-    """Parses, opens and prints; a wrong option or record is one line, with status 2."""
+    """Prints samples and their table; a wrong option or record is one line, with status 2."""
     outlive_output()
     try:
         config, options = _parse(arguments, program)
@@ -96,7 +96,9 @@ def main(arguments: Sequence[str], program: str) -> None:
 
 
 def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfig]:
-    """Returns the options; those that say nothing of data have values that nothing reads."""
+    """Returns the options. Those that a run needs and this command does not (layers, learning rate)
+    get a placeholder if they are missing.
+    """
     command = Command(
         program=program,
         about="Show samples as a run would train them, and how long they are.",
@@ -113,7 +115,8 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfi
         implied["seq_length"] = min(_DEFAULT_SEQ_LENGTH, positions or _DEFAULT_SEQ_LENGTH)
         implied["over_length_policy"] = "truncate"
         if not any(one.split("=")[0] == "--config" for one in arguments):
-            implied["sequence_packing"] = True  # else turns of thinking models could not be served
+            # A run that trains turns as they are generated needs trees, and so packing.
+            implied["sequence_packing"] = True
         return implied
 
     *groups, options = parse_flags(
@@ -123,7 +126,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfi
 
 
 class _Report:
-    """Prints the first samples at once, and of all of them a summary."""
+    """Prints the first few samples as they come, and at the end a table over all of them."""
 
     def __init__(
         self, names: Sequence[str], tokenizer: Tokenizer, num_printed: int, marks: tuple[str, str]
@@ -155,7 +158,7 @@ class _Report:
                 print(marked(sample, self._tokenizer.show, *self._marks), end="\n\n")
 
     def summary(self, counts: Counts) -> None:
-        """Prints a line per source, and why records make no sample."""
+        """Prints a line per source: counts, lengths, and reasons for dropped records."""
         width = max(map(len, self._names), default=0)
         print(
             f"{'':{width}}  samples   trained  length: mean   median      90%      max  truncated  "
@@ -181,7 +184,10 @@ class _Report:
 
 
 def path_tokens(sample: Mapping[str, Any]) -> int:
-    """Returns the tokens that a sample's paths have as separate sequences."""
+    """Returns the number of tokens of a sample's paths, if each were a sequence of its own.
+
+    A tree of nodes with 5, 2 and 3 tokens and parents -1, 0, 0 has paths of 7 and 8 tokens: 15.
+    """
     if "parents" not in sample:
         return len(sample["tokens"])
     parents, ends = sample["parents"].tolist(), np.diff(sample["cu_seqlens"]).tolist()
@@ -193,10 +199,10 @@ def path_tokens(sample: Mapping[str, Any]) -> int:
 def marked(
     sample: Mapping[str, Any], show: Callable[[Sequence[int]], str], begin: str, end: str
 ) -> str:
-    """Returns the text of a sample, its trained parts between `begin` and `end`, with their weight
-    where it is not 1.
+    """Returns the text of a sample with its trained parts between `begin` and `end`. A weight other
+    than 1 is written before the part: `⟦0.5 x yes⟧`.
 
-    A tree's nodes stand below one another, each behind a bar for each node that it continues.
+    The nodes of a tree are printed one below the other, each indented by a bar per ancestor.
     """
     if "parents" not in sample:
         ids = [int(sample["tokens"][0]), *sample["labels"].tolist()]
@@ -206,7 +212,8 @@ def marked(
     bounds = sample["cu_seqlens"].tolist()
     for start, stop, parent in zip(bounds, bounds[1:], sample["parents"].tolist()):
         levels.append(levels[parent] + 1 if parent >= 0 else 0)
-        # The label of a node's last token is the first token of its branches, which say it again.
+        # Labels, not tokens: the label of a node's last token is the first token of its branch, so
+        # that a node's text begins after that token, which its parent has printed.
         ids, weights = (sample[name][start:stop].tolist() for name in ("labels", "loss_mask"))
         if parent < 0:
             ids, weights = [int(sample["tokens"][start]), *ids], [0.0, *weights]

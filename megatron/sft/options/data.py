@@ -30,8 +30,8 @@ TrainTurns = Literal["served", "all", "last"]
 def tokenizer_type_of(
     tokenizer_type: TokenizerType | None, tokenizer_model: str | None
 ) -> TokenizerType:
-    """Returns the tokenizer that is meant where its type is not given; ValueError for a model that
-    it would not read.
+    """Returns the type of the tokenizer, which follows from --tokenizer-model if it is not given.
+    Raises ValueError if the type has no use for that model.
     """
     if tokenizer_type is None:
         return "ByteLevelTokenizer" if tokenizer_model is None else "HuggingFaceTokenizer"
@@ -44,7 +44,7 @@ def tokenizer_type_of(
 
 
 def _number(text: str) -> float | None:
-    """Returns a weight of --data-path; None for what is no number above 0."""
+    """Returns a weight of --data-path; None if the text is not a number above 0."""
     try:
         weight = float(text)
     except ValueError:
@@ -103,11 +103,11 @@ class DataConfig:
     none).
     """
     train_turns: TrainTurns | None = None
-    """Turns of conversations to train. served: each of the assistant's turns behind what it is
-    generated from, thoughts of earlier turns as the template serves them; all: one rendering of
-    the conversation; last: the assistant's last turn (default: as the checkpoint was trained, else
-    served for templates that render turns again as more follow, with --sequence-packing; all for
-    others).
+    """Turns of conversations to train. served: each of the assistant's turns behind the prompt that
+    it is generated from, where the template may leave out earlier thoughts; all: all of them, in
+    one rendering of the conversation; last: the assistant's last turn (default: as the checkpoint
+    was trained, else served with --sequence-packing and a template that renders earlier turns
+    otherwise as more follow; all in any other case).
     """
     data_columns: str | None = None
     """Column renames, as messages=dialogue,content=utterance; none=COLUMN ignores one."""
@@ -178,13 +178,13 @@ class DataConfig:
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType:
-        """--tokenizer-type, or what --tokenizer-model says."""
+        """--tokenizer-type, or the type that follows from --tokenizer-model."""
         return tokenizer_type_of(self.tokenizer_type, self.tokenizer_model)
 
     @cached_property
     def weighted_paths(self) -> tuple[tuple[float | None, str], ...]:
-        """--data-path as pairs: `5 a 3 b` is ((5.0, "a"), (3.0, "b")); weights are None where there
-        are none.
+        """--data-path as pairs: `5 a 3 b -> ((5.0, "a"), (3.0, "b"))`. Without weights, the first
+        of each pair is None: `a b -> ((None, "a"), (None, "b"))`.
         """
         weights = [None if os.path.exists(part) else _number(part) for part in self.data_path]
         if not any(weight is not None for weight in weights):

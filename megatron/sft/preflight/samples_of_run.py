@@ -1,5 +1,5 @@
-"""mcore. Options by which a run makes samples of conversations: as its checkpoint did, unless
---train-turns, --template-date and --chat-template-kwargs say otherwise.
+"""mcore. Takes the options that decide how a conversation becomes samples (--train-turns,
+--template-date, --chat-template-kwargs) from the checkpoint, unless the user gives them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron.sft.options.data import TrainTurns
 
 
 def with_samples_of_checkpoint(config: SFTConfig) -> SFTConfig:
-    """Returns the options with the --train-turns, --template-date and --chat-template-kwargs of the
-    checkpoint of --load, where they name none.
+    """Returns the options of a run, with the three options above from the checkpoint of --load if
+    they are not given.
 
-    A checkpoint that says nothing was trained with all turns in one rendering, no date and no
-    variables.
+    A checkpoint does not record defaults: without a record it was trained with all turns in one
+    rendering, no date and no variables.
     """
     data = config.data
     given = (data.train_turns, data.template_date, data.chat_template_kwargs)
@@ -41,7 +41,7 @@ def with_samples_of_checkpoint(config: SFTConfig) -> SFTConfig:
 
 
 def _saved(config: SFTConfig) -> dict[str, Any] | None:
-    """Returns what the checkpoint that is continued says of its data; None where there is none."""
+    """Returns the record of the data in the checkpoint of --load; None without a checkpoint."""
     folder = config.output.load
     if folder is None or config.output.finetune:
         return None
@@ -50,22 +50,22 @@ def _saved(config: SFTConfig) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = read_common(checkpoint_path(folder, iteration)).get("data", {})
-    except Exception:  # a damaged file, of any kind: loading says what is wrong with it
+    except Exception:  # a damaged file, by any error: loading it later reports the fault
         return None
     return found
 
 
 def notes_on_samples(given: SFTConfig, resolved: SFTConfig, turns: TrainTurns) -> Iterator[str]:
-    """Yields the lines that say how samples are made of conversations.
+    """Yields lines to print about the three options, with where they come from.
 
     Args:
-        given: the options that the user gave.
-        resolved: those that the run has.
-        turns: that are trained.
+        given: the options as the user gave them.
+        resolved: the options of the run, those of the checkpoint among them.
+        turns: the turns that are trained.
     """
     if turns != "all":
         what = {
-            "served": "each of the assistant's turns behind what it is generated from",
+            "served": "each of the assistant's turns behind the prompt that it is generated from",
             "last": "the assistant's last turn of each conversation",
         }[turns]
         why = "" if resolved.data.train_turns else ", as the chat template renders turns again"

@@ -117,8 +117,8 @@ def test_a_checkpoint_keeps_its_date(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = samples_of_run.with_samples_of_checkpoint(given)
     assert (resolved.data.template_date, resolved.data.train_turns) == ("2025-06-30", "served")
     assert list(samples_of_run.notes_on_samples(given, resolved, "served")) == [
-        "training each of the assistant's turns behind what it is generated from (--train-turns "
-        "served)",
+        "training each of the assistant's turns behind the prompt that it is generated from "
+        "(--train-turns served)",
         "the chat template's date is 2025-06-30 (--template-date, as the checkpoint has it)",
     ]
     given = Options(data=Part(template_date="2026-01-01"))
