@@ -1,6 +1,7 @@
-"""pure. Sizes and CRC-32 of a checkpoint's files: whether they are those that were saved.
+"""pure. Sizes and CRC-32 of a checkpoint's files, by which damaged or missing files are found.
 
-`checksums.json` is the last file that is written into a checkpoint. Former versions wrote none.
+`checksums.json` is the last file that is written into a checkpoint. Earlier versions did not write
+it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ def file_names(checkpoint: Path) -> list[str]:
 
 
 def write_checksums(checkpoint: Path, sums: dict[str, Sum]) -> None:
-    """Writes what `faults_in` will compare with."""
+    """Writes `checksums.json`, which `faults_in` compares files with."""
     (checkpoint / CHECKSUMS).write_text(json.dumps({"crc32": sums}, indent=0) + "\n")
 
 
 def read_checksums(checkpoint: Path) -> dict[str, Sum] | None:
-    """Returns what was written; None for a checkpoint of a version that wrote none. ValueError if
-    it is damaged.
+    """Returns the sums in `checksums.json`, by file name; None for a checkpoint without it. Raises
+    ValueError if the file is damaged.
     """
     path = checkpoint / CHECKSUMS
     if not os.path.lexists(path):
@@ -73,8 +74,8 @@ def _sum(name: str, values: object) -> Sum:
 
 
 def faults_in(checkpoint: Path, names: Iterable[str], sums: dict[str, Sum]) -> list[str]:
-    """Returns a line for each of these files that is missing, foreign, or other than it was
-    saved.
+    """Returns a line for each of the files `names` that is missing, was changed, or does not belong
+    to the checkpoint.
     """
     faults = []
     for name in names:
@@ -93,5 +94,5 @@ def faults_in(checkpoint: Path, names: Iterable[str], sums: dict[str, Sum]) -> l
 def _size_of(path: Path) -> int | None:
     try:
         return path.stat().st_size if path.is_file() else None
-    except (OSError, ValueError):  # no file could have such a name
+    except (OSError, ValueError):  # a name that no file system allows, from a damaged list
         return None

@@ -1,8 +1,8 @@
-"""mcore. Content of a checkpoint, and loading it, through megatron-core's distributed checkpoints:
-a run continues also in another layout.
+"""mcore. Content of a checkpoint, and loading it into a run.
 
-Every file's size and checksum are kept in the checkpoint, and compared before anything of it is
-read.
+megatron-core's distributed checkpoints store whole tensors, so that a run may continue in another
+parallel layout. Before anything is read, the size and the checksum of each file are compared with
+those that were saved.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megatron.sft.options.packing import PackingConfig
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    # Gathered over gloo by the rank that writes. Else every rank gathers all of it, on its device
-    # and on its host: ranks of a node would need as many times the memory, to throw it away.
+    # The rank that writes gathers the state over gloo. With False every rank gathers all of it, on
+    # device and host, only to throw it away: n ranks of a node need n times the memory.
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
-"""Optimizer state as one tensor per parameter, whatever the layout."""
-# Options that are younger than some checkpoints, which were saved at their defaults.
-_UNSAID = {
+"""Makes megatron-core save the optimizer's state as one tensor per parameter, in any layout."""
+# Checkpoints from before an option existed do not record it. Their runs had its default.
+_DEFAULTS_OF_OLD = {
     field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING
 } | {"lora": False, "lora_delta_net_modules": [], "lora_experts": "all"}
 
@@ -49,42 +49,46 @@ class Progress(NamedTuple):
     iteration: int
     consumed_samples: int
     evaluation_due: bool
-    """True if the step was one to evaluate after, and the run was stopped before that."""
+    """True if the run was stopped after this step and before the evaluation that belongs to it."""
     best_loss: float | None = None
-    """The lowest validation loss so far."""
+    """Lowest validation loss so far."""
     evaluations_since_best: int = 0
     best_iteration: int | None = None
-    """The step after which it was measured."""
+    """Step after which `best_loss` was measured."""
     evaluated: str | None = None
-    """Validation data that it was measured on: another set's losses are not compared with it. None
-    in older checkpoints.
+    """Identity of the validation data of `best_loss`: losses of other data are not compared with
+    it. None in older checkpoints.
     """
     waiting: Sequence[dict[str, Any]] = ()
-    """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there
-    are none.
+    """Samples that were consumed but delayed to a later step: `DelayQueue.state_dict` of each
+    data-parallel rank. Empty if there are none.
     """
 
 
 class Wanted(NamedTuple):
-    """Parts that a run takes of the checkpoints that it continues from."""
+    """Parts of a checkpoint that a run loads."""
 
     iteration: int | None = None
-    """None for the newest."""
+    """None for the newest checkpoint."""
     optimizer: bool = True
     random_states: bool = True
     progress: bool = True
-    """Position in the data and in the learning rate's schedule; without it data may be others."""
+    """True to continue at the checkpoint's position in the data and in the learning rate schedule.
+    If False, the data may be other data.
+    """
     changed_blend: bool = False
-    """True if the position may be one in another blend."""
+    """True to continue at that position even if the blend has changed."""
 
 
 def restored_queue(
     packing: PackingConfig, delayed: Sequence[dict[str, Any]], rank: int, num_ranks: int
 ) -> DelayQueue | None:
-    """Returns the queue of outliers on data-parallel rank `rank`, with its part of what is
-    `delayed` in a loaded checkpoint; None if nothing can be delayed and nothing is.
+    """Returns the queue of delayed samples of data-parallel rank `rank`, filled with its part of
+    those in the loaded checkpoint (`delayed`). Returns None if the run delays nothing and the
+    checkpoint has nothing delayed.
 
-    ValueError on every rank where something is and packing is off: nothing would give it back.
+    Raises ValueError on every rank if there are delayed samples and packing is off: nothing would
+    ever train them.
     """
     if delayed and not packing.sequence_packing:
         raise ValueError(
@@ -99,11 +103,10 @@ def restored_queue(
 
 
 def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
-    """Returns what is delayed on all data-parallel ranks, for `Progress`; [] if nothing is.
-    Collective, with a queue.
+    """Returns the delayed samples of all data-parallel ranks, for `Progress.waiting`; [] if there
+    are none. Collective if there is a queue.
 
-    Right on data ranks, as rank 0 is, whose `Progress` is saved. All that is delayed goes to
-    each of them.
+    Only data ranks have the right answer. Rank 0, whose `Progress` is saved, is one of them.
     """
     if queue is None:
         return []
@@ -114,9 +117,10 @@ def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
 
 
 def whole_parameters(training: Training) -> None:
-    """Makes sure that each rank's parameters are those after the last step; collective."""
+    """Gathers the parameters of the last step on every rank; collective."""
     for chunk in training.model:
-        # Else other ranks' shards are still those of the step before.
+        # With overlap the gather runs in the next forward pass: until then the shards of other
+        # ranks are those of the step before.
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
@@ -124,7 +128,7 @@ def whole_parameters(training: Training) -> None:
 def state_to_save(
     training: Training, progress: Progress, model_options: dict[str, Any], data: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns all that a checkpoint holds; collective."""
+    """Returns the content of a checkpoint; collective."""
     whole_parameters(training)
     state = _sharded_state(training, is_loading=False)
     state["progress"] = {
@@ -143,16 +147,16 @@ def load_checkpoint(
     data: dict[str, Any],
     wanted: Wanted,
 ) -> Progress | None:
-    """Continues from a checkpoint in `folder`; None, and nothing changed, where there is none.
-    Collective.
+    """Loads the checkpoint in `folder` into `training`, and returns its progress. Returns None and
+    changes nothing if there is none. Collective.
 
     Adam's constants, the learning rate and its schedule are those of this run's options, at the
-    checkpoint's step. Other data than the checkpoint's are reported and taken.
+    checkpoint's step. Data other than the checkpoint's are used, with a note. Random states
+    (dropout) continue only in the same parallel layout.
 
-    Raises CheckpointError if a file is not as it was saved, and if the checkpoint is of another
-    model, of another blend, unless that is `wanted`, or of a later megatron-core; ValueError if it
-    holds objects that could run code. Random states (of dropout) continue only in the same
-    layout.
+    Raises CheckpointError if a file was changed after it was saved, or if the checkpoint has
+    another model, another blend (unless `wanted.changed_blend`) or is from a later megatron-core.
+    Raises ValueError if it has pickled objects that could run code.
     """
     iteration = latest_iteration(folder)
     if iteration is None:
@@ -173,7 +177,7 @@ def load_checkpoint(
     if wanted.optimizer:
         _check_same_parts(path, common, training.optimizer)
     with only_weights(path / "*.distcp"):
-        same_layout = _layout() == common["layout"]
+        same_layout = _parallel_sizes() == common["layout"]
         state = _load_state(
             path, training, wanted._replace(random_states=wanted.random_states and same_layout)
         )
@@ -181,8 +185,8 @@ def load_checkpoint(
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """Returns what a checkpoint holds beside tensors; ValueError where it is of a later
-    megatron-core, or where it or what tells of the tensors could run code.
+    """Returns the values of a checkpoint that are not tensors. Raises ValueError if it is from a
+    later megatron-core, or if one of its pickles could run code.
     """
     _check_readable(path)
     check_metadata(path)
@@ -192,8 +196,8 @@ def read_common(path: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path) -> None:
-    # 0.16.1 keeps what is no tensor in a file of its own, and looks for it by this class; 0.19
-    # reads both kinds.
+    # megatron-core 0.16 has a file of its own (common.pt) for values that are not tensors, and this
+    # class to read it. 0.19 keeps them in the .distcp files, and reads both kinds.
     if hasattr(common_strategy, "TorchCommonLoadStrategy") and not (path / "common.pt").exists():
         raise CheckpointError(
             f"{path} was saved under a later megatron-core than this one; continue it on Python "
@@ -202,16 +206,16 @@ def _check_readable(path: Path) -> None:
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
-    saved = _UNSAID | saved
+    saved = _DEFAULTS_OF_OLD | saved
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
     names["base"] = f"the base model (then {saved.get('base_folder')})"
-    # Recorded apart from the other targets, but of the same option.
+    # A part of --lora-target-modules that is recorded under a key of its own.
     names["lora_delta_net_modules"] = "--lora-target-modules of gated delta nets"
     differing = [
         f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
         for name, value in model_options.items()
-        if saved.get(name, value) != value
-        and name != "base_folder"  # the vocabulary is younger than some checkpoints
+        # .get: old checkpoints do not record the vocabulary. The base model may have moved.
+        if saved.get(name, value) != value and name != "base_folder"
     ]
     if differing:
         raise CheckpointError(
@@ -243,7 +247,9 @@ def _check_same_blend(
 
 
 def _check_same_parts(path: Path, common: dict[str, Any], optimizer: Any) -> None:
-    """megatron-core names the state of experts that are shared by ranks apart from the others'."""
+    """Raises CheckpointError if the optimizer's state is divided in another way. megatron-core has
+    two optimizers, with states under two keys, if experts are spread over ranks, and one otherwise.
+    """
     saved = sum(isinstance(key, int) for key in common.get("optimizer", {})) or 1
     if saved != len(getattr(optimizer, "chained_optimizers", [optimizer])):
         was, way = ("above 1", "raise it") if saved > 1 else ("1", "lower it")
@@ -254,7 +260,7 @@ def _check_same_parts(path: Path, common: dict[str, Any], optimizer: Any) -> Non
 
 
 def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any]:
-    """Fills `training` and returns all that was loaded; the optimizer's options stay this run's."""
+    """Fills `training`, and returns all that was loaded. The optimizer keeps this run's options."""
     of_options = ("max_lr", "min_lr", "betas", "eps")
     groups = [
         {name: group[name] for name in of_options if name in group}
@@ -301,7 +307,7 @@ def _sharded_state(
         state["optimizer"] = optimizer.sharded_state_dict(
             dict(state), is_loading=is_loading, metadata=METADATA
         )
-    state["layout"] = _layout()
+    state["layout"] = _parallel_sizes()
     state["random_states"] = ShardedObject(
         "random_states",
         _random_states(),
@@ -313,13 +319,12 @@ def _sharded_state(
 
 
 def _frozen(gpt: torch.nn.Module) -> set[str]:
-    """Returns the parameters that a checkpoint leaves out: those of the base model, beside
-    adapters.
-    """
+    """Returns the parameters that a checkpoint leaves out: those of the base model under LoRA."""
     return {name for name, parameter in gpt.named_parameters() if not parameter.requires_grad}
 
 
-def _layout() -> list[int]:
+def _parallel_sizes() -> list[int]:
+    """Returns the parallel layout of this run: sizes of tensor, pipeline, context and data."""
     return [
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -339,7 +344,8 @@ def _random_states() -> dict[str, Any]:
 def _restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     if (states["cuda"] is None) == torch.cuda.is_available():
-        # the run continues with another kind of device, whose generators cannot take these states
+        # Saved on CPU and loaded on a GPU, or the reverse: generators of one kind of device cannot
+        # take the states of the other.
         return
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])

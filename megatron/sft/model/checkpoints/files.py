@@ -1,5 +1,5 @@
-"""collective. Ranks agree on the files of a checkpoint: all of them were written, and are read as
-they were written.
+"""collective. Makes all ranks agree about the files of a checkpoint: that each rank has written its
+own, that all see the same folder, and that no file was damaged since.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path, othe
 from megatron.sft.model.checkpoints.lock import FolderLock
 
 _PROBE_BYTES = 1 << 20
-"""More than is left on a disk on which a write was cut short."""
+"""Size of a trial write, by which a full disk is recognised."""
 
 
 class CheckpointError(AgreedError):
@@ -30,11 +30,12 @@ class CheckpointError(AgreedError):
 
 @contextmanager
 def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iterator[None]:
-    """Turns a failure to write on any rank into one CheckpointError on all of them; collective at
-    its end.
+    """Context that turns a failure to write on any rank into a CheckpointError on all ranks. Its
+    end is collective.
 
-    is_collective: what is done is so itself. Then only what it raises alike on all ranks is shared
-    so; else the others are somewhere in it, and this rank raises on its own.
+    is_collective: True if the body is collective itself. Then a failure of this rank alone leaves
+    the others waiting inside the body, where they cannot be told, and this rank raises at once.
+    Only a CheckpointException, which torch raises on all ranks alike, is shared.
     """
     message = f"{unfinished.with_suffix('')} could not be saved"
     failure = None
@@ -50,7 +51,7 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
                 raise OSError(f"{message}: {cause}") from None
             raise
         failure = f"rank {dist.get_rank()}: {cause}"
-    # Reached by every rank, failed or not: the others would wait for this one otherwise.
+    # Every rank comes here, failed or not: `gathered` is collective.
     failures = [text for text in gathered(failure) if text is not None]
     if failures:
         if dist.get_rank() == 0:
@@ -59,17 +60,18 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
 
 
 def _root_of(error: BaseException, folder: Path) -> BaseException:
-    """Returns what the error comes from: where nothing can be written, that is the cause, whatever
-    torch calls it.
+    """Returns the cause of an error. If the disk is full, the cause is that, whatever torch's
+    message says.
     """
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    if isinstance(error, RuntimeError):  # of a full disk torch says "unexpected pos 704 vs 598"
+    # On a full disk torch raises RuntimeError, "unexpected pos 704 vs 598": try a write ourselves.
+    if isinstance(error, RuntimeError):
         probe = folder / f"probe-{dist.get_rank()}"
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
         except OSError as unwritten:
-            # Without the probe's name: the disk is full, not that file.
+            # Leave out the probe's file name, which would mislead the user.
             return OSError(unwritten.errno, unwritten.strerror)
         finally:
             with suppress(OSError):
@@ -78,9 +80,9 @@ def _root_of(error: BaseException, folder: Path) -> BaseException:
 
 
 def check_folder(flag: str, folder: str | Path) -> FolderLock | None:
-    """Returns rank 0's lock of a folder to save to; collective.
+    """Checks a folder to save to, and returns rank 0's lock of it. Collective.
 
-    CheckpointError on every rank where another run saves to it, and where it is not the same folder
+    Raises CheckpointError on every rank if another run saves to it, or if it is not the same folder
     on all machines.
     """
     lock = lock_of_first(flag, folder)
@@ -89,8 +91,8 @@ def check_folder(flag: str, folder: str | Path) -> FolderLock | None:
 
 
 def lock_of_first(flag: str, folder: str | Path) -> FolderLock | None:
-    """Returns rank 0's lock of a folder that it alone writes to; CheckpointError on every rank
-    where another run does. Collective.
+    """Returns rank 0's lock of a folder that only rank 0 writes to. Raises CheckpointError on every
+    rank if another run writes to it. Collective.
     """
     lock, message = None, None
     if dist.get_rank() == 0:
@@ -116,7 +118,7 @@ def check_shared(flag: str, folder: str | Path) -> None:
             probe.touch()
         except OSError as error:
             message = str(error)
-    # Rank 0's name of the probe, as each rank has another process number in its own.
+    # Use rank 0's name of the probe: the process number in it differs between ranks.
     message, of_first = gathered((message, probe))[0]
     missing = [
         rank
@@ -135,9 +137,11 @@ def check_shared(flag: str, folder: str | Path) -> None:
 
 
 def found_faults(path: Path) -> list[str] | None:
-    """Returns what is wrong with the files of a checkpoint, on all ranks alike; None where it has
-    no checksums. The ranks that see the same files share the reading of them, so that each
-    machine's own copy is read; collective.
+    """Returns a line for each faulty file of a checkpoint, the same on all ranks; None if the
+    checkpoint has no checksums. Collective.
+
+    Ranks that see the same copy of the files divide them among themselves: 8 ranks on a shared file
+    system read an eighth each. If each machine has a copy of its own, each copy is read.
     """
     faults: list[str] | None = None
     rank, seen = dist.get_rank(), gathered(_seen(path))
@@ -156,9 +160,11 @@ def found_faults(path: Path) -> list[str] | None:
 
 
 def _seen(path: Path) -> str:
-    """Differs between copies of a folder: a shared file has one inode and one time of change on all
-    machines. That a copy is taken for shared needs both equal in all its files; that a shared one
-    is not, costs reading it again.
+    """Returns a text that is equal on all machines that share a folder, and differs between copies
+    of it. It is made of inode, time of change and size of each file.
+
+    Two copies count as one only if all of these are equal by chance. If a shared folder is taken
+    for copies, it is read more than once, which only costs time.
     """
     try:
         states = {name: (path / name).stat() for name in file_names(path)}
@@ -171,8 +177,7 @@ def _seen(path: Path) -> str:
 
 
 def check_sound(folder: str | Path, iteration: int) -> None:
-    """Raises CheckpointError unless every file is as it was saved; collective, see
-    `found_faults`."""
+    """Raises CheckpointError unless every file is as it was saved; collective."""
     path = checkpoint_path(folder, iteration)
     found = found_faults(path)
     if found is None and dist.get_rank() == 0:

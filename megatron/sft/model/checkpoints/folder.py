@@ -1,7 +1,6 @@
-"""pure. A folder of checkpoints: which there are, which is the newest and which the best.
+"""pure. A folder of checkpoints: lists them, finds the newest and the best, removes old ones.
 
-It holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as Megatron's
-do; see also `checksums` and `lock`.
+The names of its files are Megatron-LM's: see the package.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ _LONGEST_TRACKER = 100
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
-    """Returns where the checkpoint of an iteration is."""
+    """Returns the folder of one checkpoint: `iter_0000100` for iteration 100."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def unfinished_path(path: Path) -> Path:
-    """Returns where a checkpoint is written until it is whole."""
+    """Returns the folder that a checkpoint is written to until it is complete."""
     return path.with_suffix(UNFINISHED)
 
 
 def iterations(folder: str | Path) -> list[int]:
-    """Returns those whose checkpoints are in the folder, in order; whether they are sound is not
-    looked at.
+    """Returns the iterations of all checkpoints in the folder, in order. Their files are not
+    checked.
     """
     found = (
         re.fullmatch(r"iter_(\d{7,})", path.name)
@@ -51,8 +50,8 @@ def latest_iteration(folder: str | Path) -> int | None:
 
 
 def best_iteration(folder: str | Path) -> int | None:
-    """Returns the iteration of the checkpoint with the lowest validation loss; None where no run
-    kept it.
+    """Returns the iteration of the checkpoint with the lowest validation loss; None if no run
+    recorded one (--keep-best).
     """
     return _tracked(folder, BEST, [])
 
@@ -83,8 +82,8 @@ def _tracked(folder: str | Path, name: str, found: Sequence[int]) -> int | None:
 
 
 def distributed_checkpoint(folder: str | Path) -> Path | None:
-    """Returns the checkpoint in megatron-core's own format that a folder is, or that its tracker
-    names (Megatron-LM's may say `release`); None for a folder of another kind.
+    """Returns the folder of a checkpoint in megatron-core's own format: `folder` itself, or the one
+    that its tracker names (Megatron-LM's may name `release`). Returns None for any other folder.
     """
     tracker = Path(folder) / TRACKER
     if (Path(folder) / ".metadata").is_file():
@@ -107,8 +106,8 @@ def distributed_checkpoint(folder: str | Path) -> Path | None:
 
 
 def huggingface_source(pretrained_checkpoint: str | None) -> str | None:
-    """Returns the folder of --pretrained-checkpoint; None where it holds checkpoints of
-    megatron-core, or where there is none.
+    """Returns --pretrained-checkpoint if it is a HuggingFace folder; None if it is not given, or
+    has checkpoints of megatron-core.
     """
     if pretrained_checkpoint is None or distributed_checkpoint(pretrained_checkpoint) is not None:
         return None
@@ -116,17 +115,19 @@ def huggingface_source(pretrained_checkpoint: str | None) -> str | None:
 
 
 def track(folder: str | Path, name: str, iteration: int) -> None:
-    """Lets a tracker name a checkpoint that is whole; nobody sees a half of it."""
+    """Writes the number of a complete checkpoint into a tracker. The file is replaced in one step,
+    so that no reader sees half of it.
+    """
     temporary = Path(folder) / f"{name}.tmp"
     temporary.write_text(str(iteration))
     os.replace(temporary, Path(folder) / name)
 
 
 def check_load(load: str | Path, save: str | Path | None, iteration: int | None = None) -> None:
-    """Raises ValueError unless `load` holds a checkpoint, or is where this run saves, which may be
-    new.
+    """Raises ValueError unless `load` has a checkpoint. If it equals `save` it may be empty: the
+    same command then starts a run and continues it.
 
-    iteration: of the one that is wanted; None for the newest.
+    iteration: the checkpoint to load; None for the newest.
     """
     found = iterations(load)
     if iteration is not None and found and iteration not in found:
@@ -150,8 +151,9 @@ def check_load(load: str | Path, save: str | Path | None, iteration: int | None 
 
 
 def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:
-    """Returns the newest other checkpoint whose files are those that were saved; it reads them
-    all."""
+    """Returns the newest checkpoint other than `damaged` whose files are all as they were saved.
+    Reads all of its files.
+    """
     for iteration in reversed(iterations(folder)):
         path = checkpoint_path(folder, iteration)
         try:
@@ -164,11 +166,11 @@ def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:
 
 
 def remove_old(folder: str | Path, keep: int) -> list[str]:
-    """Removes checkpoints before the tracker's, but the best one and the last `keep`, the tracker's
-    among them.
+    """Removes old checkpoints. The best one stays, and so do the last `keep`, of which the newest
+    is the one that the tracker names.
 
-    Returns a note for each that could not be removed: training must not end for files that are only
-    in the way (NFS keeps those that somebody reads).
+    Returns a note for each checkpoint that could not be removed. It is not an error, since training
+    can go on (NFS keeps files that somebody reads).
     """
     notes = []
     try:

@@ -1,5 +1,5 @@
-"""pure. The lock of a folder that a run writes to; the system frees it when that process ends,
-however it ends.
+"""pure. Locks a folder that a run writes to. The operating system frees the lock when the process
+ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FolderLock:
-    """Held by the process that writes to a folder, so that two runs never share one.
+    """Lock of the process that writes to a folder, so that two runs never write to the same one.
 
-    A POSIX record lock: no child process inherits it, and the system frees it with the process, by
-    any death.
+    It is a POSIX record lock: child processes (data workers) do not inherit it, so that one that
+    outlives the run does not keep the folder locked.
     """
 
     def __init__(self, folder: str | Path, flag: str = "--save") -> None:
-        """Takes the lock, and removes what dead runs left unfinished. Raises ValueError, naming
-        its holder and `flag`, where another process has it.
+        """Takes the lock, and removes unfinished checkpoints of runs that died. Raises ValueError,
+        naming the holder and `flag`, if another process has the lock.
 
-        On a file system without locks a note is printed, and nothing is held.
+        On a file system without locks it prints a note and takes none.
         """
         self._path = Path(folder) / LOCK
         self._flag = flag
@@ -39,9 +39,9 @@ class FolderLock:
             shutil.rmtree(left, ignore_errors=True)
 
     def renew(self) -> None:
-        """Holds the folder that is there now, which is another one if the first was removed.
+        """Takes the lock again if the folder was removed and made anew by somebody in the meantime.
 
-        Raises ValueError where another process holds it meanwhile.
+        Raises ValueError if another process has taken it.
         """
         try:
             is_in_place = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
@@ -53,7 +53,7 @@ class FolderLock:
             before.close()
 
     def release(self) -> None:
-        """Lets others write there."""
+        """Frees the lock."""
         self._file.close()
 
     def _locked(self) -> TextIO:

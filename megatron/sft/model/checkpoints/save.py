@@ -1,7 +1,12 @@
-"""mcore. A checkpoint on its way: made from the state as it is, written, then put in its place.
+"""mcore. Saves one checkpoint: copies the state, writes it, then moves the folder into place.
 
-The tracker of the folder (see `folder`) is replaced only once a checkpoint is complete:
-a run killed while it saves leaves the one before as the latest.
+    1. iter_0000200.unfinished/ is created, and every rank writes its files into it
+    2. rank 0 adds the HuggingFace files and checksums.json
+    3. the folder is renamed to iter_0000200/
+    4. the tracker names it
+
+A run that is killed at any point leaves the previous checkpoint as the latest. With
+`in_background` step 1 runs in a thread while training continues.
 """
 
 from __future__ import annotations
@@ -26,14 +31,15 @@ from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path, trac
 from megatron.sft.model.checkpoints.write import Part, write_parts
 from megatron.sft.model.huggingface.companions import COMPANIONS
 
-# From 0.17 on there is another one, of a package of its own.
+# From 0.17 on `save` has a choice of writers, whose default needs a package of its own.
 _HAS_WRITERS = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
 _WRITER: dict[str, Any] = {"async_strategy": "mcore"} if _HAS_WRITERS else {}
 
 
 class CheckpointSave:
-    """One checkpoint. Making it and `finish` are collective; nobody sees it before it is
-    finished."""
+    """A checkpoint that is being saved. The constructor and `finish` are collective. Until `finish`
+    returns, no reader sees the checkpoint.
+    """
 
     def __init__(
         self,
@@ -47,11 +53,12 @@ class CheckpointSave:
         in_background: bool = False,
     ) -> None:
         """Args:
-        model_options: options that a run which loads it must share.
-        data: facts of the data, of which a run that loads it with others is warned.
-        write_companions: writes the files that an export as a HuggingFace folder will need into
+        model_options: options that must be the same in a run that loads the checkpoint.
+        data: identity of the data. A run that loads the checkpoint with other data prints a note.
+        write_companions: function that writes the model's HuggingFace files, without weights, into
             a folder.
-        in_background: write a copy in host memory, in a thread, while training continues.
+        in_background: copy the state to host memory, and write it in a thread while training
+            continues.
         """
         self.iteration = progress.iteration
         self._folder, self._write_companions = folder, write_companions
@@ -73,7 +80,8 @@ class CheckpointSave:
             )
         # `preload_fn` copies tensors to the host.
         parts = self._request.preload_fn() if self._request.preload_fn is not None else []
-        # On CPU these are the weights themselves, which the next step changes.
+        # Without a GPU there is no copy: the tensors are the weights themselves, and the next step
+        # would change them under the writing thread.
         if in_background and not next(training.model[0].parameters()).is_cuda:
             parts = [
                 (path, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
@@ -87,17 +95,17 @@ class CheckpointSave:
 
     @property
     def is_written(self) -> bool:
-        """Returns whether this rank's part is written."""
+        """True once this rank has written its files."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Waits until it is written, and puts it in its place. Raises CheckpointError where any
-        rank could not write.
+        """Waits until all files are written, and moves the checkpoint into place. Raises
+        CheckpointError on every rank if any rank could not write.
         """
         if self._thread.ident is not None:
             self._thread.join()
-        # Every rank hears of a failure before the first of them enters `finalize`, which is
-        # collective and would wait for one that failed.
+        # Share failures before `finalize`, which is collective: a rank that failed would not enter
+        # it, and the others would wait for it.
         with written_or_refused(self._unfinished):
             if self._failure is not None:
                 raise self._failure
@@ -129,7 +137,8 @@ class CheckpointSave:
             self._write_companions(unfinished / COMPANIONS)
         others = [name for name in file_names(unfinished) if name not in sums]
         write_checksums(unfinished, sums | {name: sum_of(unfinished / name) for name in others})
-        # In this order: a folder under its name is always whole, and the tracker names no other.
+        # The order matters. Checksums come last into the folder, the rename makes it visible, and
+        # only then does the tracker name it: at no point does it name an incomplete checkpoint.
         shutil.rmtree(path, ignore_errors=True)
         os.replace(unfinished, path)
         track(self._folder, TRACKER, self.iteration)

@@ -1,8 +1,10 @@
-"""tensor. Read the pickles of a checkpoint without running code of whoever wrote them.
+"""tensor. Reads the pickles of a checkpoint without running code from them.
 
-A pickle may name any function and have it called. A checkpoint has three kinds: `.metadata`, which
-torch reads with plain pickle; objects in `.distcp` files, for which torch's planner asks torch.load
-to trust the file; and common.pt.
+A pickle may name any function, which unpickling calls. A checkpoint has three kinds of pickles:
+
+    .metadata                   torch reads it with plain pickle; `check_metadata` reads it before
+    objects in .distcp files    torch's planner asks torch.load to trust them; `only_weights`
+    common.pt                   forbids that
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ _KNOWN = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # as Python 3.13 names it
 }
-"""Module -> what `.metadata` is made of, by torch 2.6 to 2.13 and megatron-core 0.16 to 0.19."""
+"""Module -> classes that may be in `.metadata`: those that torch 2.6 to 2.13 and megatron-core 0.16
+to 0.19 write.
+"""
 
 _ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
@@ -67,10 +71,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Raises ValueError, naming file and class, unless `.metadata` in the folder holds what torch
-    writes there.
+    """Raises ValueError, naming file and class, if `.metadata` has any class that torch does not
+    write there.
 
-    It is read as a whole, before torch does: about as long again as torch takes.
+    The file is unpickled once more than torch does, so that reading it takes twice as long.
     """
     path = checkpoint / ".metadata"
     try:
@@ -80,22 +84,23 @@ def check_metadata(checkpoint: Path) -> None:
         if type(error) is ValueError and str(error).startswith(str(path)):
             raise
         raise _unreadable(path, error) from error
-    except Exception as error:  # of a dozen kinds, by which byte is damaged
+    except Exception as error:  # of a dozen kinds, depending on which byte is damaged
         raise _unreadable(path, error) from error
 
 
 @contextmanager
 def only_weights(path: Path) -> Iterator[None]:
-    """Lets torch.load make tensors and plain values only, whatever its callers ask for; by an
-    environment variable of torch's. A file that holds more raises ValueError, naming `path` and the
-    class.
+    """Context in which torch.load makes tensors and plain values only, even if its caller asks for
+    more. It sets an environment variable of torch. A file with any other object raises ValueError,
+    naming `path` and the class.
     """
     before = os.environ.get(_ONLY_WEIGHTS)
     os.environ[_ONLY_WEIGHTS] = "1"
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
-        # UnpicklingError on one rank alone, CheckpointException where all ranks receive it.
+        # torch raises UnpicklingError on a single rank, and CheckpointException if ranks load
+        # together.
         if "Weights only load failed" not in str(error):
             raise
         found = re.search(r"GLOBAL (\S+)", str(error))

@@ -1,10 +1,9 @@
-"""mcore. The weights of a checkpoint in megatron-core's format, and nothing else of it, whatever
-layout wrote it.
+"""mcore. Reads the weights of a checkpoint in megatron-core's format, and nothing else of it, in
+any parallel layout.
 
-Megatron-LM's checkpoints (`torch_dist`) are of this kind as well as this trainer's. megatron-core
-loads one as a whole: with options that are pickled objects, and with all layers stacked in one
-tensor. Here torch's reader, which megatron-core builds on, is asked for the blocks of some
-parameters.
+This trainer writes such checkpoints, and so does Megatron-LM (`torch_dist`). megatron-core can only
+load one as a whole, with its pickled options, and with all layers stacked in one tensor. So this
+module calls the reader of torch beneath it, which reads the blocks of single parameters.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from megatron.sft.model.checkpoints.unpickling import only_weights
 
 
 class CheckpointWeights:
-    """Fills this rank's part of a model with what a checkpoint holds, whose `.metadata` has passed
-    `check_metadata`.
+    """The weights of a checkpoint, and this rank's part of the model to fill with them. The
+    checkpoint's `.metadata` must have passed `check_metadata`.
     """
 
     def __init__(self, checkpoint: Path, gpt: GPTModel) -> None:
@@ -47,8 +46,8 @@ class CheckpointWeights:
             layer_prefix(key) is not None for key in self._metadata.state_dict_metadata
         )
         state = dict(gpt.sharded_state_dict(metadata={"non_homogeneous_layers": has_numbers}))
-        # Factories stand for parameters that checkpoints hold in several tensors, such as gate and
-        # up.
+        # A factory stands for a parameter that checkpoints split in several tensors (gate and up
+        # projection): apply_factories replaces it by these.
         apply_factories(state)
         self._blocks = {
             name: list(_tensors_in(entry))
@@ -58,12 +57,12 @@ class CheckpointWeights:
         self._held: list[str] = []
 
     def read_all(self, vocab_size: int) -> None:
-        """Fills all parameters; rows of the vocabulary's padding that the checkpoint lacks become
+        """Fills all parameters. Padding rows of the vocabulary that the checkpoint lacks become
         zero. Collective.
 
-        CheckpointError where files are not as they were saved; ValueError where they cannot be
-        read, and, naming the tensor, where the checkpoint is of another model, or of fewer words
-        than `vocab_size`.
+        Raises CheckpointError if files were changed after they were saved. Raises ValueError if
+        they cannot be read, or, naming the tensor, if the checkpoint has another model or a
+        vocabulary smaller than `vocab_size`.
         """
         if found := found_faults(self._path):
             raise CheckpointError(f"{found[0]}; pass another --pretrained-checkpoint")
@@ -97,9 +96,11 @@ class CheckpointWeights:
             ) from error
 
     def values_of(self, name: str) -> Tensor:
-        """Returns the values of a parameter; those of other layers are lost, so that host memory
-        holds one. Only for a model on the CPU without initial weights: memory that was only
-        allocated is not touched yet.
+        """Returns the values of a parameter, reading its layer if necessary. The memory of the
+        layer read before is freed, so that host memory holds one layer at a time.
+
+        It is for a model on the CPU without initial weights, whose allocated memory the operating
+        system has not yet provided.
         """
         if name not in self._held:
             self._hold(name)
@@ -140,8 +141,8 @@ class CheckpointWeights:
 
 
 def _tensors_in(entry: object) -> list[ShardedTensor]:
-    """Returns the tensors of one parameter; several where megatron-core's checkpoints cut it, as
-    gate and up.
+    """Returns the tensors of one parameter. megatron-core's checkpoints split some of them: the
+    first layer of an MLP into gate and up.
     """
     if isinstance(entry, ShardedTensor):
         return [entry]
@@ -152,7 +153,7 @@ def _tensors_in(entry: object) -> list[ShardedTensor]:
 
 
 class _Into(DefaultLoadPlanner):
-    """Reads into given tensors."""
+    """Load planner that puts what is read into given tensors."""
 
     def __init__(self, targets: dict[MetadataIndex, Tensor]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""tensor. Writes the files of a checkpoint, with their checksums made on the way.
+"""tensor. Writes the files of a checkpoint, and computes their checksums while writing.
 
-A file that is read again for its checksum costs 0.4 CPU seconds per GB more, and a copy in the
-page cache that may be gone by then.
+To read a file again for its checksum would cost 0.4 CPU seconds per GB more, and disk reads if the
+page cache has dropped it by then.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import (
 from megatron.sft.model.checkpoints.checksums import Sum
 
 Part = tuple[str, str, tuple[Sequence[Any], Sequence[Any]]]
-"""A file that megatron-core wants written: path, name in the checkpoint, (items with their bytes,
-items with their tensors on the host).
+"""A file that megatron-core asks for: its path, its name in the checkpoint, and its items, as
+(items with bytes, items with tensors on the host).
 """
 
 
@@ -31,14 +31,14 @@ class Written(NamedTuple):
     """Record of the parts that were written."""
 
     results: dict[int, list[WriteResult]]
-    """Part -> where each of its items is; megatron-core makes the table of contents of them."""
+    """Number of the part -> place of each of its items, for megatron-core's table of contents."""
     sums: dict[str, Sum]
     """Name in the checkpoint -> size and checksum."""
 
 
 def write_parts(parts: Iterable[Part]) -> Written:
-    """Writes each part into its file, and waits until the disk has it; OSError where it has no
-    room.
+    """Writes each part to its file, and waits until it is on disk. Raises OSError if the disk is
+    full.
     """
     results, sums = {}, {}
     for number, (path, name, (of_bytes, tensors)) in enumerate(parts):
@@ -47,7 +47,8 @@ def write_parts(parts: Iterable[Part]) -> Written:
             items = (*of_bytes, *tensors)
             try:
                 results[number] = [_write(stream, name, item, data) for item, data in items]
-            except RuntimeError:  # torch's "unexpected pos 704 vs 598", once a write has failed
+            # After a failed write torch raises "unexpected pos 704 vs 598": raise the cause.
+            except RuntimeError:
                 if stream.failure is not None:
                     raise stream.failure from None
                 raise
@@ -63,16 +64,16 @@ def _write(stream: io.RawIOBase, name: str, item: Any, data: Any) -> WriteResult
 
 
 class _SummedStream(io.RawIOBase):
-    """A file that is written from its start to its end, and adds up what it is given.
+    """A file stream that sums the bytes written to it. It can only be written from start to end.
 
-    torch gives a tensor's memory in one piece, so that nothing is copied.
+    torch passes the memory of a tensor in one piece, so that nothing is copied.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.sum = Sum(0, 0)
         self.failure: OSError | None = None
-        """The first one of a write, which torch hides."""
+        """First failure of a write, which torch replaces by an error of its own."""
 
     def write(self, data: Any) -> int:
         """Writes all of `data`, a buffer."""
