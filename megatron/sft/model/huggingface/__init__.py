@@ -1,1 +1,9 @@
-"""A HuggingFace folder <-> options and parameters of the model, in any layout."""
+"""Reads a HuggingFace folder into options and parameters of the model, and writes one, in any
+parallel layout.
+
+    config.json      config_file (reads it), config (its options), families (differences of each
+                     `model_type` from Llama)
+    *.safetensors    folder (headers), rows and weights (which tensors make up which parameter),
+                     read, write, gather
+    other files      companions
+"""

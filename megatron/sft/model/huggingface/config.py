@@ -1,9 +1,8 @@
-"""pure. A HuggingFace config.json <-> the options of the same model; what cannot be computed
-exactly is refused.
+"""pure. Translates between a HuggingFace config.json and the options of the same model.
 
-Keys that a file leaves out have the family's defaults, as in transformers' own classes. Both
-spellings of a key are read: those of transformers 4 and of 5. What differs between families is in
-`families`.
+A model that cannot be computed exactly is refused. Missing keys have the family's defaults, as in
+transformers' own classes. The spellings of transformers 4 and of 5 are both read. `families` has
+the differences between families.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 _OF_RUN = {"make_vocab_size_divisible_by", "recompute_granularity", "recompute_modules"}
-"""Options of `Architecture` that say nothing of what is computed."""
+"""Options of `Architecture` that do not change what the model computes."""
 _EXPERTS_ONLY = {"moe_router_topk", "moe_router_pre_softmax", "moe_ffn_hidden_size"}
-"""Options that say nothing where there are no experts."""
+"""Options without effect on a model without experts."""
 # Options of all families, and the defaults of those that families may change.
 _COMMON: dict[str, Any] = {
     **{
@@ -42,10 +41,11 @@ _COMMON: dict[str, Any] = {
 
 
 def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """Returns the fields of `ModelConfig` that a config.json decides, all that say what is
-    computed, and `vocab_size`.
+    """Returns the options of a model by its config.json: `vocab_size`, and all fields of
+    `ModelConfig` that change what is computed.
 
-    ValueError, naming `where`, for other families and for what cannot be computed exactly.
+    Raises ValueError, naming `where`, for an unknown family, and for a model that cannot be
+    computed exactly.
     """
     family, text, _ = language_model(config, where)
     _refuse(text.values, family, where)
@@ -75,6 +75,7 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
 
 
 def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
+    """Raises ValueError for a value of config.json that is not supported."""
     quantized = config.get("quantization_config") or {}
     if quantized and not (family.reads_mxfp4 and quantized.get("quant_method") == "mxfp4"):
         raise ValueError(
@@ -95,8 +96,8 @@ def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
 
 
 def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the options of a model as `options_of` would, defaults resolved: equal for equal
-    models.
+    """Returns the options of a model in the form of `options_of`, with defaults filled in. Two
+    models that compute the same have equal ones.
     """
     options = {name: getattr(model, name) for name in _COMMON}
     groups = model.num_query_groups
@@ -126,11 +127,14 @@ def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the config.json of a model that was trained from scratch: of the first family that
-    computes the same.
+    """Returns a config.json for a model that was trained from scratch. It is that of the first
+    family that computes the same model.
 
-    ValueError where no family does.
+    Raises ValueError if there is no such family; the message names the closest one and the options
+    that differ.
     """
+    # Each family writes its config.json, which is read back. If that gives the same options, the
+    # family computes the same model.
     wanted = identity_of(model, vocab_size)
     differing: dict[str, list[str]] = {}
     for kind, family in FAMILIES.items():
@@ -138,7 +142,7 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         try:
             found = options_of(config)
         except ValueError:
-            continue  # the family has no such model
+            continue  # this family has no model of this kind
         if found == wanted:
             return config
         differing[kind] = [
@@ -153,7 +157,8 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def _as_family(family: Family, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     of_family = family.config(model)
-    # transformers takes a rope_scaling in place of a rope for each kind of layer.
+    # Where layers have different ropes (Gemma 3), `rope_parameters` has one for each kind of layer.
+    # A rope_scaling beside it would take their place in transformers.
     has_ropes = any(isinstance(one, dict) for one in of_family.get("rope_parameters", {}).values())
     scaling = None if has_ropes else model.rope_scaling
     return {

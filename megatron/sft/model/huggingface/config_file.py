@@ -1,5 +1,5 @@
-"""pure. The config.json of a HuggingFace folder as it is written: an object whose values are of the
-types that they must be. What they mean is in `config`.
+"""pure. Reads the config.json of a HuggingFace folder, and checks the types of its values. `config`
+turns them into options.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _KINDS: Mapping[type, str] = {
     list: "mlp_only_layers layer_types no_rope_layers",
     dict: "rope_scaling rope_parameters quantization_config text_config",
 }
-"""Type -> keys that have it wherever they are there and not null."""
+"""Type -> keys whose value must be of this type, unless it is missing or null."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Reads config.json of a HuggingFace folder; raises ValueError where it is missing or no JSON
-    object.
+    """Returns the content of config.json in a HuggingFace folder. Raises ValueError if it is
+    missing, is not a JSON object, or has a value of a wrong type.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():

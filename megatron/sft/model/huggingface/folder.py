@@ -1,7 +1,7 @@
-"""pure. The safetensors files of a HuggingFace folder: which tensors they hold, and whether they
-are those of a model.
+"""pure. Reads the headers of the safetensors files in a HuggingFace folder, and checks that their
+tensors are those of a model.
 
-Only headers are read, so a folder that does not fit is refused before memory is spent.
+Only headers are read, so that a wrong folder is refused before any memory is spent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron.sft.model.huggingface.tensors import Tensors
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""safetensors' names of the types that weights may have -> torch's and config.json's."""
+"""Type of weights in safetensors -> its name in torch and in config.json."""
 MXFP4 = "MXFP4"
-"""Type of a tensor that files hold as `NAME_blocks` and `NAME_scales`: see `mxfp4`."""
+"""Type of a tensor that files have as two, `NAME_blocks` and `NAME_scales`: see `mxfp4`."""
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of a number of each type."""
+"""Bytes per number of each type."""
 _NO_WEIGHT = ".rotary_emb.inv_freq"
-"""End of the names of tensors that old files hold and nobody reads."""
+"""Suffix of tensors in old files that are not weights; they are ignored."""
 _BLOCK = 1 << 24
 _PIECE = 1 << 12
 _LARGEST_HEADER = 100_000_000
@@ -44,21 +44,21 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
-    """Place of its bytes in the file."""
+    """Its bytes in the file: [begin, end)."""
     scales: tuple[Path, str] | None = None
-    """File and name of the scales, of MXFP4."""
+    """File and name of the scales, for MXFP4."""
 
 
 class Folder(NamedTuple):
-    """The weights of a HuggingFace folder, by the names that transformers knows them by."""
+    """The tensors of a HuggingFace folder, by their names in transformers."""
 
     path: Path
     tensors: dict[str, Stored]
 
 
 def open_folder(folder: str | Path) -> Folder:
-    """Reads the headers of all files; ValueError, naming the file, for anything that is not whole
-    or not readable.
+    """Reads the headers of all files. Raises ValueError, naming the file, if one is incomplete or
+    cannot be read.
     """
     path = Path(folder)
     tensors = {}
@@ -74,7 +74,7 @@ def open_folder(folder: str | Path) -> Folder:
                 file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]
             )
     if not any(name.startswith(("model.", "language_model.")) for name in tensors):
-        # Files of the bare model, without a head.
+        # Saved from the model class without a head (LlamaModel): names lack the prefix "model.".
         tensors = {
             name if name.startswith("lm_head.") else f"model.{name}": found
             for name, found in tensors.items()
@@ -86,10 +86,11 @@ def open_folder(folder: str | Path) -> Folder:
 
 
 def open_source(folder: str | Path) -> Folder | None:
-    """Opens the folder that a model came from, for what an export carries through from it.
+    """Opens the folder that a model came from. An export copies tensors from it that are not
+    trained.
 
-    Returns None where a text-only model's weights were removed since: a run that continues reads
-    none of them. A multimodal model's must be there, since its other parts are carried through.
+    A text-only model has none to copy, so that its weights may have been removed since; then it
+    returns None. Those of a multimodal model must still be there.
     """
     path = Path(folder)
     is_multimodal = "text_config" in read_config(path)
@@ -97,8 +98,10 @@ def open_source(folder: str | Path) -> Folder | None:
 
 
 def _joined(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Blocks and scales in MXFP4 as one tensor: [experts, rows, groups, 16] bytes, of two values
-    each, are matrices that are stored transposed, [experts, 32 groups, rows].
+    """Returns the tensors with each pair of MXFP4 blocks and scales as one.
+
+    Blocks of [experts, rows, groups, 16] bytes have two values per byte, 32 values per group. The
+    matrices are stored transposed, so that their shape is [experts, 32 * groups, rows].
     """
     joined = dict(tensors)
     for name, blocks in tensors.items():
@@ -114,7 +117,9 @@ def _joined(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
-    """Returns each file, with the tensors that the index says it holds."""
+    """Returns each file with the names of its tensors by the index; a single file has no index, and
+    no names here.
+    """
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
         files: dict[Path, list[str]] = {}
@@ -155,8 +160,10 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Name -> dtype, shape and data_offsets, counted from the file's first byte, of each tensor in
-    a safetensors file; ValueError where it is cut off.
+    """Returns dtype, shape and data_offsets of each tensor in a safetensors file, by name. Offsets
+    count from the first byte of the file. Raises ValueError if the file is damaged or cut off.
+
+    A file is: 8 bytes with the size of the header, the header in JSON, the tensors without gaps.
     """
     with file.open("rb") as stream:
         length = stream.read(8)
@@ -209,10 +216,12 @@ def check_folder(
     config: str = "config.json",
     way_out: str = "download it again",
 ) -> None:
-    """Raises ValueError, with names, unless the files hold exactly the tensors that `config` says,
-    in types that can be read.
+    """Raises ValueError, naming tensors, unless the files have exactly the tensors of the model, in
+    their shapes and in types that can be read.
 
-    way_out: of a folder that lacks some.
+    Args:
+        config: file that describes the model, for messages.
+        way_out: advice for a folder that lacks tensors.
     """
     expected = {part.name: part.stored_shape for weight in weights.all() for part in weight.parts}
     carried = carried_tensors(folder, weights)
@@ -252,15 +261,15 @@ def check_folder(
 
 
 def carried_tensors(folder: Folder, weights: Tensors) -> dict[str, Stored]:
-    """Returns the tensors that are no part of the model and exported as they are."""
+    """Returns the tensors that are not part of the trained model; an export copies them."""
     return {name: found for name, found in folder.tensors.items() if weights.is_carried(name)}
 
 
 def fingerprint(folder: Folder) -> str:
-    """Returns what differs between two models of one architecture: a hash of each tensor's name and
-    shape, and of a piece of it.
+    """Returns a hash by which models of the same architecture differ: of each tensor's name, type,
+    shape, and 4 kB from its middle.
 
-    It does not depend on how the tensors are spread over files. 4 kB of each tensor are read.
+    It does not depend on how the tensors are spread over files.
     """
     digest = hashlib.sha256()
     with ExitStack() as stack:
@@ -277,7 +286,7 @@ def fingerprint(folder: Folder) -> str:
 
 
 def _are_equal(tensors: dict[str, Stored], optional: str, name: str) -> bool:
-    """Returns whether two tensors have the same bytes; True where the first is not there."""
+    """Returns whether two tensors have the same bytes; True if the first one is missing."""
     if optional not in tensors:
         return True
     one, other = tensors[optional], tensors[name]

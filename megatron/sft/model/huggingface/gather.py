@@ -1,8 +1,8 @@
-"""mcore. Whole HuggingFace tensors from the parts of them that ranks hold, one at a time.
+"""mcore. Gathers whole HuggingFace tensors from the parts that ranks have, one at a time.
 
-Tensor-parallel ranks gather a parameter to their first rank, expert-parallel ranks a stack of
-experts. Nothing travels between pipeline stages, nor between ranks whose experts are tensors of
-their own. Host memory: one tensor beyond the model, twice where it is cut.
+Tensor-parallel ranks send their part of a parameter to the first of them. Expert-parallel ranks do
+so only if the experts of a layer are one stacked tensor. Nothing travels between pipeline stages.
+Host memory: the model and one tensor, two if it is split.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ValuesOf = Callable[[Placed], Tensor]
 
 
 class Dtypes(NamedTuple):
-    """Types that tensors are written in."""
+    """Types of the tensors in the written files."""
 
     default: torch.dtype
     kept: Mapping[str, torch.dtype] = {}
-    """Tensors that keep one of their own, such as a router's bias in float32."""
+    """Tensor -> its own type, where it differs (a router's bias in float32)."""
 
     def of(self, name: str) -> torch.dtype:
         """Returns the type of a tensor."""
@@ -34,20 +34,20 @@ class Dtypes(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Parameters of this rank that share tensors, as the experts of a stack do."""
+    """Parameters of this rank that share tensors: the experts of a stack, or a single parameter."""
 
     placed: tuple[Placed, ...]
     parts: tuple[Part, ...]
-    """One for each tensor."""
+    """One part of each tensor."""
 
     @property
     def is_stacked(self) -> bool:
-        """Returns whether other expert-parallel ranks hold other rows of the tensors."""
+        """Returns whether other expert-parallel ranks have other experts of the same tensors."""
         return any(part.view.expert is not None for part in self.parts)
 
     @property
     def is_written_here(self) -> bool:
-        """Returns whether this rank writes them."""
+        """Returns whether this rank writes the tensors."""
         if self.is_stacked:
             return parallel_state.get_expert_model_parallel_rank() == 0
         is_expert = self.placed[0].weight.is_expert
@@ -55,7 +55,7 @@ class _Group(NamedTuple):
 
 
 def _groups(placed: Sequence[Placed]) -> list[_Group]:
-    """Groups in order of their first parameter."""
+    """Returns the parameters in groups, ordered by the first parameter of each."""
     group_of: dict[str, int] = {}
     groups: list[_Group] = []
     for one in placed:
@@ -77,8 +77,8 @@ def written_parts(placed: Sequence[Placed]) -> list[Part]:
 
 
 def tensors_of(placed: Sequence[Placed], dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tensor]:
-    """Yields the tensors that this rank writes, in order; collective over tensor parallel, and over
-    expert parallel where experts are stacked.
+    """Yields the tensors that this rank writes, in order. Collective over tensor-parallel ranks,
+    and over expert-parallel ranks if experts are stacked.
     """
     with weights_bar("writing", sum(one.parameter.numel() for one in placed)) as bar:
         for group in _groups(placed):
@@ -91,8 +91,8 @@ def tensors_of(placed: Sequence[Placed], dtypes: Dtypes, values_of: ValuesOf) ->
 
 
 def _whole(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tensor]:
-    """Yields the tensors of a group, on the rank that writes them; none on ranks that send their
-    part to it.
+    """Yields the tensors of a group on the rank that writes them. The others send their part, and
+    yield nothing.
     """
     tensors: dict[str, Tensor] = {}
     if group.is_written_here:
@@ -110,7 +110,7 @@ def _whole(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tenso
 
 
 def _pieces(placed: Placed, mine: Tensor) -> list[Tensor]:
-    """Returns what each tensor-parallel rank holds; empty on ranks that only send."""
+    """Returns the part of each tensor-parallel rank on the rank that writes; [] on the others."""
     weight, group = placed.weight, parallel_state.get_tensor_model_parallel_group()
     if weight.is_expert or weight.sharding == "whole" or group.size() == 1:
         is_written = weight.is_expert or group.rank() == 0
@@ -123,7 +123,7 @@ def _pieces(placed: Placed, mine: Tensor) -> list[Tensor]:
 
 
 def _stack(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tensor]:
-    """Yields stacks of experts, of which each expert-parallel rank holds consecutive ones."""
+    """Yields stacked tensors of experts. Each expert-parallel rank has consecutive experts."""
     numbers = [part.view.expert for one in group.placed for part in one.weight.parts]
     # Expert-parallel rank 1 of 2, with 8 experts, holds experts 4 to 7: first is 4.
     first = min(number for number in numbers if number is not None)
@@ -153,14 +153,14 @@ def _stack(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tenso
 
 
 def _stacked(matrices: Tensor, stack: Stack) -> Tensor:
-    """Returns matrices [experts, ...] as a file has them."""
+    """Returns the matrices [experts, n, m] stacked as in the file."""
     if stack == "rows":
         return matrices.flatten(0, 1)
     return matrices.permute(1, 2, 0).flatten(1) if stack == "columns" else matrices
 
 
 def _put(tensor: Tensor, part: Part, copy: Copy, piece: Tensor) -> None:
-    """Writes a block of a rank's parameter to its place in the matrix of a part."""
+    """Copies a block of a rank's parameter to its place in the tensor of a part."""
     if part.view.is_transposed:
         tensor = tensor.t()
     num_rows = copy.rows.stop - copy.rows.start

@@ -7,18 +7,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Sign, two bits of exponent, one of mantissa.
+# The 8 values of 3 bits: two bits of exponent, one of mantissa. The fourth bit is the sign.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Returns values [..., 32 * groups] of a tensor of two entries per byte, the low half first.
+    """Returns the values [..., 32 * groups] of an MXFP4 tensor. A byte has two values, the low half
+    first. The result is exact in bfloat16, unless a value is outside of its range.
 
-    blocks: uint8 [..., groups, 16]; scales: uint8 [..., groups], exponents of 2 above -127. Exact
-    in bfloat16 where no value leaves its range.
+    A byte 0x2F has the values -6 (0xF) and 1 (0x2). A scale of 128 doubles both.
 
-    Worked example: a byte 0x2F holds -6 (0xF) and then 1 (0x2); a scale of 128 doubles both.
+    Args:
+        blocks: uint8 [..., groups, 16].
+        scales: uint8 [..., groups]; scale s multiplies by 2 ** (s - 127).
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(

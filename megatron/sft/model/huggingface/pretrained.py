@@ -23,10 +23,10 @@ from megatron.sft.options.config import SFTConfig
 
 
 def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | MegatronCheckpoint | None:
-    """Returns the weights that training starts from; None without --pretrained-checkpoint, or where
-    --load has a checkpoint.
+    """Opens the weights that training starts from. Returns None without --pretrained-checkpoint, or
+    if --load has a checkpoint, whose weights are used instead.
 
-    Reads headers only. ValueError where they are not the model's, or where --save-hf cannot be
+    Reads headers only. Raises ValueError if they do not fit the model, or if --save-hf cannot be
     written.
     """
     output = config.output
@@ -62,7 +62,8 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     weights = weights_of(config.model, model_config, folder.tensors)
     check_folder(folder, weights)
     if config.lora.lora:
-        list(AdapterWeights(weights, config.lora).all())  # refuses what has no adapters
+        # For its errors alone: it raises if a target module does not exist in this model.
+        list(AdapterWeights(weights, config.lora).all())
     adapter = None
     if config.lora.lora_adapter is not None and not continues:
         adapter = PretrainedAdapter(

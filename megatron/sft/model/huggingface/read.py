@@ -1,7 +1,7 @@
-"""mcore. Fill a model with the weights of a HuggingFace folder: each rank reads only what it holds.
+"""mcore. Fills a model with the weights of a HuggingFace folder. Each rank reads only its part.
 
-Of the ranks that hold the same, only one reads; the others receive it when megatron-core broadcasts
-the initial weights over data parallel. Host memory: one block of one tensor beyond the model.
+Data-parallel ranks have the same part: only the first of them reads, and the others receive it when
+megatron-core broadcasts the initial weights. Host memory: the model, and one block of one tensor.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from megatron.sft.model.huggingface.weights import Weights
 
 
 class PretrainedAdapter(NamedTuple):
-    """The folder of a PEFT adapter that has passed `check_folder`, and the weights that it
-    holds."""
+    """The folder of a PEFT adapter, checked by `check_folder`, and the table of its weights."""
 
     folder: Folder
     weights: Tensors
 
 
 class Pretrained(NamedTuple):
-    """A HuggingFace folder that has passed `check_folder`, and the model's weights that it
-    holds."""
+    """A HuggingFace folder, checked by `check_folder`, and the table of its weights."""
 
     folder: Folder
     weights: Weights
@@ -43,15 +41,13 @@ class Pretrained(NamedTuple):
 
 
 class MegatronCheckpoint(NamedTuple):
-    """A checkpoint in megatron-core's format whose weights training starts from (see
-    `checkpoints.weights`).
-    """
+    """A checkpoint in megatron-core's format to start training from (see `checkpoints.weights`)."""
 
     path: Path
 
 
 class Placed(NamedTuple):
-    """A parameter of this rank, and where it stands in the whole model's weight."""
+    """A parameter of this rank, and its place in the weight of the whole model."""
 
     name: str
     """Name in the chunk's `named_parameters`."""
@@ -59,15 +55,16 @@ class Placed(NamedTuple):
     """A parameter, or a buffer that is in the table of weights."""
     weight: Weight
     copies: tuple[Copy, ...]
+    """Blocks of the HuggingFace tensors that this rank has, and their rows in the parameter."""
     is_repeated: bool
-    """True if it is the last stage's own copy of tied embeddings."""
+    """True for the last stage's copy of tied embeddings."""
     is_first_replica: bool
-    """True if no rank of a lower data-parallel number holds the same."""
+    """True if this is the first of the data-parallel ranks with this part."""
 
 
 def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
-    """Yields the parameters of a chunk that `weights` concern; RuntimeError for one that no
-    HuggingFace tensor stands for.
+    """Yields the parameters of a chunk that are in the table `weights`. Raises RuntimeError for one
+    that should be, and has no row.
     """
     tensor_parallel = (
         parallel_state.get_tensor_model_parallel_rank(),
@@ -96,8 +93,8 @@ def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
 
 
 def _parameters_and_buffers(gpt: GPTModel, weights: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters in their order, and among them the buffers that a HuggingFace tensor stands
-    for, such as a router's bias: those of a layer stand together.
+    """Yields parameters and the buffers that HuggingFace has as tensors (a router's bias). The
+    order is that of modules, so that those of a layer come together.
     """
     seen: set[int] = set()
     for prefix, module in gpt.named_modules():
@@ -119,7 +116,12 @@ def _has_place(name: str, gpt: GPTModel, weights: Tensors) -> bool:
 
 
 def global_name(name: str, gpt: GPTModel) -> str:
-    """Returns the name of a parameter or module, layers and experts numbered in the whole model."""
+    """Returns the name of a parameter or module with layers and experts numbered over the whole
+    model.
+
+    On the second of two pipeline stages of a model of 32 layers: `decoder.layers.0.mlp ->
+    decoder.layers.16.mlp`.
+    """
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
@@ -137,8 +139,8 @@ def global_name(name: str, gpt: GPTModel) -> str:
 
 
 def weights_bar(what: str, num_weights: int) -> tqdm[Any]:
-    """Shows a progress bar over rank 0's part of the weights, on stderr; nothing where it takes a
-    few seconds only.
+    """Returns a progress bar on stderr for rank 0's part of the weights. It appears only after
+    three seconds.
     """
     is_shown = dist.get_rank() == 0
     return tqdm(
@@ -152,15 +154,16 @@ def weights_bar(what: str, num_weights: int) -> tqdm[Any]:
 
 
 def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -> None:
-    """Fills this rank's chunks, or leave them to the broadcast over data parallel that must follow.
+    """Fills this rank's chunks. Data-parallel ranks other than the first leave their parameters to
+    the broadcast, which the caller must run afterwards.
 
-    `folder` has passed `check_folder`. Rows of the vocabulary's padding become zero.
+    `folder` must have passed `check_folder`. Padding rows of the vocabulary become zero.
     """
     all_placed = [placed for chunk in chunks for placed in placed_parameters(chunk, weights)]
     todo = [
         (placed, copy)
         for placed in all_placed
-        # a broadcast over data parallel has no buffers
+        # Every rank reads buffers, as the broadcast over data parallel skips them.
         if placed.is_first_replica or not isinstance(placed.parameter, torch.nn.Parameter)
         for copy in placed.copies
     ]
@@ -187,8 +190,8 @@ def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -
 
 
 def _block(held: Any, part: Part, copy: Copy) -> Tensor:
-    """Returns the rows that `copy` names from a slice of a safetensors file; where they do not
-    stand together, from the whole matrix that they are in.
+    """Returns the block `copy` of a tensor in a safetensors file. Only its rows are read if they
+    are adjacent in the tensor, otherwise the whole matrix.
     """
     view = part.view
     if view.expert is None and not view.run and not view.is_transposed:

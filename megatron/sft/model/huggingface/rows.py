@@ -1,6 +1,9 @@
-"""pure. Parameters of a Llama and its relatives, and the HuggingFace tensors that they are made of.
+"""pure. The table of parameters: the HuggingFace tensors that each consists of, in a Llama.
 
-A family gives rows in place of those that differ, and names of its own: see `families`.
+Other families replace rows of this table and rename tensors: see `families`. The first row of
+attention reads: the parameter `attention.qkv.weight` is split by heads over tensor-parallel ranks,
+and consists of the tensors q_proj, k_proj and v_proj, of [query, hidden], [key, hidden] and [key,
+hidden] numbers. Layers with attention have it.
 """
 
 from __future__ import annotations
@@ -15,29 +18,29 @@ Sizes = Mapping[str, int]
 
 
 class Source(NamedTuple):
-    """The tensor that a part's rows are in."""
+    """Place of a part's rows in a HuggingFace tensor."""
 
     view: View = View()
     stored: tuple[int, ...] = ()
-    """Shape of the tensor; empty if the part is all of it."""
+    """Shape of the tensor; empty if the part is the whole tensor."""
 
 
 class Row(NamedTuple):
-    """One parameter, and the HuggingFace tensors that it is made of."""
+    """One parameter, and the HuggingFace tensors that it consists of."""
 
     part: str
-    """Logical name: see `packing.model.names`."""
+    """Logical name of the parameter: see `packing.model.names`."""
     sharding: Sharding
     shape: tuple[str, ...]
-    """Shape of each part, by the names of `Weights`' sizes. Sizes that differ between parts are
-    joined by commas: `query,key,key`.
+    """Shape of each part, with names for sizes (see `weights.sizes_of`). If a size differs between
+    parts it is listed for each, separated by commas: `query,key,key`.
     """
     tensors: tuple[str, ...]
-    """Behind the layer's prefix; `{e}` is the expert's number."""
+    """Name of each tensor without the prefix of its layer; `{e}` is the number of the expert."""
     when: str = "always"
-    """Models and layers that have it: see `Weights._conditions`."""
+    """Condition for a layer or model to have this parameter: see `weights.conditions_of`."""
     sources: Callable[[Sizes], tuple[Source, ...]] | None = None
-    """Places of the parts' rows in the tensors; None: each part is a tensor."""
+    """Function from sizes to the place of each part; None if each part is a tensor of its own."""
 
 
 MODEL_ROWS: tuple[Row, ...] = (
@@ -163,20 +166,26 @@ LAYER_ROWS: tuple[Row, ...] = (
     *MLP_ROWS,
     *EXPERT_ROWS,
 )
-"""Order of the rows is that of the parameters in a written folder."""
+"""Rows in the order in which an exported folder has the tensors."""
 
 
 def joined(*sizes: int, columns: tuple[int, ...] = ()) -> tuple[Source, ...]:
-    """Returns the sources of parts that stand one after the other in one tensor: parts of so many
-    rows.
+    """Returns the places of parts that are joined in one tensor, one below the other.
+
+    `joined(4, 2, 2)`, as queries, keys and values: rows 0 to 3, 4 to 5, and 6 to 7 of 8.
+
+    sizes: number of rows of each part.
     """
     offsets = [sum(sizes[:number]) for number in range(len(sizes))]
     return tuple(Source(View(offset), (sum(sizes), *columns)) for offset in offsets)
 
 
 def alternating(*sizes: int, groups: int, columns: tuple[int, ...] = ()) -> tuple[Source, ...]:
-    """Returns the sources of parts that alternate in one tensor: in each of `groups` so many rows
-    of each.
+    """Returns the places of parts that alternate in one tensor, group by group.
+
+    `alternating(1, 1, groups=3)`: rows 0, 2, 4 and rows 1, 3, 5 of 6.
+
+    sizes: number of rows of each part in one group.
     """
     stride = sum(sizes)
     offsets = [sum(sizes[:number]) for number in range(len(sizes))]

@@ -1,7 +1,8 @@
-"""pure. Parameters as HuggingFace tensors, and the part of them that each rank holds.
+"""pure. Relation between a parameter of a rank and HuggingFace tensors, for reading and writing.
 
-A parameter is a stack of blocks of rows of HuggingFace tensors, of which a tensor-parallel rank
-holds a part. That is said once, by `copies`: reading copies each piece one way, writing the other.
+The parameter of the whole model consists of blocks of rows of HuggingFace tensors, and a
+tensor-parallel rank has a part of it. `copies` lists the blocks of a rank: reading copies each
+block from the tensor to the parameter, writing copies it back.
 """
 
 from __future__ import annotations
@@ -14,41 +15,42 @@ Sharding = Literal["whole", "columns", "rows", "sections", "heads", "vocabulary"
 """Ways in which tensor-parallel ranks share a parameter.
 
 whole: each rank has all of it.
-columns, rows: each has a run of them.
-sections: rows of each of its parts, one after the other.
-heads: rows of heads in groups, [queries, key, value] for each group.
-vocabulary: rows, of which the last rank has padding.
+columns, rows: each rank has consecutive columns or rows.
+sections: each rank has consecutive rows of each part, [gate rows; up rows].
+heads: each rank has consecutive groups of heads, [queries; key; value] for each group.
+vocabulary: consecutive rows; the last rank may have padding.
 """
 
 Stack = Literal["matrices", "rows", "columns"]
-"""Ways in which matrices [n, m] of experts make one tensor.
+"""Ways to stack the matrices [n, m] of experts in one tensor.
 
-matrices: one behind the other, [experts, n, m].
+matrices: [experts, n, m].
 rows: one below the other, [experts * n, m].
-columns: column after column, [n, m * experts], as PEFT has B: column c * experts + e is column c of
-expert e.
+columns: interleaved, [n, m * experts]: column c * experts + e is column c of expert e. PEFT stores
+B like this.
 """
 
 
 class View(NamedTuple):
-    """Place of the rows of a part in its tensor.
+    """Place of the rows of a part in a tensor, or in one matrix of a stack.
 
-    Row r is row `r // run * stride + offset + r % run` of the tensor (or of one matrix of a stack
-    of them), so that gates and queries that alternate by heads of d are offsets 0 and d, run d,
-    stride 2 d.
+    Row r of the part is row `r // run * stride + offset + r % run` of the tensor. If queries and
+    gates alternate by heads of 2 rows, the tensor has the rows q0 q1 g0 g1 q2 q3 g2 g3: queries
+    have offset 0, gates have offset 2, and both have run 2 and stride 4.
     """
 
     offset: int = 0
     run: int = 0
-    """0: all rows stand together."""
+    """Number of consecutive rows; 0 if all rows are consecutive."""
     stride: int = 0
+    """Distance between the first rows of two runs."""
     is_transposed: bool = False
     expert: int | None = None
     """Number of the matrix (or row) in a stack of experts; None for a tensor that is no stack."""
     stack: Stack = "matrices"
 
     def rows(self, rows: slice) -> slice | list[int]:
-        """Returns where these rows of the part stand in the tensor."""
+        """Returns the rows of the tensor that these rows of the part are."""
         if not self.run:
             return slice(rows.start + self.offset, rows.stop + self.offset)
         return [
@@ -58,13 +60,13 @@ class View(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of one HuggingFace tensor, which a parameter is made of."""
+    """Rows of one HuggingFace tensor that a parameter consists of."""
 
     name: str
     shape: tuple[int, ...]
     view: View = View()
     stored: tuple[int, ...] = ()
-    """Shape of the whole tensor; empty if the part is all of it."""
+    """Shape of the whole tensor; empty if the part is the whole tensor."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -80,53 +82,58 @@ class Part(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One parameter of the whole model, as megatron-core would have it on a single rank."""
+    """One parameter of the whole model, as megatron-core has it on a single rank."""
 
     sharding: Sharding
     parts: tuple[Part, ...]
     is_expert: bool = False
     num_groups: int = 1
-    """Groups of heads, of sharding "heads"."""
+    """Number of groups of heads, for the sharding "heads"."""
     part: str = ""
     """Logical name, as in `packing.model.names`."""
 
 
 class Copy(NamedTuple):
-    """A block of a part's rows, and the row of a rank's parameter where it begins."""
+    """A block of a part, and its place in the parameter of a rank."""
 
     part: int
+    """Number of the part in `Weight.parts`."""
     rows: slice
     columns: slice
+    """Rows and columns of the part."""
     row: int
-    """Columns of the parameter are always all of its own."""
+    """First row of the block in the parameter. The block has all columns of the parameter."""
 
 
 class Tensors(Protocol):
-    """The tensors of a folder, by the parameters that they make up: those of a model, or those of
-    an adapter."""
+    """Table of the tensors in a folder and the parameters that they belong to. There are two: of a
+    model (`weights.Weights`), and of an adapter (`lora.names.AdapterWeights`).
+    """
 
     tied: tuple[str, str] | None
-    """Two names that stand for the same tensor; a folder may lack the first."""
+    """Two names of one tensor, of which a folder may lack the first; None if there are none."""
 
     def concerns(self, name: str) -> bool:
-        """Returns whether a parameter's values are in such a folder at all."""
+        """Returns whether a folder of this kind has the values of a parameter."""
 
     def of_parameter(self, name: str) -> Weight:
-        """Returns the weight behind the name of a parameter that it concerns; KeyError where there
-        is none."""
+        """Returns the weight of a parameter for which `concerns` is true; raises KeyError if it has
+        no row.
+        """
 
     def all(self) -> Iterator[Weight]:
         """Yields every weight of the folder."""
 
     def is_carried(self, name: str) -> bool:
-        """Returns whether a tensor is no part of the model, but exported as it was."""
+        """Returns whether a tensor is outside the model, and copied by an export."""
 
 
 def copies(weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy]:
-    """Yields what number `rank` of `size` tensor-parallel ranks holds of a weight, as a parameter
-    of `num_rows` rows.
+    """Yields the blocks of a weight that tensor-parallel rank `rank` of `size` has, as a parameter
+    of `num_rows` rows. Rows without a block are padding of the vocabulary.
 
-    Rows that no copy fills are padding of the vocabulary.
+    Gate and up of 8 rows each, "sections", on rank 1 of 2: rows 4 to 7 of gate begin at row 0 of
+    the parameter, rows 4 to 7 of up at row 4.
     """
     everything = slice(None)
     if weight.sharding == "columns":
@@ -153,8 +160,11 @@ def copies(weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy
 
 
 def _blocks(weight: Weight) -> list[tuple[int, int, int]]:
-    """Rows of a fused parameter in order, such as queries, keys and values by group: (part, first
-    row in it, number of rows).
+    """Returns the blocks that follow one another in a fused parameter: (part, first row in it,
+    number of rows).
+
+    Queries of 4 rows, keys and values of 2, in 2 groups: `[(0, 0, 2), (1, 0, 1), (2, 0, 1), (0, 2,
+    2), (1, 1, 1), (2, 1, 1)]`.
     """
     per_group = [part.shape[0] // weight.num_groups for part in weight.parts]
     return [

@@ -1,7 +1,9 @@
-"""pure. The tensors of a HuggingFace model by the parameters of ours: one table, for both
-directions.
+"""pure. Maps parameters of the model to tensors of a HuggingFace folder, by one table that reading
+and writing share: `rows`, changed by the model's family.
 
-The table is `rows`, with the differences of the model's family.
+    decoder.layers.3.self_attention.linear_qkv.weight <-> model.layers.3.self_attn.q_proj.weight
+                                                          model.layers.3.self_attn.k_proj.weight
+                                                          model.layers.3.self_attn.v_proj.weight
 """
 
 from __future__ import annotations
@@ -37,10 +39,8 @@ class Weights:
         self.tied = (head.parts[0].name, embedding.parts[0].name) if is_tied else None
 
     def of_parameter(self, name: str) -> Weight:
-        """Returns the weight behind a parameter's name, in which layers and experts are numbered
-        over the whole model.
-
-        KeyError for a parameter that no HuggingFace tensor stands for.
+        """Returns the weight of a parameter. Layers and experts in its name are numbered over the
+        whole model. Raises KeyError if no HuggingFace tensor belongs to it.
         """
         place = logical_name(name)
         rows = MODEL_ROWS if place.layer is None else self._rows
@@ -51,12 +51,12 @@ class Weights:
         raise KeyError(name)
 
     def concerns(self, name: str) -> bool:
-        """Returns whether a parameter is the model's own, and none of an adapter."""
+        """Returns whether a parameter belongs to the model itself, and not to an adapter."""
         return not is_of_adapter(name)
 
     def is_carried(self, name: str) -> bool:
-        """Returns whether a tensor is no part of the language model: of a vision tower, of layers
-        that predict further tokens.
+        """Returns whether a tensor is outside the trained model, and copied by an export: one of a
+        vision tower, or of layers that predict further tokens.
         """
         if not name.startswith((self._prefix.body, self._prefix.head)):
             return self._prefix != Prefix() or name.startswith(self._family.carried)
@@ -86,6 +86,7 @@ class Weights:
                 )
 
     def _conditions(self, layer: int | None) -> frozenset[str]:
+        """Returns the conditions of `Row.when` that hold for a layer, or for the model."""
         if layer is None:
             return frozenset(("always", *(["untied"] if self.tied is None else [])))
         return self._conditions_of_kinds[self._kinds[layer]]
@@ -99,6 +100,7 @@ class Weights:
         return {kind: sizes_of(self._model, kind) for kind in set(self._kinds)}
 
     def _weight(self, row: Row, place: LogicalName) -> Weight:
+        """Returns a row of the table with numbers in place of its names of sizes."""
         if place.layer is None:
             sizes: Mapping[str, int] = {
                 "vocab": self._vocab_size,
@@ -161,7 +163,7 @@ def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
 
 
 def sizes_of(model: ModelConfig, kind: LayerKind) -> Mapping[str, int]:
-    """Returns the sizes of a layer's tensors, by the names that rows have for them."""
+    """Returns the sizes of a layer, by their names in `Row.shape`."""
     query, key = (
         heads * kind.kv_channels for heads in (kind.num_attention_heads, kind.num_query_groups)
     )

@@ -1,7 +1,8 @@
-"""mcore. Write a model as a HuggingFace folder, from any parallel layout: whole, or not at all.
+"""mcore. Writes a model as a HuggingFace folder, from any parallel layout: whole, or not at all.
 
-Each rank that holds whole tensors (see `gather`) writes files of its own. A file's header is known
-before its first tensor, so tensors are written as they come.
+Tensors are gathered to some of the ranks (see `gather`), which write files of their own. The header
+of a file follows from names and shapes alone. So it is written first, and each tensor is written
+and freed as it comes.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ class _File(NamedTuple):
 
 
 def check_target(folder: Path) -> None:
-    """Raises ValueError where the folder that is to be written is no empty one, or cannot be
-    replaced.
-    """
+    """Raises ValueError if a folder to be written is not empty, or cannot be replaced."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; give another folder, or remove it")
     if folder.is_mount():
@@ -58,14 +57,14 @@ def check_target(folder: Path) -> None:
 
 
 def target_of(folder: str | Path) -> Path:
-    """Returns the folder that is written: links are followed, so that what they name is replaced
-    and not they.
+    """Returns the folder to write, with symbolic links resolved: their target is replaced, and the
+    links stay.
     """
     return Path(os.path.realpath(folder))
 
 
 def unfinished_folder(target: Path) -> Path:
-    """Returns where a folder is written until it is whole."""
+    """Returns the folder that `target` is written to until it is complete."""
     return target.with_name(target.name + ".unfinished")
 
 
@@ -78,12 +77,13 @@ def write_folder(
     values_of: ValuesOf = lambda placed: placed.parameter.detach(),
     source: Folder | None = None,
 ) -> None:
-    """Writes weights, and on rank 0 what `write_companions` adds: all other files, whose answer is
-    the weights' dtype.
+    """Writes the weights of a model, and on rank 0 all other files. Collective.
 
-    Collective. The folder, which must not exist or be empty, takes its place only once it is whole.
-    `values_of` gives what is written of a parameter. source: the folder that the model is from;
-    its tensors that are no part of the model are written as they are.
+    Args:
+        folder: must be missing or empty. It appears only once it is complete.
+        write_companions: function that writes the other files, and returns the type of the weights.
+        values_of: function from a parameter to the values to write.
+        source: folder that training started from. Its tensors outside the model are copied.
     """
     with finished_folder(folder) as unfinished:
         dtype: list[str] = [write_companions(unfinished) if dist.get_rank() == 0 else ""]
@@ -98,7 +98,7 @@ def write_folder(
 
 @contextmanager
 def finished_folder(folder: str | Path) -> Iterator[Path]:
-    """Yields a new folder to write to, which takes the place of `folder` at the end; collective."""
+    """Yields a new folder to write to, which replaces `folder` at the end; collective."""
     target = target_of(folder)
     unfinished = unfinished_folder(target)
     if dist.get_rank() == 0:
@@ -115,13 +115,17 @@ def finished_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def written_parameters(chunks: Sequence[GPTModel], weights: Tensors) -> list[Placed]:
-    """Returns the parameters of this rank that no lower rank of the same tensors has."""
+    """Returns the parameters that this rank writes: not those that a lower data-parallel rank has,
+    and not the second copy of tied embeddings.
+    """
     placed = [p for chunk in chunks for p in placed_parameters(chunk, weights)]
     return [p for p in placed if p.is_first_replica and not p.is_repeated]
 
 
 def _dtypes(default: torch.dtype, source: Folder | None) -> Dtypes:
-    """Tensors that are float32 in a folder of narrower ones stay so: a router's bias, say."""
+    """Returns the types to write. Single float32 tensors in a folder of narrower ones keep their
+    type (a router's bias).
+    """
     if source is None or default == torch.float32:
         return Dtypes(default)
     wide = [name for name, found in source.tensors.items() if found.dtype == "F32"]
@@ -137,14 +141,19 @@ def _write_weights(
     dtypes: Dtypes,
     carried: Mapping[str, Stored],
 ) -> None:
-    """Writes this rank's files; rank 0 also one of the tensors that are `carried` through."""
+    """Writes this rank's files. Rank 0 also writes one with the tensors `carried`, and the index.
+
+    Rank 0 with 2 files and rank 1 with 3 number them 1, 2 and 3, 4, 5, and a file of carried
+    tensors is 6.
+    """
     all_files = gathered(files)
     num_before = sum(map(len, all_files[: dist.get_rank()]))
     num_files = sum(map(len, all_files)) + bool(carried)
     names = [_file_name(number, num_files) for number in range(num_files)]
     for file, name in zip(files, names[num_before:]):
         _write_file(folder / name, file, dtypes, tensors)
-    for _ in tensors:  # ranks that only send
+    # Run the generator to its end: ranks that only send their part do so in here.
+    for _ in tensors:
         raise AssertionError("a tensor is in no file")
     if dist.get_rank() != 0:
         return
@@ -156,7 +165,7 @@ def _write_weights(
 
 
 def _write_carried(path: Path, carried: Mapping[str, Stored]) -> _File:
-    """Copies the bytes of tensors from the folder that they are from."""
+    """Copies tensors byte by byte from the folder that training started from into one file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, stored in carried.items():
@@ -182,6 +191,7 @@ def _write_carried(path: Path, carried: Mapping[str, Stored]) -> _File:
 
 
 def _cut_into_files(parts: Sequence[Part], dtypes: Dtypes, most_bytes: int) -> list[_File]:
+    """Returns files of at most `most_bytes`. A larger tensor has a file of its own."""
     files: list[_File] = []
     for part in parts:
         size = _num_bytes(part, dtypes)
@@ -208,8 +218,8 @@ def _write_file(path: Path, file: _File, dtypes: Dtypes, tensors: Iterator[Tenso
 
 
 def header_of(parts: Sequence[Part], dtypes: Dtypes) -> tuple[bytes, list[int]]:
-    """Returns the beginning of a safetensors file of these tensors, and where each of them begins,
-    and the file ends.
+    """Returns the header of a safetensors file, and the offset of each tensor in the file, followed
+    by the size of the file.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends = [0]
@@ -226,12 +236,12 @@ def header_of(parts: Sequence[Part], dtypes: Dtypes) -> tuple[bytes, list[int]]:
 
 def _header_bytes(header: Mapping[str, object]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8 bytes
     return struct.pack("<Q", len(text)) + text
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns a tensor on the host as a safetensors file has it."""
+    """Returns the bytes of a tensor on the host, as in a safetensors file."""
     return tensor.view(torch.uint8).numpy().data
 
 

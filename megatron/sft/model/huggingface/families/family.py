@@ -1,6 +1,6 @@
-"""pure. A family of HuggingFace models (`model_type`) as data: its differences from Llama.
+"""pure. A family of HuggingFace models (`model_type`), described by its differences from Llama.
 
-A new family is a file beside this one that makes a `Family`, and a line in `registry`.
+To add a family, write a file beside this one that makes a `Family`, and add it to `registry`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.sft.options.model import ModelConfig
 
 
 class Prefix(NamedTuple):
-    """Beginnings of the names of a language model's tensors."""
+    """Prefixes of the tensor names of a language model."""
 
     body: str = "model."
     head: str = "lm_head."
@@ -27,47 +27,57 @@ def _nothing(*_: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`."""
+    """One `model_type`. The defaults of all fields are Llama's."""
 
     model_type: str
     architecture: str
-    """transformers' class."""
+    """Name of its class in transformers."""
     norm_epsilon: float = 1e-6
-    """`rms_norm_eps` where a config.json lacks it; the next ones likewise."""
+    """Value of `rms_norm_eps` if config.json lacks it. The next three fields are such defaults,
+    too.
+    """
     rope_theta: float = 10000.0
     head_dim: int | None = None
+    """None for hidden_size / num_attention_heads."""
     ties_embeddings: bool = False
     activation: str = "silu"
-    """The only `hidden_act` that is computed."""
+    """The only supported `hidden_act`."""
     partial_rotary_factor: float | None = None
-    """Default of the share of rotated channels; None where the family rotates all of them."""
+    """Default share of rotated channels; None if the family always rotates all of them."""
     needs_key_value_heads: bool = True
-    """True if `num_key_value_heads` must be there."""
+    """True if config.json must have `num_key_value_heads`."""
     reads_mxfp4: bool = False
-    """True if released files hold experts in MXFP4; they are exported in the model's type."""
+    """True if released files have experts in MXFP4. They are exported in the type of the other
+    weights.
+    """
     has_attention_bias: bool = False
-    """True if `options` reads `attention_bias`; else it must be off."""
+    """True if `options` reads `attention_bias`; otherwise it must be false."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Other keys of config.json that transformers fills in where they are missing."""
+    """Further keys of config.json that may be missing -> their values in transformers."""
     run_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Options that are no part of the model, and their defaults for this family."""
+    """Options of a run that are not part of the model -> their defaults for this family."""
     options: Callable[[ConfigFields], dict[str, Any]] = _nothing
-    """config.json -> the options that differ from Llama's; ValueError for what cannot be computed.
+    """Function from config.json to the options that differ from Llama's. It raises ValueError for a
+    model that cannot be computed exactly.
     """
     config: Callable[[ModelConfig], dict[str, Any]] = _nothing
-    """Options -> the keys of config.json that differ from Llama's."""
+    """Function from options to the keys of config.json that differ from Llama's."""
     rows: tuple[Row, ...] = ()
-    """Rows that take the place of Llama's of the same parameters, and further ones."""
+    """Rows that replace those of `rows.LAYER_ROWS` for the same parameter, or add a parameter."""
     stacked_rows: tuple[Row, ...] = ()
-    """Rows for folders that hold the experts of a layer as one tensor, in place of `rows`'."""
+    """Further replacements for folders that have the experts of a layer as one tensor."""
     names: tuple[tuple[str, str], ...] = ()
-    """Texts in the names of Llama's tensors, and this family's, replaced in this order."""
+    """(text in Llama's tensor names, this family's text), replaced in this order."""
     carried: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that are no part of the model, and kept as they are."""
+    """Prefixes of tensors that are not part of the model. An export copies them."""
     carries_further_layers: bool = False
-    """True if layers beyond `num_hidden_layers`, which predict further tokens, are kept as well."""
+    """True if an export also copies layers beyond `num_hidden_layers`, which predict further
+    tokens.
+    """
     within: Mapping[str, Prefix] = field(default_factory=dict)
-    """`model_type` of models that have this one as `text_config` -> names of its tensors there."""
+    """`model_type` of a multimodal model that has this one as `text_config` -> prefixes of its
+    tensors there.
+    """
 
     def renamed(self, tensor: str) -> str:
         """Returns this family's name of one of Llama's tensors."""

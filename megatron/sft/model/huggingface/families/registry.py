@@ -1,4 +1,4 @@
-"""pure. The families that are supported, by `model_type`."""
+"""pure. The supported families, by `model_type`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _ALL = (
     *(GEMMA2, GEMMA3, OLMO3, EXAONE4, MINISTRAL3, MINIMAX_M2),
     *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS),
 )
-"""A model that was trained from scratch is exported as the first one that computes the same."""
+"""All families. The order matters for a model that was trained from scratch: it is exported as the
+first family here that computes the same.
+"""
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 _WITHIN = {outer: family for family in _ALL for outer in family.within}
 
 
 class LanguageModel(NamedTuple):
-    """The language model that a config.json describes, which may be the text part of a larger
-    model.
-    """
+    """The language model of a config.json. It may be the text part of a multimodal model."""
 
     family: Family
     config: ConfigFields
@@ -48,8 +48,8 @@ class LanguageModel(NamedTuple):
 
 
 def language_model(config: Mapping[str, Any], where: str = "config.json") -> LanguageModel:
-    """Returns the family of a config.json, and the part of it that describes the language model;
-    ValueError, naming `where`, for families that are not supported.
+    """Returns the family of a config.json, and its part about the language model. Raises
+    ValueError, naming `where`, if the family is not supported.
     """
     kind, text = config.get("model_type"), config.get("text_config")
     outer = _WITHIN.get(kind) if isinstance(kind, str) else None
