@@ -39,10 +39,9 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import gpt_pack_cost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step import exchange, global_batch
-from megatron.packing.step.decide import decide
+from megatron.packing.step.decide import RankReport, decide
 from megatron.packing.step.groups import data_groups, is_data_rank
 from megatron.packing.step.prefetch import Prefetcher
-from megatron.packing.step.reports import RankReport
 from megatron.packing.step.settings import PackingSettings
 
 CAPACITY = 8192

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.former_names import with_former_names
-from megatron.packing.scheduling.bounds import fewest_packs, rank_cost_bound, step_bound
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.scheduling.step_time import StepModel, step_bound
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -150,11 +149,27 @@ class ScheduleRequest:
 
     @cached_property
     def fewest_packs(self) -> int:
-        """Lower bound of the packs of all ranks. It may be below what is possible."""
-        length = self.sorted.length
+        """Lower bound of the packs of all ranks. It may be below what is possible.
+
+        Bound L2 of Martello and Toth, "Lower bounds and reduction procedures for the bin packing
+        problem" (1990): for each t up to capacity / 2, sequences longer than capacity - t are alone
+        among those of t tokens or more; those longer than capacity / 2 have a pack each; and what
+        is left of the others needs packs of its own. O(N log N).
+        """
+        length, capacity = self.sorted.length, self.capacity
+        if length.size == 0:
+            return 0
         if self.payload_costs is not None:
             length = -np.sort(-length)
-        return fewest_packs(length, self.capacity)
+        sums = np.concatenate(([0], np.cumsum(length)))
+        num_large = int(np.searchsorted(-length, -(capacity // 2)))
+        t = np.append(length[num_large:], 0)
+        num_alone = np.searchsorted(-length[:num_large], t - capacity)
+        free_beside_large = (num_large - num_alone) * capacity - (sums[num_large] - sums[num_alone])
+        medium = np.append(sums[num_large + 1 :], sums[num_large]) - sums[num_large]
+        overflow = np.maximum(medium - free_beside_large, 0)
+        of_large = int((num_large - (-overflow // capacity)).max())
+        return max(of_large, -(-int(sums[-1]) // capacity))
 
     @cached_property
     def fewest_microbatches(self) -> int:
@@ -163,8 +178,24 @@ class ScheduleRequest:
 
     @cached_property
     def rank_cost_bound(self) -> float:
-        """Lower bound of the costliest rank's cost, without fixed costs."""
-        return rank_cost_bound(self.sorted.cost, self.num_ranks)
+        """Lower bound of the costliest rank's cost, without fixed costs.
+
+        The largest of: the mean over ranks; the costliest sequence; and for each k, of the k *
+        num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of
+        them.
+
+            2 ranks, costs 5 4 4 4 1    ->    mean 9; costliest 5; of the three costliest two share
+                                              a rank: 4 + 4 = 8
+        """
+        cost, num_ranks = -np.sort(-self.sorted.cost), self.num_ranks
+        if cost.size == 0:
+            return 0.0
+        sums = np.concatenate(([0.0], np.cumsum(cost)))
+        # Of the costliest k * num_ranks + 1 sequences, the cheapest k + 1 end at k * num_ranks.
+        cheapest = np.arange(num_ranks, cost.size, num_ranks)
+        k = np.arange(1, cheapest.size + 1)
+        pigeonhole = sums[cheapest + 1] - sums[cheapest - k]
+        return float(max(sums[-1] / num_ranks, cost[0], pigeonhole.max(initial=0)))
 
     @cached_property
     def bound(self) -> float:
@@ -178,9 +209,11 @@ class ScheduleRequest:
     @cached_property
     def work_bound(self) -> float:
         """The same without the least cost of a pack."""
-        return step_bound(
-            self.sorted.cost, self.cost.fixed, self.num_ranks, self.fewest_microbatches, self.model
-        )
+        cost, of_rank = self.sorted.cost, self.rank_cost_bound
+        if cost.size and self.model.sync_every_microbatch:
+            # The costliest packs of all microbatches make up one rank.
+            of_rank = max(float(cost.sum()) / self.num_ranks, float(cost.max()))
+        return step_bound(cost, of_rank, self.cost.fixed, self.fewest_microbatches, self.model)
 
     def pack_lengths(self, schedule: Schedule) -> IntArray:
         """Returns the tokens of each pack, int64 [num_ranks * num_microbatches], alignment of

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.packing.scheduling.bounds import GOOD_ENOUGH
 from megatron.packing.scheduling.placement import (
     IntArray,
     Packs,
@@ -26,6 +25,7 @@ from megatron.packing.scheduling.placement import (
     trade,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
+from megatron.packing.scheduling.step_time import GOOD_ENOUGH
 from megatron.packing.scheduling.tight_packs import TightPacks, tight_packs
 
 

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.bounds import GOOD_ENOUGH
 from megatron.packing.scheduling.pipeline_order import order_microbatches
 from megatron.packing.scheduling.placement import (
     Packs,
@@ -42,6 +41,7 @@ from megatron.packing.scheduling.placement import (
     trade,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
+from megatron.packing.scheduling.step_time import GOOD_ENOUGH
 from megatron.packing.scheduling.tight_packs import tight_packs
 
 IntArray = npt.NDArray[np.int64]

@@ -25,10 +25,9 @@ from megatron.packing.batch.columns import IntArray, Schema, Sizes, num_words
 from megatron.packing.batch.payload_bytes import from_bytes, to_bytes
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples, joined
-from megatron.packing.step.decide import Decision, GlobalBatchError, decide
+from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
 from megatron.packing.step.delay import Delayed
 from megatron.packing.step.groups import DataGroups
-from megatron.packing.step.reports import RankReport
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
 

@@ -2,10 +2,9 @@
 
     load       the data rank of each data-parallel replica reads its iterator (`load`, `groups`);
                what waited comes before what it loaded (`delay`)
-    gather     the first data rank, the scheduling rank, receives a report of each (`reports`):
-               about 50 bytes per sequence
-    decide     it schedules, and all data ranks receive the schedule (`decide`): about 20 bytes per
-               sequence
+    gather     the first data rank, the scheduling rank, receives a report of each (`decide`): about
+               50 bytes per sequence
+    decide     it schedules, and all data ranks receive the schedule: about 20 bytes per sequence
     payloads   the data ranks exchange keys or tensors (`payloads`), only in steps in which samples
                have some
     move       the data ranks exchange samples: one all-to-all, about 5 bytes per token
@@ -45,7 +44,7 @@ from megatron.packing.batch.payload_bytes import payloads_of_packs
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import ShapedSamples, shaped
-from megatron.packing.step.decide import Decision, GlobalBatchError
+from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport
 from megatron.packing.step.delay import Delayed, DelayQueue, LocalSamples
 from megatron.packing.step.exchange import (
     ReplicaPart,
@@ -58,7 +57,6 @@ from megatron.packing.step.groups import data_groups
 from megatron.packing.step.load import load_samples
 from megatron.packing.step.payload_store import PayloadStore, restore_of
 from megatron.packing.step.payloads import Moved, move_payloads
-from megatron.packing.step.reports import RankReport
 from megatron.packing.step.settings import PackingOptions, PackingSettings, reads_tokens
 from megatron.packing.step.stats import PackingStats
 from megatron.packing.step.trees import reason_against, warn_of_trees

@@ -5,14 +5,12 @@ optimal.
 import numpy as np
 import pytest
 
-from megatron.packing.scheduling.bounds import fewest_packs, rank_cost_bound
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.problem import Schedule
 from megatron.packing.scheduling.step_time import StepModel
 from tests.unit_tests.packing.brute_force import MODES, least_time, optimum, random_request
 from tests.unit_tests.packing.requests import request
-from tests.unit_tests.packing.stubs import array
 
 
 @pytest.mark.parametrize(("masks", "launches"), [(False, False), (True, False), (False, True)])
@@ -108,18 +106,22 @@ def test_packs_are_not_more_than_their_launches_pay_for(stages):
 
 def test_costliest_rank_by_hand():
     """Each of the three bounds must be the largest somewhere, or it may be wrong unseen."""
-    assert rank_cost_bound(np.array([5.0, 4, 4, 4, 1]), 2) == 9  # the mean
-    assert rank_cost_bound(np.array([9.0, 1, 1]), 2) == 9  # the costliest
-    assert rank_cost_bound(np.array([4.0, 4, 4]), 2) == 8  # two of three share a rank
-    assert rank_cost_bound(np.array([]), 2) == 0
+
+    def bound(*lengths: int) -> float:
+        return request([*lengths], 2, 10, cost=PackCost(1.0, 0.0)).rank_cost_bound
+
+    assert bound(5, 4, 4, 4, 1) == 9  # the mean
+    assert bound(9, 1, 1) == 9  # the costliest
+    assert bound(4, 4, 4) == 8  # two of three share a rank
+    assert bound() == 0
 
 
 def test_fewest_packs_by_hand():
     """Too many would raise the number of microbatches of every step."""
-    assert fewest_packs(array(6, 6, 6), 10) == 3  # none may share a pack
-    assert fewest_packs(array(6, 4, 4, 3, 3), 10) == 2
-    assert fewest_packs(array(8, 8, 3, 3), 10) == 3  # nothing fits beside the long ones
-    assert fewest_packs(array(), 10) == 0
+    assert request([6, 6, 6], 1, 10).fewest_packs == 3  # none may share a pack
+    assert request([6, 4, 4, 3, 3], 1, 10).fewest_packs == 2
+    assert request([8, 8, 3, 3], 1, 10).fewest_packs == 3  # nothing fits beside the long ones
+    assert request([], 1, 10).fewest_packs == 0
 
 
 def test_bound_without_sequences():

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.default import default
-from megatron.packing.scheduling.moved_tokens import reduce_moved_tokens, tokens_moved
+from megatron.packing.scheduling.default import default, reduce_moved_tokens, tokens_moved
 from megatron.packing.scheduling.placement import Packs
 from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel

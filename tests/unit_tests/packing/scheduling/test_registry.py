@@ -101,7 +101,7 @@ def test_a_name_or_a_function_of_ones_own():
         (":default", r"':default' can't be imported: .*; give module:function"),
         (".registry:default", r"'.registry:default' can't be imported: .*; give module:function"),
         (
-            "megatron.packing.scheduling.bounds:GOOD_ENOUGH",
+            "megatron.packing.scheduling.step_time:GOOD_ENOUGH",
             r"GOOD_ENOUGH' must be a function, but is 1.0002",
         ),
     ],

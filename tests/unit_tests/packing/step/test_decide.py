@@ -16,8 +16,7 @@ from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.step.decide import GlobalBatchError, decide
-from megatron.packing.step.reports import RankReport
+from megatron.packing.step.decide import GlobalBatchError, RankReport, decide
 from megatron.packing.step.settings import PackingSettings
 
 CAPACITY = 64

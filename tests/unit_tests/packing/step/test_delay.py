@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.tree_shapes import ShapedSamples
+from megatron.packing.step.decide import RankReport
 from megatron.packing.step.delay import Delayed, DelayQueue, LocalSamples
 from megatron.packing.step.load import Loaded
-from megatron.packing.step.reports import RankReport
 from tests.unit_tests.packing.batch.test_samples import (
     extra_of,
     parts_of,
