@@ -71,6 +71,11 @@ BRANCHES = (
         "in bfloat16 as on CPU; in float32 one product per expert, counted as grouped",
         "none",
     ),
+    Branch(
+        "sft.model.mcore_fixes._recompute_without_a_compiler",
+        "outputs share the memory of what is recomputed; counted as copied, as on CPU",
+        "none",
+    ),
     Branch("sft.model.needs.check_needs", "a check", "none"),
     Branch("sft.model.needs._check_optimizer", "a check", "none"),
     Branch("sft.commands.chat.open_speaker", "no training step", "none"),
