@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +14,14 @@ import numpy.typing as npt
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import given_flags, parse_flags
 from megatron.packing.scheduling.cost import PackCost, launch_seconds
-from megatron.packing.user_files import disk_fault
 from megatron.planner.advice import Adviser, RunFacts
-from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
+from megatron.planner.compare import Comparison, compare, outcome_of
 from megatron.planner.lengths import LengthOptions, LengthReader, Lengths
 from megatron.planner.plan_options import LayoutOptions, ModelOptions, PlanOptions, scheduler_of
+from megatron.planner.plan_pictures import draw
 from megatron.planner.plan_run import as_in_run
+from megatron.planner.plan_text import lead_of, table_of, text_of
 from megatron.planner.sequences import Sequences
-from megatron.planner.step_page import Table, page
-from megatron.planner.step_picture import StepPicture, picture_of
 from megatron.planner.step_record import StepLayout, StepRecord
 
 IntArray = npt.NDArray[np.int64]
@@ -31,11 +29,8 @@ IntArray = npt.NDArray[np.int64]
 AS_RUN = "as it ran"
 _SEQUENCES = 200_000
 """Sequences scheduled by default, unless one global batch has more."""
-_MAX_PLOTTED = 3
 _BESIDE_A_STEP = ("--scheduler", "--png", "--html")
 """Options that a step that ran accepts."""
-_MAX_OPERATIONS = 60_000
-"""Passes of microbatches of a rank, simulated and drawn in a second or two."""
 
 
 class Plan(NamedTuple):
@@ -106,7 +101,7 @@ def plan(
     for name, reason in comparison.failed:
         print(f"{name} gave no valid schedule: {' '.join(reason.split())}")
     print("\n".join(f"- {sentence}" for sentence in advice))
-    _draw(options, comparison, table, advice, found.lead)
+    draw(options, comparison, table, advice, found.lead)
 
 
 def _plan(
@@ -136,7 +131,7 @@ def _plan(
         has_equal_stages=layout.stage_layers.are_equal,
         sync_below=-(-layout.ep // layout.tp),
     )
-    lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
+    lead = [*lead_of(found, model, layout, options, capacity, count), *remarks, *notes]
     return Plan(found, batches, layout.step_layout(model, capacity, cost, seconds), facts, lead)
 
 
@@ -239,59 +234,6 @@ def drawn(sequences: Sequences, size: int, count: int, seed: int) -> list[Sequen
     return [sequences.take(stream[start : start + size]) for start in range(0, size * count, size)]
 
 
-def _lead(
-    found: Lengths,
-    model: ModelOptions,
-    layout: LayoutOptions,
-    options: PlanOptions,
-    capacity: int,
-    count: int,
-) -> list[str]:
-    lengths = found.lengths
-    quantiles = np.quantile(lengths, (0.5, 0.9, 0.99)).astype(np.int64).tolist()
-    devices = layout.dp * layout.tp * layout.pp * layout.cp
-    sizes = (
-        ("dp", layout.dp),
-        ("tp", layout.tp),
-        ("pp", layout.pp),
-        ("vpp", layout.vpp),
-        ("cp", layout.cp),
-    )
-    parts = [f"{name} {value}" for name, value in (*sizes, ("ep", layout.ep)) if value > 1] or [
-        "one rank"
-    ]
-    num_layers, stages = model.shape().num_layers, ""
-    if num_layers is not None and not layout.stage_layers.are_equal:
-        of_parts = layout.stage_layers.of_parts(num_layers)
-        stages = f"; stages of {' '.join(map(str, of_parts))} layers"
-    speed = "" if model.pack_cost else f", {options.tflops_per_device:g} TFLOP/s per device assumed"
-    batches = "1 global batch" if count == 1 else f"{count:,} global batches"
-    lines = [
-        f"lengths   {lengths.size:,} from {found.described}: mean {lengths.mean():,.0f}, median "
-        f"{quantiles[0]:,}, 90% {quantiles[1]:,}, 99% {quantiles[2]:,}, longest {lengths.max():,} "
-        "tokens",
-        f"model     {model.described()}{speed}",
-        f"layout    {', '.join(parts)} = {devices:,} device{'s' * (devices > 1)}"
-        f"{stages}; "
-        f"{capacity // layout.cp:,} tokens per rank and pack; {batches} of {layout.batch_size:,} "
-        "sequences",
-    ]
-    trees = found.sequences.trees
-    if trees is not None:
-        apart = int(trees.path_tokens.sum())
-        lines.append(
-            f"trees     {found.sequences.num_tokens:,} tokens, as separate sequences {apart:,}; "
-            "padding, the baseline, is of whole trees"
-        )
-    if layout.batch_size % layout.dp:
-        lines.append(
-            f"note      training needs a --global-batch-size that is a multiple of --dp {layout.dp}"
-        )
-    if count > 1:
-        lines.append(f"table     means of the {batches}; pictures show the first")
-    return [*lines, f"dropped   {found.dropped:,} records"] if found.dropped else lines
-
-
 def _with_record(comparison: Comparison, record: StepRecord) -> Comparison:
     """Puts a step that ran beside what schedulers would make of it."""
     name = f"{AS_RUN} ({record.scheduler})"
@@ -300,108 +242,3 @@ def _with_record(comparison: Comparison, record: StepRecord) -> Comparison:
     return Comparison(
         [*comparison.outcomes, outcome_of(name, [record])], comparison.failed, [named, *others]
     )
-
-
-def table_of(comparison: Comparison, seconds_per_unit: float | None) -> Table:
-    """Returns a row per scheduler, the quickest one stressed."""
-    outcomes = comparison.outcomes
-    padded = next(outcome for outcome in outcomes if outcome.name == PADDED_TO_LONGEST)
-    unit, scale = "time, units", 1.0
-    if seconds_per_unit is not None:
-        long = padded.step_cost * seconds_per_unit >= 60
-        unit, scale = (
-            ("time, s", seconds_per_unit) if long else ("time, ms", seconds_per_unit * 1000)
-        )
-    head = (
-        "",
-        "microbatches",
-        "fill",
-        "padding",
-        "balance",
-        "bubble",
-        unit,
-        "tokens/s",
-        "to schedule",
-    )
-    rows = [_row(outcome, padded, scale) for outcome in outcomes]
-    best = min(range(len(outcomes)), key=lambda place: outcomes[place].step_cost)
-    return Table(head, rows, best)
-
-
-def _row(outcome: Outcome, padded: Outcome, scale: float) -> tuple[str, ...]:
-    spent = outcome.step_cost * scale
-    return (
-        outcome.name,
-        f"{outcome.microbatches:,.1f}",
-        f"{outcome.fill:.1%}",
-        f"{outcome.padding:.1%}",
-        f"{outcome.balance:.4f}",
-        f"{outcome.bubble:.1%}",
-        f"{spent:,.1f}" if 0.1 <= spent < 1e7 else f"{spent:.3g}",
-        f"{padded.step_cost / outcome.step_cost:.2f}x",
-        "" if outcome.schedule_seconds is None else f"{outcome.schedule_seconds * 1000:.1f} ms",
-    )
-
-
-def text_of(table: Table) -> list[str]:
-    """Returns lines for a terminal."""
-    rows = [tuple(table.head), *table.rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.head))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _draw(
-    options: PlanOptions,
-    comparison: Comparison,
-    table: Table,
-    advice: Sequence[str],
-    lead: Sequence[str],
-) -> None:
-    if options.html is None and options.png is None:
-        return
-    pictures = _pictures(comparison.records)
-    if pictures and options.html is not None:
-        write(Path(options.html), page("Packing plan", " · ".join(lead), pictures, table, advice))
-        print(f"\npage: {options.html}")
-    if pictures and options.png is not None:
-        _plot(options.png, pictures[:_MAX_PLOTTED])
-
-
-def _pictures(records: Sequence[StepRecord]) -> list[StepPicture]:
-    """Returns the pictures of steps that are short enough, and names the others."""
-    seen = [record for record in records if operations_of(record) <= _MAX_OPERATIONS]
-    if len(seen) < len(records):
-        names = ", ".join(record.scheduler for record in records if record not in seen)
-        print(f"\nnot drawn, as they have over {_MAX_OPERATIONS:,} passes of microbatches: {names}")
-    return [picture_of(record) for record in seen]
-
-
-def _plot(path: str, pictures: Sequence[StepPicture]) -> None:
-    from megatron.planner.step_plot import figure_of
-
-    figure = figure_of(pictures)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--png {path}: {error}; give the path of a .png file") from error
-    print(f"\npicture: {path}")
-
-
-def operations_of(record: StepRecord) -> int:
-    """Returns the number of forward and backward passes of all stages of a rank."""
-    model = record.layout.model
-    return record.num_microbatches * model.num_stages * model.num_virtual_stages * 2
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file; ValueError where it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: {disk_fault(error)}; give another place") from error

@@ -35,7 +35,8 @@ from megatron.blending.energon._prepare import (
 from megatron.blending.energon._streams.group_batch import GroupBatchDataset
 from megatron.blending.energon._streams.packing_buffer import PackingDataset
 from megatron.blending.formats.record import RecordError, read_records
-from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import source_entries
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.mapping import FilterDataset
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost

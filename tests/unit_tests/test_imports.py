@@ -172,6 +172,8 @@ FOLDERS = {
         "step_picture",
         "step_page",
         "step_plot",
+        "plan_text",
+        "plan_pictures",
         "plan",
         "calibrate",
     ),

@@ -25,8 +25,9 @@ from megatron.blending.energon._prepare import (
 )
 from megatron.blending.formats.files import read_text
 from megatron.blending.formats.yaml_reader import read_yaml
-from megatron.blending.metadatasets.metadataset import Join, load_metadataset, source_entries
+from megatron.blending.metadatasets.metadataset import load_metadataset
 from megatron.blending.metadatasets.metadataset_file import parse_metadataset
+from megatron.blending.metadatasets.tree import Join, source_entries
 from megatron.blending.streams.node import SavableDataset
 
 _STEPS = (

@@ -16,15 +16,13 @@ import glob
 import mmap
 import os
 import posixpath
-import stat
-import weakref
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.blending.formats.mapped_memory import libc, map_file
 from megatron.blending.formats.paths import URL, check_exists
 
 LONG_BYTES = 1 << 18
@@ -164,7 +162,7 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.location = path
-        self.content, self.size, self._inode = _map_file(path)
+        self.content, self.size, self._inode = map_file(path)
         """The mapped memory: `content[a:b]` is bytes. Who takes them from here calls `check`
         before.
         """
@@ -200,7 +198,7 @@ class LocalFile:
         """Has the system fetch a long range in one go, instead of page by page."""
         address = ctypes.addressof(self.content) + start
         first = address & -mmap.PAGESIZE
-        _libc().madvise(first, end - start + address - first, mmap.MADV_WILLNEED)
+        libc().madvise(first, end - start + address - first, mmap.MADV_WILLNEED)
 
     def array(self, dtype: npt.DTypeLike, start: int = 0, count: int = -1) -> npt.NDArray[Any]:
         item = np.dtype(dtype).itemsize
@@ -277,58 +275,3 @@ def _resolve(location: str) -> tuple[Any, str]:
 
 def _file_system(location: str) -> Any:
     return _resolve(location)[0]
-
-
-class _Map(ctypes.Array):  # type: ignore[type-arg]
-    """Mapped memory, sliced to bytes. Longer than any file, so that one type does for all: ctypes
-    never frees types.
-    """
-
-    _type_ = ctypes.c_char
-    _length_ = 1 << 47
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
-
-
-def _map_file(path: str) -> tuple[Any, int, int]:
-    """Maps a file into memory and returns the map, and the file's size and number.
-
-    Not by Python's `mmap`: that keeps a file descriptor open for each map, of which a process has
-    often no more than 1024, and a thousand sources have tens of thousands of shards.
-    """
-    try:
-        # O_NONBLOCK: opening a pipe returns at once, instead of waiting for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{path}: cannot be opened: it is no regular file")
-            size = status.st_size
-            if size == 0:
-                return _Map.from_address(0), 0, status.st_ino
-            mapped = map_descriptor(descriptor, size, mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be opened: {error.strerror}") from error
-    return mapped, size, status.st_ino
-
-
-def map_descriptor(descriptor: int, size: int, protection: int) -> Any:
-    """Maps `size` bytes of an open file, which may be closed then; OSError where that fails. The
-    memory is given back with the last reference to it.
-    """
-    address = _libc().mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    mapped = _Map.from_address(address)
-    weakref.finalize(mapped, _libc().munmap, address, size).atexit = False
-    return mapped

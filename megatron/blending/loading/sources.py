@@ -8,9 +8,9 @@ from megatron.blending.formats.files import read_text
 from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.formats.prepared.nv_meta import read_split_names
 from megatron.blending.formats.yaml_reader import read_yaml
-from megatron.blending.metadatasets.metadataset import Blend, Epochized, Join, SourceEntry
 from megatron.blending.metadatasets.metadataset_file import parse_metadataset
 from megatron.blending.metadatasets.records import file_of
+from megatron.blending.metadatasets.tree import Blend, Epochized, Join, SourceEntry
 from megatron.blending.order.weights import Weight
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.positions import RepeatDataset

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from megatron.blending.formats.files import map_descriptor
+from megatron.blending.formats.mapped_memory import map_descriptor
 from megatron.blending.loading.messages import END, MakeServer, Message, Start
 from megatron.blending.loading.worker import (
     aligned,

@@ -12,7 +12,7 @@ from megatron.blending.formats.prepared.webdataset import WebDataset, open_webda
 from megatron.blending.formats.record import RecordSource
 from megatron.blending.formats.source_part import SourcePart
 from megatron.blending.formats.sources import SOURCES, open_source
-from megatron.blending.metadatasets.metadataset import EVERYTHING, Join, SourceEntry, Subset
+from megatron.blending.metadatasets.tree import EVERYTHING, Join, SourceEntry, Subset
 
 _TOKENS_SUFFIX = ".bin"
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.blending.loading.sources import split_names
-from megatron.blending.metadatasets.metadataset import (
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import (
     Blend,
     Epochized,
     Node,
     SourceEntry,
     flattened,
-    load_metadataset,
     source_entries,
 )
 from megatron.packing.flag_help import Command

@@ -27,8 +27,8 @@ from megatron.blending.formats.prepared.nv_meta import SampleType
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import JSON_SUFFIXES
-from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.metadatasets.records import OpenRecords, name_of, named_by, open_records
+from megatron.blending.metadatasets.tree import Join, SourceEntry
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError

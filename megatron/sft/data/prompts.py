@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import source_entries
 from megatron.sft.data.chat_encoder import ChatEncoder, Tokenizer
 from megatron.sft.data.chats import ChatLoad, open_chats
 from megatron.sft.data.records.content import Answers, Conversation, Passage

@@ -22,14 +22,8 @@ from megatron.blending.loading.sources import (
     split_names,
 )
 from megatron.blending.loading.token_weights import by_tokens, mean_tokens
-from megatron.blending.metadatasets.metadataset import (
-    Blend,
-    Join,
-    SourceEntry,
-    flattened,
-    load_metadataset,
-    source_entries,
-)
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import Blend, Join, SourceEntry, flattened, source_entries
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import source_entries
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "tiny_chat" / "make_data.py"
 MODULES = ["json", "collections", "bisect", "os.path"]

@@ -35,7 +35,6 @@ from megatron.blending.formats.prepared.nv_meta import SampleType
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import JSON_SUFFIXES
-from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.metadatasets.records import (
     OpenRecords,
     name_of,
@@ -44,6 +43,7 @@ from megatron.blending.metadatasets.records import (
     open_records,
     part_of,
 )
+from megatron.blending.metadatasets.tree import Join, SourceEntry
 from megatron.blending.streams.source import SourceDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 

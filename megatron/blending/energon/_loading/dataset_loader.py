@@ -18,13 +18,9 @@ from megatron.blending.loading.sources import (
     LoadedDatasetList,
     loaded_for_training,
 )
-from megatron.blending.metadatasets.metadataset import (
-    Node,
-    flattened,
-    load_metadataset,
-    multiplied,
-)
+from megatron.blending.metadatasets.metadataset import load_metadataset, multiplied
 from megatron.blending.metadatasets.metadataset_file import Entry, Reference, parse_metadataset
+from megatron.blending.metadatasets.tree import Node, flattened
 from megatron.blending.streams.worker_config import WorkerConfig
 
 

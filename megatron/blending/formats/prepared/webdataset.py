@@ -10,7 +10,6 @@ Invariant: with and without index files, local or remote, the records are the sa
 """
 
 import hashlib
-import importlib.util
 import itertools
 import time
 import warnings
@@ -24,7 +23,6 @@ import numpy.typing as npt
 from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.files import (
     LocalFile,
-    is_file,
     join_location,
     local_path,
     read_ranges,
@@ -41,6 +39,7 @@ from megatron.blending.formats.prepared.nv_meta import (
 from megatron.blending.formats.prepared.sample_index import SampleIndex
 from megatron.blending.formats.prepared.shard import Shard, open_local_shard, open_remote_shard
 from megatron.blending.formats.prepared.tar import BLOCK, TarError, header_key, parse_sample
+from megatron.blending.formats.prepared.user_code import load_function
 from megatron.blending.formats.record import (
     Record,
     RecordError,
@@ -295,7 +294,7 @@ class WebDataset(RecordSource):
         folder = join_location(self.path, FOLDER)
 
         def function(reference: str, name: str) -> Callable[..., Any]:
-            return _load_function(
+            return load_function(
                 reference, name, folder, allow_code=self._allow_code, where=kind.where
             )
 
@@ -321,36 +320,3 @@ class WebDataset(RecordSource):
 
 Piece = tuple[Any, int, int]
 """Bytes, or memory that gives bytes when sliced, and where in it a sample starts and ends."""
-
-
-def _load_function(
-    reference: str, default_name: str, folder: str, *, allow_code: bool, where: str
-) -> Callable[..., Any]:
-    """Returns the function that `reference`, "file.py:name" or "file.py", names in `folder`, by
-    running the file.
-
-    ValueError, starting with `where`, if `allow_code` is not given, or there is no such function.
-    """
-    path, _, name = reference.partition(":")
-    name = name or default_name
-    if not allow_code:
-        raise ValueError(
-            f"{where}: names Python code, {reference}, which is not run; read it, then pass "
-            "allow_code=True"
-        )
-    location = local_path(join_location(folder, path))
-    if location is None or not path.endswith(".py") or not is_file(location):
-        raise ValueError(
-            f"{where}: {reference}: must be file.py:function, a local file in {folder}"
-        )
-    spec = importlib.util.spec_from_file_location(
-        f"megatron_blending_user_code_{abs(hash(location))}", location
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{where}: {reference}: {location} has no function {name!r}")
-    return function

@@ -25,8 +25,9 @@ from megatron.blending.energon._encoding.samples import (
 from megatron.blending.energon._encoding.source_entries import Reading, open_samples
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.loading.sources import split_names
-from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
+from megatron.blending.metadatasets.metadataset import load_metadataset
 from megatron.blending.metadatasets.records import file_of
+from megatron.blending.metadatasets.tree import source_entries
 from megatron.blending.streams.failures import FatalSampleError, SkipSample
 from megatron.blending.streams.seeding import stateless
 from tests.unit_tests.blending.folders import (

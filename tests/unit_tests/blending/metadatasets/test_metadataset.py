@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.blending.metadatasets import metadataset
-from megatron.blending.metadatasets.metadataset import (
-    Blend,
-    Epochized,
-    Join,
-    SourceEntry,
-    Subset,
-    load_metadataset,
-)
+from megatron.blending.metadatasets import tree
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import Blend, Epochized, Join, SourceEntry, Subset
 
 V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
 V1 = "__module__: megatron.energon\n__class__: Metadataset\nsplits:\n"
@@ -42,7 +36,7 @@ def load(path, split="train"):
 
 
 def leaves_of(node):
-    return list(metadataset.source_entries(node))
+    return list(tree.source_entries(node))
 
 
 def shown(node):
@@ -505,7 +499,7 @@ def test_shares_are_exact(folder):
         V2
         + "  train:\n    blend: [{path: inner.yaml, weight: 0.3}, {path: c.jsonl, weight: 0.6}]\n",
     )
-    kind, shares = metadataset.flattened(load(path))
+    kind, shares = tree.flattened(load(path))
     assert kind is Blend
     assert [share for _, share in shares] == [Fraction(20, 63), Fraction(1, 63), Fraction(2, 3)]
     write(
@@ -518,10 +512,10 @@ def test_shares_are_exact(folder):
         V2
         + "  train:\n    blend_epochized: [{path: inner.yaml, repetitions: 3}, {path: c.jsonl}]\n",
     )
-    kind, shares = metadataset.flattened(load(path))
+    kind, shares = tree.flattened(load(path))
     assert kind is Epochized
     assert [share for _, share in shares] == [Fraction(9, 2), 1]
-    assert metadataset.flattened(load(folder / "a.jsonl"))[0] is SourceEntry
+    assert tree.flattened(load(folder / "a.jsonl"))[0] is SourceEntry
 
 
 def test_parts_of_joins(folder):

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import source_entries
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder

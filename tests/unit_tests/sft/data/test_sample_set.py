@@ -8,7 +8,7 @@ import pytest
 
 from megatron.blending import RepeatDataset
 from megatron.blending.loading.sources import LoadedDataset
-from megatron.blending.metadatasets.metadataset import SourceEntry
+from megatron.blending.metadatasets.tree import SourceEntry
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.sample_set import blend_changes, blended
 from megatron.sft.data.stream import SampleStream, Share

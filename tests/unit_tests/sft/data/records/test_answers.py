@@ -17,7 +17,8 @@ from megatron.blending import (
     get_savable_loader,
     get_train_dataset,
 )
-from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import source_entries
 from megatron.packing.batch import tree
 from megatron.packing.batch.reading import read_samples
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError

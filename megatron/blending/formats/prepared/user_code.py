@@ -1,0 +1,40 @@
+"""pure. Loads functions from Python files that a dataset.yaml names, if the user allows it."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from megatron.blending.formats.files import is_file, join_location, local_path
+
+
+def load_function(
+    reference: str, default_name: str, folder: str, *, allow_code: bool, where: str
+) -> Callable[..., Any]:
+    """Returns the function that `reference`, "file.py:name" or "file.py", names in `folder`, by
+    running the file.
+
+    ValueError, starting with `where`, if `allow_code` is not given, or there is no such function.
+    """
+    path, _, name = reference.partition(":")
+    name = name or default_name
+    if not allow_code:
+        raise ValueError(
+            f"{where}: names Python code, {reference}, which is not run; read it, then pass "
+            "allow_code=True"
+        )
+    location = local_path(join_location(folder, path))
+    if location is None or not path.endswith(".py") or not is_file(location):
+        raise ValueError(
+            f"{where}: {reference}: must be file.py:function, a local file in {folder}"
+        )
+    spec = importlib.util.spec_from_file_location(
+        f"megatron_blending_user_code_{abs(hash(location))}", location
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{where}: {reference}: {location} has no function {name!r}")
+    return function
