@@ -1,5 +1,5 @@
-"""pure. The planner's story: options -> lengths -> global batches -> schedulers side by side ->
-advice -> pictures.
+"""pure. `megatron-sft plan`: options -> lengths -> global batches -> schedulers compared -> advice
+-> pictures.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ IntArray = npt.NDArray[np.int64]
 
 AS_RUN = "as it ran"
 _SEQUENCES = 200_000
-"""Sequences scheduled by default, unless one global batch has more."""
-_BESIDE_A_STEP = ("--scheduler", "--png", "--html")
-"""Options that a step that ran accepts."""
+"""Sequences that are scheduled by default. A global batch with more is scheduled all the same."""
+_ALLOWED_FOR_A_STEP = ("--scheduler", "--png", "--html")
+"""Options that are allowed for a step that ran (schedule_12.json)."""
 
 
 class Plan(NamedTuple):
-    """Global batches and layout on which schedulers are compared."""
+    """Global batches and parallel layout for which schedulers are compared."""
 
     lengths: Lengths
     batches: list[Sequences]
     layout: StepLayout
     facts: RunFacts
+    """Facts about the run that advice needs."""
     lead: list[str]
-    """Lines that state the assumptions."""
+    """Lines printed above the table, with the assumptions."""
 
 
 COMMON = {
@@ -63,10 +64,13 @@ def plan(
     program: str = "megatron-sft plan",
     imply: Imply | None = None,
 ) -> None:
-    """Runs `megatron-sft plan`; ValueError for anything wrong in arguments and the files they name.
+    """Runs `megatron-sft plan`. Raises ValueError for wrong arguments and for files that cannot be
+    read.
 
-    imply: receives the options that are given, and those of a run's YAML file; returns values for
-    others.
+    Args:
+        lengths_from: reads the lengths of a source.
+        imply: function from the given options, with those of a run's YAML file, to values for
+            options that are not given.
     """
     command = Command(
         program=program,
@@ -112,6 +116,11 @@ def _plan(
     given: Sequence[str],
     lengths_from: LengthReader,
 ) -> Plan:
+    """Reads the lengths, and returns the global batches and the layout to compare schedulers for.
+
+    given: flags that the user gave, which take precedence over those of a run that is planned
+    again.
+    """
     needed = layout.batch_size * _num_batches(options, layout)
     found = lengths_from(lengths, model.vocab_size, needed)
     if found.record is not None:
@@ -138,11 +147,10 @@ def _plan(
 def _plan_of_step(
     found: Lengths, record: StepRecord, source: str | None, given: Sequence[str]
 ) -> Plan:
-    """Returns the plan of a step that ran, in the run's layout and by the run's cost.
-
-    Raises ValueError for options that are given and could change nothing of it.
+    """Returns the plan of a step that ran, in the run's layout and with the run's cost. Raises
+    ValueError for options that would have no effect.
     """
-    if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
+    if idle := [flag for flag in given if flag not in _ALLOWED_FOR_A_STEP]:
         raise ValueError(
             f"{', '.join(idle)} cannot change {source}, a step as it ran, with the run's layout "
             "and model; leave out, or plan the run's folder instead"
@@ -151,7 +159,7 @@ def _plan_of_step(
         f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the "
         "run's"
     ]
-    # A record has no context-parallel size, but sequences are aligned to twice of it.
+    # A record lacks the context-parallel size, but sequences are aligned to twice that size.
     facts = RunFacts(max(record.layout.alignment.sequence // 2, 1))
     return Plan(found, [record.sequences], record.layout, facts, lead)
 
@@ -159,12 +167,15 @@ def _plan_of_step(
 def _cost_of_pack(
     found: Lengths, model: ModelOptions, layout: LayoutOptions, options: PlanOptions
 ) -> tuple[PackCost, float]:
-    """Returns the cost of a pack on all ranks that share it, and the seconds of one unit of it."""
+    """Returns the cost of a pack, summed over the ranks that share it, and the seconds per unit of
+    cost.
+    """
     cost = model.cost()
     rows = found.sequences.loss_tokens
-    if rows is not None:  # also where baselines pad, which give masked tokens no logits either
+    # Logits are computed for trained tokens only. The padded baseline gets the same saving.
+    if rows is not None:
         cost = cost.at_loss_share(int(rows.sum()) / found.sequences.num_tokens)
-    # A measured cost is in seconds already, one of a shape in FLOPs.
+    # A measured cost is in seconds, the cost of a shape in FLOPs.
     per_second = 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
     seconds = 1 / (per_second * layout.tp * layout.cp)
     cost = replace(
@@ -178,7 +189,9 @@ def _cost_of_pack(
 
 
 def _launches(model: ModelOptions, layout: LayoutOptions) -> float:
-    """Returns the seconds of the smallest pack; 0 of a measured cost, whose fixed part has them."""
+    """Returns the seconds to launch the kernels of one pack, the least that a pack takes. It is 0
+    for a measured cost, whose fixed part includes them.
+    """
     shape = model.shape()
     if model.pack_cost is not None or shape.num_layers is None:
         return 0.0
@@ -193,8 +206,8 @@ def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:
 def _fitted(
     found: Lengths, options: LengthOptions, layout: LayoutOptions
 ) -> tuple[Lengths, list[str]]:
-    """Returns the sequences that a pack can hold, by --over-length-policy, and a note on those that
-    it cannot.
+    """Returns the sequences cut to what a pack can hold, by --over-length-policy, and a note about
+    those that were truncated or dropped.
     """
     limit = options.seq_length or int(found.lengths.max())
     if layout.max_seqlen_per_dp_cp_rank is not None:
@@ -225,8 +238,8 @@ def _fitted(
 
 
 def drawn(sequences: Sequences, size: int, count: int, seed: int) -> list[Sequences]:
-    """Returns `count` global batches of `size` samples, each epoch in an order of its own."""
-    epochs = -(-size * count // sequences.size)  # 3 batches of 4 from 5 samples: 3 epochs
+    """Returns `count` global batches of `size` samples; every epoch is shuffled differently."""
+    epochs = -(-size * count // sequences.size)  # 3 batches of 4 samples from 5: 12 of 15 -> 3
     order = [
         np.random.default_rng((seed, epoch)).permutation(sequences.size) for epoch in range(epochs)
     ]
@@ -235,7 +248,7 @@ def drawn(sequences: Sequences, size: int, count: int, seed: int) -> list[Sequen
 
 
 def _with_record(comparison: Comparison, record: StepRecord) -> Comparison:
-    """Puts a step that ran beside what schedulers would make of it."""
+    """Returns the comparison with a further row: the step as it ran."""
     name = f"{AS_RUN} ({record.scheduler})"
     named = replace(record, scheduler=name)
     others = [each for each in comparison.records if each.scheduler != record.scheduler]

@@ -13,8 +13,9 @@ from megatron.planner.step_picture import StepPicture, picture_of
 from megatron.planner.step_record import StepRecord
 
 _MAX_PLOTTED = 3
+"""Steps in one image."""
 _MAX_OPERATIONS = 60_000
-"""Passes of microbatches of a rank, simulated and drawn in a second or two."""
+"""Largest number of passes that is drawn: it takes a second or two."""
 
 
 def draw(
@@ -24,6 +25,7 @@ def draw(
     advice: Sequence[str],
     lead: Sequence[str],
 ) -> None:
+    """Writes the page and the image that the options ask for, and prints their paths."""
     if options.html is None and options.png is None:
         return
     pictures = _pictures(comparison.records)
@@ -35,7 +37,7 @@ def draw(
 
 
 def _pictures(records: Sequence[StepRecord]) -> list[StepPicture]:
-    """Returns the pictures of steps that are short enough, and names the others."""
+    """Returns pictures of the steps. Prints the names of those with too many passes to draw."""
     seen = [record for record in records if operations_of(record) <= _MAX_OPERATIONS]
     if len(seen) < len(records):
         names = ", ".join(record.scheduler for record in records if record not in seen)
@@ -55,13 +57,13 @@ def _plot(path: str, pictures: Sequence[StepPicture]) -> None:
 
 
 def operations_of(record: StepRecord) -> int:
-    """Returns the number of forward and backward passes of all stages of a rank."""
+    """Returns the number of forward and backward passes of a step, over all stages."""
     model = record.layout.model
     return record.num_microbatches * model.num_stages * model.num_virtual_stages * 2
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file; ValueError where it cannot be written."""
+    """Writes a file. Raises ValueError if that is not possible."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -18,6 +18,12 @@ def lead_of(
     capacity: int,
     count: int,
 ) -> list[str]:
+    """Returns the lines above the table, with everything that the comparison assumes.
+
+    Args:
+        capacity: tokens of a pack over all context-parallel ranks.
+        count: number of global batches.
+    """
     lengths = found.lengths
     quantiles = np.quantile(lengths, (0.5, 0.9, 0.99)).astype(np.int64).tolist()
     devices = layout.dp * layout.tp * layout.pp * layout.cp
@@ -64,7 +70,7 @@ def lead_of(
 
 
 def table_of(comparison: Comparison, seconds_per_unit: float | None) -> Table:
-    """Returns a row per scheduler, the quickest one stressed."""
+    """Returns the table: a row per scheduler, with the fastest one highlighted."""
     outcomes = comparison.outcomes
     padded = next(outcome for outcome in outcomes if outcome.name == PADDED_TO_LONGEST)
     unit, scale = "time, units", 1.0
@@ -105,7 +111,7 @@ def _row(outcome: Outcome, padded: Outcome, scale: float) -> tuple[str, ...]:
 
 
 def text_of(table: Table) -> list[str]:
-    """Returns lines for a terminal."""
+    """Returns the lines of a table for a terminal."""
     rows = [tuple(table.head), *table.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(table.head))]
     return [

@@ -1,9 +1,9 @@
-"""pure. Names of megatron-energon 7.4.1 at the places where its users import them from.
+"""pure. The public names of megatron-energon 7.4.1, at the places that its users import them from.
 
 `from megatron.energon.X import name` becomes `from megatron.blending.energon.X import name`, for
-any X. `NAMES` says of each public name whether it is the same here, differs, or is absent;
-docs/coming-from/energon.md is that table. What is here and nowhere else only forwards to the rest
-of `megatron.blending`.
+any X. `NAMES` lists for each public name whether it is the same here, differs, or is missing;
+docs/coming-from/energon.md is that table. Code in this file only forwards to the rest of
+`megatron.blending`.
 """
 
 import importlib

@@ -1,1 +1,5 @@
-"""Files and folders as they lie on disk: (source, index) -> record; and what writes them."""
+"""Formats of data files and folders: each is a `RecordSource`, a sequence of records by index.
+
+`sources.open_source` opens a file by its suffix, `prepared.webdataset.open_webdataset` a folder of
+tar shards. `record` defines the interface, `files` reads bytes, local or remote.
+"""

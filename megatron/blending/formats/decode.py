@@ -1,7 +1,7 @@
-"""pure. Decodes a part of a sample that is text, by its name.
+"""pure. Decodes the text parts of a WebDataset sample, by their names.
 
-The last suffix of the name decides: txt -> str, json -> what it holds. A part of any other
-name stays bytes; `megatron.blending.energon` decodes images, arrays and more.
+The last suffix of the name decides: `txt` becomes a str, `json` becomes its value. Any other part
+stays bytes. `megatron.blending.energon` decodes images, arrays and more.
 """
 
 import json
@@ -12,8 +12,8 @@ Decode = Callable[[str, bytes], Any]
 
 
 class DecodeError(ValueError):
-    """A part is not what its name says, or no library here can decode it. The message names the
-    part.
+    """A part cannot be decoded: its content does not match its name, or a library is missing. The
+    message names the part.
     """
 
 
@@ -21,12 +21,12 @@ TEXT_PARTS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys("txt text transcript".split(), bytes.decode),
     **dict.fromkeys("json jsn".split(), json.loads),
 }
-"""Decoders of parts, by the last suffix of the name."""
+"""Last suffix of a part's name -> its decoder."""
 
 
 def decode_text(name: str, content: bytes) -> Any:
-    """Returns what a part of text holds, and the bytes of any other; DecodeError if its content is
-    not what its name says.
+    """Returns the value of a text part, or the bytes of any other part. Raises DecodeError if the
+    content does not match the name.
     """
     suffix = name if name in TEXT_PARTS else name.rpartition(".")[2]
     if suffix not in TEXT_PARTS:
@@ -38,5 +38,5 @@ def decode_text(name: str, content: bytes) -> Any:
 
 
 def not_a(suffix: str, name: str, error: Exception) -> DecodeError:
-    """Returns the error for a part whose content is not what its suffix says."""
+    """Returns the error for a part whose content does not match its suffix."""
     return DecodeError(f"part {name!r}: not a {suffix}: {error or type(error).__name__}")

@@ -1,9 +1,8 @@
-"""pure. A DelimitedSource reads the rows of a CSV or TSV file with a line of column names, in any
-order.
+"""pure. Reads the rows of a CSV or TSV file in any order. The first line has the column names.
 
-Values are text. Those that are written as a JSON list or object, as turns of a chat are, are
-parsed. Quoted values may hold separators and line ends (RFC 4180). The file is scanned once, for
-the ends of rows; 8 bytes per row are kept.
+Values are text. A value that is a JSON list or object (the turns of a chat) is parsed. Quoted
+values may contain separators and line ends (RFC 4180). The file is scanned once for the ends of
+rows, and 8 bytes per row are kept.
 """
 
 import csv
@@ -26,7 +25,7 @@ _MAX_FIELD = 1 << 30
 
 
 class DelimitedSource(FileSource):
-    """The rows of a CSV or TSV file, counted from 0, without its first line, the names."""
+    """The rows of a CSV or TSV file, counted from 0, without the line of column names."""
 
     def _open(self) -> None:
         path = self._path
@@ -79,10 +78,11 @@ class DelimitedSource(FileSource):
 
 
 def _row_starts(file: File) -> npt.NDArray[np.int64]:
-    """Returns where each row that is not blank starts, then the end of the file.
+    """Returns the offset of each row that is not blank, and the size of the file at the end.
 
-    A line end within quotes ends no row: `b'a,b\\n1,"x\\ny"\\n' -> [0, 4, 12]`. A doubled quote
-    counts twice, so the number of quotes so far tells whether one is open.
+    A line end within quotes does not end a row: `b'a,b\\n1,"x\\ny"\\n' -> [0, 4, 12]`. A line end
+    is within quotes if the number of quotes before it is odd. A quote in a value is written twice,
+    so that it does not change this.
     """
     ends, num_quotes = [], 0
     for start in range(0, file.size, _SCAN_BYTES):
@@ -98,7 +98,7 @@ def _row_starts(file: File) -> npt.NDArray[np.int64]:
 
 
 def _value(text: str) -> Any:
-    """`"[1, 2]" -> [1, 2]`; what is no JSON list or object stays text."""
+    """Returns a JSON list or object parsed, any other text as it is: `"[1, 2]" -> [1, 2]`."""
     if text[:1] in ("[", "{"):
         try:
             return json.loads(text)

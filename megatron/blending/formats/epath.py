@@ -1,5 +1,4 @@
-"""pure. energon's EPath: a path to a file or folder, local or a URL, whose methods are those of
-pathlib.
+"""pure. energon's EPath: a local path or a URL with methods like pathlib's.
 
     folder = EPath("/data/shards")
     sorted(path.name for path in folder.glob("*.tar"))
@@ -20,8 +19,8 @@ URL = "://"
 
 
 class EPath:
-    """Compares, sorts and hashes by its URL or absolute path. Local paths start with `~` or `.`
-    alike.
+    """A local path or a URL. It is compared, sorted and hashed as its URL or absolute path. Local
+    paths may start with `~` or `.`.
     """
 
     def __init__(
@@ -44,32 +43,32 @@ class EPath:
 
     @property
     def parent(self) -> EPath:
-        """Folder that it is in."""
+        """Folder of the path."""
         protocol, mark, rest = self._text.rpartition(URL)
         return EPath(protocol + mark + (posixpath.dirname(rest) or "."))
 
     @property
     def url(self) -> str:
-        """The path with its protocol; a local one as it is."""
+        """URL, or local path."""
         return self._text
 
     @property
     def display_name(self) -> str:
-        """The path as messages show it."""
+        """Path for messages."""
         return self._text
 
     def is_local(self) -> bool:
-        """Returns whether it is on this machine's file system."""
+        """Returns whether it is a local path."""
         return URL not in self._text
 
     def local_path(self) -> Path:
-        """Returns a path of pathlib; ValueError for a URL."""
+        """Returns a path of pathlib. Raises ValueError for a URL."""
         if not self.is_local():
             raise ValueError(f"{self} is no local path; copy it here first")
         return Path(self._text)
 
     def open(self, mode: str = "r", block_size: int | None = None, **options: Any) -> Any:
-        """Returns an open file; writing makes its folder, and `block_size` has no effect."""
+        """Opens the file. A mode that writes creates its folder. `block_size` has no effect."""
         if self.is_local():
             if set(mode) & set("wax"):
                 Path(self._text).parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +95,7 @@ class EPath:
             file.write(data)
 
     def copy(self, target: EPath) -> None:
-        """Copies a file, whose content passes through memory."""
+        """Copies a file. Its whole content is read into memory."""
         target.write_bytes(self.read_bytes())
 
     def move(self, target: EPath) -> None:
@@ -115,7 +114,7 @@ class EPath:
             self._system().rm_file(self._text)
 
     def mkdir(self, exist_ok: bool = True, parents: bool = False) -> None:
-        """Makes a folder; a URL needs none."""
+        """Creates a folder. For a URL it does nothing, as object stores have no folders."""
         if self.is_local():
             Path(self._text).mkdir(exist_ok=exist_ok, parents=parents)
 
@@ -132,13 +131,15 @@ class EPath:
         return bool(self._system().isfile(self._text))
 
     def size(self) -> int:
-        """Returns the bytes of a file."""
+        """Returns the size of a file in bytes."""
         if self.is_local():
             return os.path.getsize(self._text)
         return int(self._system().size(self._text))
 
     def walk(self) -> Iterator[EPath]:
-        """Yields all files below a folder, in order of their names, links to folders followed."""
+        """Yields all files below a folder, in order of their names. Links to folders are followed,
+        except to a folder above, which would have no end.
+        """
         if self.is_local():
             for folder, folders, files in os.walk(self._text, followlinks=True):
                 above = os.path.realpath(folder) + os.sep
@@ -154,8 +155,8 @@ class EPath:
             yield from (EPath(path if URL in path else protocol + URL + path) for path in found)
 
     def glob(self, pattern: str) -> Iterator[EPath]:
-        """Yields the files below a folder whose path from there matches, in order; `**` stands for
-        any number of folders, none included.
+        """Yields the files below a folder whose relative path matches, in order. `**` matches any
+        number of folders, also none.
         """
         parts = pattern.split("/")
         for path in self.walk():
@@ -167,7 +168,7 @@ class EPath:
         return EPath(posixpath.splitext(self._text)[0] + suffix)
 
     def relative_to(self, other: EPath) -> str:
-        """Returns the path from a folder on; ValueError if it is not below that."""
+        """Returns the path relative to a folder. Raises ValueError if it is not below it."""
         start = str(other).rstrip("/") + "/"
         if not self._text.startswith(start):
             raise ValueError(f"{self} is not below {other}")
@@ -181,7 +182,7 @@ class EPath:
         return fsspec.core.url_to_fs(self._text)[0]
 
     def __truediv__(self, other: str | EPath) -> EPath:
-        """Joins; another absolute path or URL takes its place."""
+        """Joins two paths. If `other` is absolute or a URL, it is the result."""
         text = str(other)
         if isinstance(other, EPath) or URL in text or os.path.isabs(text):
             return EPath(text)
@@ -207,7 +208,9 @@ class EPath:
 
 
 def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Returns whether names of folders and a file match the parts of a pattern."""
+    """Returns whether the parts of a path match those of a pattern: `["a", "b", "c.tar"]` matches
+    `["**", "*.tar"]`.
+    """
     if not parts:
         return not names
     if parts[0] == "**":

@@ -1,14 +1,13 @@
-"""pure. Reads ranges of bytes of files: local ones by a memory map, URLs through fsspec where it is
-installed.
+"""pure. Reads ranges of bytes: local files through a memory map, URLs through fsspec.
 
 Invariants:
-- a read gives the bytes of the range, all of them, or raises; it moves no position that another
-  thread or a forked process could share;
-- a file may be pickled: it is opened again, as it then is, by who unpickles it.
+- A read returns all bytes of the range, or raises. It moves no position that another thread or a
+  forked process could share.
+- A file can be pickled. Unpickling opens it again, with the content it has by then.
 
-A local file that is cut short while a run reads it is an error that names it: the system ends a
-process that touches a map beyond its file, so the size is looked at before (1 microsecond; once for
-records that are read together).
+If a mapped file is truncated, the operating system kills any process that touches the missing part.
+So the size is checked before each read (1 microsecond, once for records that are read together),
+and a truncated file is an error with its name.
 """
 
 import ctypes
@@ -26,9 +25,9 @@ from megatron.blending.formats.mapped_memory import libc, map_file
 from megatron.blending.formats.paths import URL, check_exists
 
 LONG_BYTES = 1 << 18
-"""A range of so many bytes is fetched by a call of its own."""
+"""Size of a range above which the system is asked to fetch it in one go."""
 MAX_TEXT_BYTES = 1 << 24
-"""Bytes, at most, of a file that is read as a whole to be understood."""
+"""Maximum size of a file that is read as a whole (YAML, JSON)."""
 
 
 class File(Protocol):
@@ -38,27 +37,27 @@ class File(Protocol):
     size: int
 
     def read(self, start: int, end: int) -> bytes:
-        """Returns bytes [start, end); ValueError naming the file if it does not reach so far."""
+        """Returns bytes [start, end). Raises ValueError, naming the file, if it is shorter."""
 
     def array(self, dtype: npt.DTypeLike, start: int = 0, count: int = -1) -> npt.NDArray[Any]:
-        """Returns `count` numbers from byte `start` on, to be left as they are; -1: as many as
-        whole ones follow.
+        """Returns `count` numbers from byte `start` on; all that follow if count is -1. The caller
+        must not change them.
 
-        Of a local file this is a view: it costs no memory of its own.
+        For a local file the array is a view of the mapped file, without memory of its own.
         """
 
 
 def open_file(location: str) -> File:
-    """Opens a path or a URL; ValueError naming it if it cannot be opened. 10 to 20 microseconds for
-    a local file.
+    """Opens a path or a URL. Raises ValueError, naming it, if it cannot be opened. A local file
+    takes 10 to 20 microseconds.
     """
     local = local_path(location)
     return RemoteFile(location) if local is None else LocalFile(local)
 
 
 def local_path(location: str) -> str | None:
-    """Returns the path that `location` is, or None if it is a URL to elsewhere: `file:///a -> /a`,
-    `s3://a -> None`.
+    """Returns the local path of `location`; None if it is a remote URL: `file:///a -> /a`, `s3://a
+    -> None`.
     """
     if URL not in location:
         return location
@@ -80,8 +79,7 @@ def is_folder(location: str) -> bool:
 
 
 def list_names(folder: str, pattern: str) -> list[str]:
-    """Returns the names of the files below `folder` that match `pattern`, as paths from there,
-    sorted.
+    """Returns the sorted paths, relative to `folder`, of the files below it that match `pattern`.
 
     `list_names("data", "**/*.tar") -> ["a.tar", "part/b.tar"]`
     """
@@ -96,7 +94,7 @@ def list_names(folder: str, pattern: str) -> list[str]:
 
 
 def read_file(location: str, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Returns all of a small file."""
+    """Returns the content of a small file. Raises ValueError if it has over `most_bytes`."""
     file = open_file(location)
     if file.size > most_bytes:
         raise ValueError(
@@ -106,8 +104,8 @@ def read_file(location: str, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_text(path: str, where: str = "") -> str:
-    """Returns the content of a small UTF-8 file; ValueError, starting with `where`, if it cannot be
-    read.
+    """Returns the content of a small UTF-8 file. Raises ValueError, starting with `where`, if it
+    cannot be read.
     """
     check_exists(path, where)
     try:
@@ -120,8 +118,8 @@ def read_text(path: str, where: str = "") -> str:
 
 
 def read_ranges(ranges: Sequence[tuple[File, int, int]]) -> list[bytes]:
-    """Returns the bytes of each (file, start, end); those of one remote file system are asked for
-    all at once.
+    """Returns the bytes of each (file, start, end). Ranges on the same remote file system are
+    requested all at once.
     """
     if all(isinstance(file, LocalFile) for file, _, _ in ranges):
         return [file.read(start, end) for file, start, end in ranges]
@@ -156,19 +154,18 @@ def _checked(content: bytes, file: "RemoteFile", start: int, end: int) -> bytes:
 
 
 class LocalFile:
-    """A file mapped into memory. A read costs 1.5 microseconds over the copy of its bytes, most of
-    it for `check`.
+    """A file mapped into memory. A read takes 1.5 microseconds in addition to the copy of its
+    bytes, most of them for `check`.
     """
 
     def __init__(self, path: str) -> None:
         self.location = path
         self.content, self.size, self._inode = map_file(path)
-        """The mapped memory: `content[a:b]` is bytes. Who takes them from here calls `check`
+        """The mapped memory: `content[a:b]` is bytes. Whoever reads it directly must call `check`
         before.
         """
         self.view = memoryview(self.content).cast("B")[: self.size]
-        """The same memory as far as the file goes, for who makes something else of it than bytes.
-        """
+        """The bytes of the file as a memoryview, for readers that need no copy."""
 
     def read(self, start: int, end: int) -> bytes:
         if not 0 <= start <= end <= self.size:
@@ -181,8 +178,8 @@ class LocalFile:
         return self.content[start:end]
 
     def check(self) -> None:
-        """Raises ValueError if the file was cut since it was opened. One that was removed or
-        replaced stays mapped.
+        """Raises ValueError if the file was truncated since it was opened. A file that was removed
+        or replaced stays mapped, and can still be read.
         """
         try:
             status = os.stat(self.location)
@@ -195,7 +192,7 @@ class LocalFile:
             )
 
     def fetch(self, start: int, end: int) -> None:
-        """Has the system fetch a long range in one go, instead of page by page."""
+        """Asks the operating system to fetch a long range in one go instead of page by page."""
         address = ctypes.addressof(self.content) + start
         first = address & -mmap.PAGESIZE
         libc().madvise(first, end - start + address - first, mmap.MADV_WILLNEED)
@@ -214,7 +211,7 @@ class LocalFile:
             if count
             else np.zeros(0, np.uint8)
         )
-        # Numpy takes the map for writable memory; to write there would end the process.
+        # Numpy believes the map to be writable, but the system would kill a process that writes.
         numbers.flags.writeable = False
         return numbers.view(dtype)
 
@@ -223,7 +220,7 @@ class LocalFile:
 
 
 class RemoteFile:
-    """A file that fsspec reads. Every read is a request: `read_ranges` makes many at once."""
+    """A file that fsspec reads. Every read is a request; `read_ranges` sends many at once."""
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -237,8 +234,8 @@ class RemoteFile:
 
     @property
     def system(self) -> Any:
-        """The file system, which fsspec keeps, one for each process: a forked one must not use its
-        parent's.
+        """File system object of fsspec, which caches one per process: a forked process must not use
+        its parent's.
         """
         return _file_system(self.location)
 
@@ -254,7 +251,7 @@ class RemoteFile:
         return np.frombuffer(self.read(start, start + count * item), dtype)
 
     def stream(self) -> Any:
-        """Returns a file object, as libraries that read by themselves want one."""
+        """Returns a Python file object, for libraries that do the reading (pyarrow)."""
         return self.system.open(self.path, "rb")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,10 +1,16 @@
-"""pure. An IndexedSource reads token sequences as Megatron's tools write them: FILE.bin, and places
-in FILE.idx.
+"""pure. Reads the token sequences of Megatron's tools: tokens in FILE.bin, their places in
+FILE.idx.
 
-Read by numpy alone. Layout of the index: b"MMIDIDX\\0\\0", version (uint64, 1), type of the tokens
-(uint8), number of sequences and of document bounds (uint64 each), then the lengths (int32), the
-places in bytes (int64), and the document bounds (int64): document d is the sequences [bounds[d],
-bounds[d + 1]).
+Content of the index:
+
+    b"MMIDIDX\\0\\0"     9 bytes
+    version            uint64, 1
+    type of tokens     uint8, 1 to 8: see `_DTYPES`
+    num_sequences      uint64
+    num_bounds         uint64
+    lengths            int32 [num_sequences], in tokens
+    pointers           int64 [num_sequences], offset in FILE.bin in bytes
+    bounds             int64 [num_bounds]; document d is sequences [bounds[d], bounds[d + 1])
 """
 
 from collections.abc import Sequence
@@ -21,11 +27,10 @@ _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "ui
 
 
 class IndexedSource(FileSource):
-    """The sequences of a .bin and its .idx: a record is {"tokens": array}, in the type that they
-    are stored in.
+    """The sequences of a .bin and its .idx. A record is {"tokens": array}, in the stored type.
 
-    Takes the path of either file, or what both have in common. A read costs about 1 microsecond;
-    the array is a view of the file, not to be written to.
+    The path may name either file, or both without a suffix. A read takes about 1 microsecond: the
+    array is a read-only view of the file.
     """
 
     def __init__(self, path: str) -> None:
@@ -45,11 +50,11 @@ class IndexedSource(FileSource):
         self.lengths: npt.NDArray[np.int32] = index.array(np.int32, _HEAD_BYTES, count)
         """Number of tokens of each sequence."""
         self.pointers: npt.NDArray[np.int64] = index.array(np.int64, _HEAD_BYTES + 4 * count, count)
-        """Byte at which each starts."""
+        """Offset of each sequence in bytes."""
         self.document_indices: npt.NDArray[np.int64] = index.array(
             np.int64, _HEAD_BYTES + 12 * count, num_bounds
         )
-        """Sequence at which each document starts, then the number of sequences."""
+        """First sequence of each document, and the number of sequences at the end."""
         if (
             count
             and (end := int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize)
@@ -63,8 +68,8 @@ class IndexedSource(FileSource):
 
     @staticmethod
     def _read_head(index: File) -> tuple[int, int, int]:
-        """Returns the code of the tokens' type, the number of sequences, and that of the bounds of
-        documents.
+        """Returns the code of the tokens' type, the number of sequences, and the number of document
+        bounds.
         """
         head = index.read(0, min(_HEAD_BYTES, index.size))
         if not head.startswith(_MAGIC) or len(head) < _HEAD_BYTES:

@@ -1,7 +1,7 @@
-"""pure. A JsonArraySource holds a JSON list of objects in memory, parsed as a whole: it is for
-small files.
+"""pure. Reads a JSON file with a list of objects. The whole list is kept in memory: it is for small
+files.
 
-Invariant: each read gives objects of its own, so that whoever changes one changes no later epoch.
+Invariant: each read returns new objects, so that changing one has no effect on later epochs.
 """
 
 import pickle
@@ -12,7 +12,7 @@ from megatron.blending.formats.record import FileSource, Record, RecordError, ch
 
 
 class JsonArraySource(FileSource):
-    """The objects of a JSON list, counted from 0."""
+    """The objects of a JSON list, counted from 0. Each is kept pickled, and unpickled by a read."""
 
     def _open(self) -> None:
         path = self._path

@@ -1,12 +1,12 @@
-"""pure. Parses a JSON file as a whole, and says what is wrong with it in one line."""
+"""pure. Parses the text of a JSON file; an error is one line with file and line number."""
 
 import json
 from typing import Any
 
 
 def parse_json(path: str, text: str, way_out: str = "fix the file") -> Any:
-    """Returns what `text`, the content of the file at `path`, stands for; ValueError naming file
-    and line.
+    """Returns the value of `text`, the content of the file `path`. Raises ValueError, naming file
+    and line, if it is not JSON.
     """
     try:
         return json.loads(text)

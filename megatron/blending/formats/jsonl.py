@@ -1,11 +1,10 @@
-"""pure. A JsonlSource reads a file of one JSON object per line in any order, by the offsets of the
-lines.
+"""pure. Reads a file with one JSON object per line in any order, by the offsets of its lines.
 
-The offsets come from `FILE.idx`, as `python -m megatron.blending prepare` and energon write it, if
-it is there: in no time and no memory; else from a scan for line ends, at about 1 GB/s, which keeps
-8 bytes per record.
+If there is an index file `FILE.idx`, as `python -m megatron.blending prepare` and energon write it,
+the offsets are a view of it, which takes no time and no memory. Otherwise the file is scanned for
+line ends, at about 1 GB/s, and 8 bytes per record are kept.
 
-Invariant: an index file beside the data changes how fast it is opened, never what is read.
+Invariant: an index file makes opening faster, but never changes the records.
 """
 
 import json
@@ -36,7 +35,7 @@ INDEX_SUFFIX = ".idx"
 
 T = TypeVar("T")
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
-"""Passes steps on, of which there are so many, and shows how far they are."""
+"""Function (steps, number of them) -> the same steps, with their progress shown."""
 
 _SCAN_BYTES = 1 << 24
 _COUNTED_BYTES = 1 << 31
@@ -49,10 +48,10 @@ _parse = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 class JsonlSource(FileSource):
-    """One JSON object per line, UTF-8; blank lines are passed over, CRLF and a byte-order mark are
-    allowed.
+    """A UTF-8 file with one JSON object per line. Blank lines are skipped; CRLF and a byte-order
+    mark are allowed.
 
-    A read costs about half a microsecond over the parsing.
+    A read takes about half a microsecond in addition to the parsing.
     """
 
     def _open(self) -> None:
@@ -75,8 +74,8 @@ class JsonlSource(FileSource):
             try:
                 return self._read_mapped(self._file, indices)
             except (StopIteration, ValueError, RecursionError):
-                # A line that is not plain: which, and what is the matter with it, is found out
-                # below.
+                # One of the lines is unusual or broken. Read them one by one below, which finds
+                # the line and its fault.
                 pass
         lines = read_ranges([(self._file, *self._place(index)) for index in indices])
         records: list[Record | RecordError] = []
@@ -88,8 +87,8 @@ class JsonlSource(FileSource):
         return records
 
     def _read_mapped(self, file: LocalFile, indices: Sequence[int]) -> list[Any]:
-        """Parses plain lines, which begin with the object. All in one loop, without bytes on the
-        way: calls and copies would cost half as much as the parsing.
+        """Parses lines without leading white space; raises for any other. It is one loop without
+        function calls or copies of bytes, which would take half as long as the parsing itself.
         """
         file.check()
         view, places, records = file.view, self._places, []
@@ -106,12 +105,12 @@ class JsonlSource(FileSource):
         return records
 
     def num_bytes(self, records: range) -> int:
-        """Returns the bytes of consecutive records together."""
+        """Returns the bytes of consecutive records in sum."""
         return int(self._places[records.stop] - self._places[records.start])
 
     def describe(self, index: int) -> str:
-        """Names the line, counted on the spot; in a file of many gigabytes, or one that was cut,
-        record and byte.
+        """Returns file and line. The lines before are counted now; if the file has too many
+        gigabytes before, or was truncated, the place is given as record and byte.
         """
         start = self._place(index)[0]
         by_byte = f"{self._path} record {index} (at byte {start})"
@@ -122,7 +121,7 @@ class JsonlSource(FileSource):
             num_before = sum(
                 self._file.read(at, min(at + _SCAN_BYTES, start)).count(b"\n") for at in blocks
             )
-            # An index may have the blank lines before the first record with it.
+            # With an index file, the first record may begin with the blank lines before it.
             head = self._file.read(*self._place(index))
         except ValueError:
             return by_byte
@@ -130,7 +129,7 @@ class JsonlSource(FileSource):
         return f"{self._path}:{num_before + 1}"
 
     def _place(self, index: int) -> tuple[int, int]:
-        # Up to the next record there may be blank lines, which go with the end of the line.
+        # Blank lines before the next record count to the end of this one.
         return self._places[index], self._places[index + 1]
 
     def _record(self, index: int, line: bytes) -> Record:
@@ -157,15 +156,17 @@ class JsonlSource(FileSource):
 
 
 def unseen(steps: Iterable[T], total: int) -> Iterable[T]:
-    """Shows no progress."""
+    """Returns the steps, and shows no progress."""
     return steps
 
 
 def index_lines(file: File, progress: Progress = unseen) -> npt.NDArray[np.uint64]:
-    """Returns where each non-blank line starts, then the end of the file: what an index file holds.
+    """Returns the offset of each line that is not blank, and the size of the file at the end. This
+    is the content of an index file.
 
-    `b'{}\\n\\n{}\\n' -> [0, 5, 8]`; after a byte-order mark the first line starts at 3. `progress`:
-    of the blocks of the file.
+    `b'{}\\n\\n{}\\n' -> [0, 4, 7]`. After a byte-order mark the first line starts at 3.
+
+    progress: shows the progress over blocks of the file.
     """
     carried = np.array([_mark_bytes(file)], np.int64)
     found, suspects = [], []
@@ -175,8 +176,8 @@ def index_lines(file: File, progress: Progress = unseen) -> npt.NDArray[np.uint6
         starts = np.append(carried, np.flatnonzero(data == ord("\n")) + 1)
         carried, starts = starts[starts >= len(data)] - len(data), starts[starts < len(data)]
         found.append(starts + scan)
-        # Only a line that starts with white space can be blank: few do, so they are read one by
-        # one.
+        # Only a line that starts with white space can be blank. These are few, so that they are
+        # read one by one below.
         suspects.append(data[starts] <= ord(" "))
     offsets = np.append(np.concatenate([np.zeros(0, np.int64), *found]), file.size)
     is_record = np.ones(len(offsets), np.bool_)
@@ -193,7 +194,7 @@ def _mark_bytes(file: File) -> int:
 
 
 def _indexed_lines(file: File) -> tuple[File | None, npt.NDArray[np.uint64]]:
-    """Returns the index file that is used, if any, and where each line starts."""
+    """Returns the index file, or None if there is no valid one, and the offsets of the lines."""
     location = file.location + INDEX_SUFFIX
     if not is_file(location):
         return None, index_lines(file)
@@ -210,7 +211,7 @@ def _indexed_lines(file: File) -> tuple[File | None, npt.NDArray[np.uint64]]:
 
 
 def _fault_of_index(index: File, file: File) -> str | None:
-    """Says what is wrong with an index: its ends are checked, and 64 evenly spread lines."""
+    """Returns the fault of an index file, or None; checks its ends and 64 evenly spread lines."""
     if index.size == 0 or index.size % 8:
         return f"it has {index.size} bytes, which is not a multiple of 8"
     offsets = index.array(np.uint64)

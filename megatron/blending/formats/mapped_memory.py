@@ -10,8 +10,8 @@ from typing import Any
 
 
 class _Map(ctypes.Array):  # type: ignore[type-arg]
-    """Mapped memory, sliced to bytes. Longer than any file, so that one type does for all: ctypes
-    never frees types.
+    """Mapped memory, whose slices are bytes. The type is longer than any file, so that one type
+    serves all files: ctypes never frees a type.
     """
 
     _type_ = ctypes.c_char
@@ -29,10 +29,10 @@ def libc() -> ctypes.CDLL:
 
 
 def map_file(path: str) -> tuple[Any, int, int]:
-    """Maps a file into memory and returns the map, and the file's size and number.
+    """Maps a file into memory. Returns the map, the size of the file and its inode number.
 
-    Not by Python's `mmap`: that keeps a file descriptor open for each map, of which a process has
-    often no more than 1024, and a thousand sources have tens of thousands of shards.
+    Python's own `mmap` is not used: it keeps a file descriptor open for each map. A process often
+    may have 1024 of them, and a thousand sources have tens of thousands of shards.
     """
     try:
         # O_NONBLOCK: opening a pipe returns at once, instead of waiting for a writer.
@@ -53,8 +53,8 @@ def map_file(path: str) -> tuple[Any, int, int]:
 
 
 def map_descriptor(descriptor: int, size: int, protection: int) -> Any:
-    """Maps `size` bytes of an open file, which may be closed then; OSError where that fails. The
-    memory is given back with the last reference to it.
+    """Maps `size` bytes of an open file, which may be closed afterwards. Raises OSError if that
+    fails. The memory is unmapped when the last reference to it is gone.
     """
     address = libc().mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):

@@ -1,4 +1,4 @@
-"""pure. Files name one another by paths: local or URL, relative to the file that names them."""
+"""pure. Paths in files: local paths or URLs, relative to the file that names them."""
 
 import os
 import posixpath
@@ -10,8 +10,10 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def resolve_path(path: str, beside: str) -> str:
-    """Returns `path` as named in the file `beside`: absolute paths and URLs are kept, others start
-    at its folder.
+    """Returns the location that the file `beside` means by `path`. Absolute paths and URLs are
+    kept; any other path is relative to the folder of `beside`.
+
+    `resolve_path("a.jsonl", "/data/blend.yaml") -> "/data/a.jsonl"`
     """
     if URL in path or os.path.isabs(path):
         return path
@@ -26,15 +28,15 @@ def is_metadataset(path: str | os.PathLike[str]) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Returns whether a local path is a folder; a URL is taken for one if its last part has no
+    """Returns whether a local path is a folder. A URL is assumed to be one if its last part has no
     suffix.
     """
     return os.path.isdir(path) if URL not in path else not posixpath.splitext(path)[1]
 
 
 def check_exists(path: str, where: str) -> None:
-    """Raises ValueError naming what is most like it, if nothing is at a local path. A .bin may be
-    named without suffix.
+    """Raises ValueError, with the most similar name, if a local path does not exist. A .bin file
+    may be named without its suffix.
     """
     if URL in path or os.path.exists(path) or os.path.exists(path + ".bin"):
         return

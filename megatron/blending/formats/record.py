@@ -1,9 +1,11 @@
-"""pure. A source of records is a fixed sequence of dicts, read in any order.
+"""pure. A record source: a fixed sequence of dicts, read in any order.
 
-A source is read-only, may be pickled, and may be read by forked processes and by threads at the
-same time: no read moves a position that they share. A file that cannot be used at all is a
-ValueError when it is opened; a record that cannot be used is a `RecordError` when it is read, so
-that a caller may skip and count it.
+    source = open_source("train.jsonl")
+    len(source), source[17]    ->    (1000, {"text": "..."})
+
+A source is read-only and can be pickled. Forked processes and threads may read it at the same time,
+since no read moves a shared position. An unusable file raises ValueError when it is opened. An
+unusable record raises `RecordError` when it is read, so that a caller may skip and count it.
 """
 
 import hashlib
@@ -18,51 +20,48 @@ _PROBE_BYTES = 4096
 
 
 class RecordError(ValueError):
-    """Raised for a record that cannot be used.
-
-    The message starts with where it stands: "train.jsonl:17: ...".
-    """
+    """A record cannot be used. The message starts with its place: "train.jsonl:17: ..."."""
 
 
 class RecordSource(Protocol):
-    """A fixed sequence of records. An index outside range(len(source)) is an IndexError.
+    """A fixed sequence of records. An index outside range(len(source)) raises IndexError.
 
-    What is derived from it must define `__getitem__` or `read`: each has a default by the other.
+    A subclass must define `__getitem__` or `read`: the default of each calls the other.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record:
-        """Reads record `index`, to be left as it is by the caller; RecordError if it cannot be
-        used."""
+        """Returns record `index`, which the caller must not change. Raises RecordError if it cannot
+        be used.
+        """
         record = self.read([index])[0]
         if isinstance(record, RecordError):
             raise record
         return record
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
-        """Reads many records, in the order asked for; for one that cannot be used the error stands
-        in its place.
+        """Returns many records, in the order of `indices`. The place of an unusable record holds
+        its error.
         """
         return read_each(self, indices)
 
     def describe(self, index: int) -> str:
-        """Says where record `index` stands, for a person to find it: "train.jsonl:17" or "x.parquet
-        row 5".
+        """Returns the place of record `index` for a person to find it: "train.jsonl:17" or
+        "x.parquet row 5".
         """
 
     def fingerprint(self) -> str:
-        """Returns 32 hex digits that stay the same when the data is moved, and change when it is
-        other data.
+        """Returns 32 hex digits that differ for other data, and stay the same if files are moved.
 
-        Made of sizes, numbers of records and 64 evenly spread blocks of 4 KiB, so it costs
-        milliseconds; an edit that keeps the size and lies between the blocks of a large file goes
-        unseen.
+        They are a hash of sizes, number of records and 64 evenly spread blocks of 4 KiB, so that
+        it takes milliseconds. An edit of a large file that keeps its size and lies between these
+        blocks is not noticed.
         """
 
 
 class FileSource(RecordSource):
-    """The records of one file. It is pickled as its path, and opened again by who unpickles it."""
+    """The records of one file. Pickling keeps the path alone; unpickling opens the file again."""
 
     _file: File
 
@@ -84,7 +83,7 @@ class FileSource(RecordSource):
 
 
 def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:
-    """Reads many records one by one: `read` of a source that has no faster way."""
+    """Reads many records one by one: the default of `RecordSource.read`."""
     records: list[Record | RecordError] = []
     for index in indices:
         try:
@@ -95,14 +94,13 @@ def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | Rec
 
 
 def read_records(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:
-    """Reads many records of any source: for one that cannot be read, whatever was raised, a
-    RecordError that says where it stands. Libraries that decode raise dozens of kinds on damaged
-    bytes.
+    """Reads many records of any source. Any exception of a record becomes a RecordError with its
+    place: libraries raise dozens of kinds for damaged bytes.
     """
     try:
         return source.read(indices)
     except Exception as error:
-        if len(indices) != 1:
+        if len(indices) != 1:  # find the record that failed by reading them one by one
             return [record for index in indices for record in read_records(source, [index])]
         if isinstance(error, RecordError):
             return [error]
@@ -127,8 +125,8 @@ def check_indices(indices: Sequence[int], source: RecordSource) -> None:
 
 
 def fingerprint_file(file: File, num_records: int, num_probes: int = 64) -> str:
-    """Returns 32 hex digits of size, number of records and `num_probes` evenly spread blocks of 4
-    KiB.
+    """Returns a hash of a file's size, its number of records and `num_probes` evenly spread blocks
+    of 4 KiB.
     """
     digest = hashlib.blake2b(f"{file.size} bytes {num_records} records".encode(), digest_size=16)
     last = max(file.size - _PROBE_BYTES, 0)

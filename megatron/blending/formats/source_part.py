@@ -1,4 +1,4 @@
-"""pure. A SourcePart is consecutive records of a source, as a source."""
+"""pure. A range of a source's records as a source of its own."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from megatron.blending.formats.record import Record, RecordError, RecordSource, 
 
 
 class SourcePart(RecordSource):
-    """Consecutive records of a source."""
+    """Consecutive records of a source: index 0 is the first of `records`."""
 
     def __init__(self, source: RecordSource, records: range) -> None:
         self._source = source
@@ -20,7 +20,7 @@ class SourcePart(RecordSource):
         return self._source.read([self._records[index] for index in indices])
 
     def num_bytes(self, records: range) -> int | None:
-        """Returns the bytes of consecutive records together, where the source knows them."""
+        """Returns the bytes of consecutive records in sum; None if the source does not know."""
         of_source = getattr(self._source, "num_bytes", None)
         return None if of_source is None else of_source(self._records[records.start : records.stop])
 

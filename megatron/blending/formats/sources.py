@@ -1,10 +1,10 @@
-"""pure. Opens files of records as the kind that the suffix names.
+"""pure. Opens a file of records by its suffix.
 
-jsonl       one JSON object per line
-json_array  a JSON list of objects
-parquet     rows
-delimited   rows of .csv and .tsv with a line of column names
-indexed     token sequences as Megatron's tools write them: .bin beside .idx
+.jsonl .ndjson    one JSON object per line                          JsonlSource
+.json             a list of JSON objects                            JsonArraySource
+.parquet          rows of a table                                   ParquetSource
+.csv .tsv         rows of a table; the first line has their names   DelimitedSource
+.bin              token sequences of Megatron's tools, with .idx    IndexedSource
 """
 
 import os
@@ -31,11 +31,13 @@ SOURCES: dict[str, Callable[[str], RecordSource]] = {
     ".bin": IndexedSource,
 }
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-"""Suffixes of files whose records are whatever a JSON value holds, not rows of columns."""
+"""Suffixes of files whose records are JSON values. Those of other files are rows of columns."""
 
 
 def open_source(path: str | os.PathLike[str]) -> RecordSource:
-    """Opens a file, local or a URL, as its kind; ValueError if it is no such file or is empty."""
+    """Opens a local file or a URL. Raises ValueError if there is no such file, if its suffix is not
+    known, or if it has no records.
+    """
     location = os.fspath(path)
     if local_path(location) is not None and not is_file(location):
         fault = (

@@ -1,5 +1,8 @@
-"""pure. A Place says where in which YAML file, as every message about it begins, and makes the
-checks.
+"""pure. A place in a YAML file, which checks the values there: every error begins with file, line
+and key.
+
+    Place("blend.yaml", 7, "splits.train").error("is empty")
+    -> ValueError("blend.yaml:7: splits.train: is empty")
 """
 
 import math
@@ -12,7 +15,7 @@ from megatron.blending.formats.yaml_reader import Items, Table
 
 @dataclass(frozen=True)
 class Place:
-    """Place in a file: errors start with it, and values are checked there."""
+    """A place in a file. `table`, `items`, `text` and `share` return a checked value or raise."""
 
     path: str
     line: int

@@ -1,10 +1,14 @@
-"""pure. Reads a YAML file as plain values that remember their lines, with scalars as energon reads
-them.
+"""pure. Reads a YAML file as dicts, lists and scalars that know their lines. Scalars are read as
+energon reads them.
 
-Plain scalars: `true false yes no` are bools, `null ~` and nothing are None, digits are ints, and
-what has a point or an exponent is a float; all else is a str, also what YAML 1.1 makes of `on`,
-`012`, `1:30` and `2024-01-01`. Quoted is str. Anchors, aliases and merge keys (`<<: *name`) work; a
-key given twice is refused; no tag makes anything but these.
+    true false yes no              bool
+    null ~ (empty)                 None
+    12 1_000                       int
+    1.5 1e3                        float
+    any other word, or in quotes   str; also words with a meaning in YAML 1.1: on, 1:30, 2024-01-01
+
+Anchors, aliases and merge keys (`<<: *name`) are supported. A key that is given twice is an error,
+and so is any tag.
 """
 
 import os
@@ -36,25 +40,24 @@ Scalar = str | int | float | bool | None
 
 
 class Table(dict[str, Any]):
-    """A mapping of the file. `line`: where it starts; `lines`: that of each key. Counted from 1."""
+    """A mapping in the file. `line` is its first line, `lines` those of its keys; from 1."""
 
     line: int
     lines: dict[str, int]
 
 
 class Items(list[Any]):
-    """A sequence of the file. `line`: where it starts; `lines`: that of each item. Counted from
-    1."""
+    """A list in the file. `line` is its first line, `lines` those of its items; from 1."""
 
     line: int
     lines: list[int]
 
 
 def read_yaml(path: str, text: str) -> Any:
-    """Returns the value that `text`, the content of the file at `path`, stands for; ValueError
-    naming file and line.
+    """Returns the value of `text`, the content of the file `path`. Raises ValueError, naming file
+    and line, if it is not valid.
 
-    About 40 microseconds per line where libyaml is there, 400 where not.
+    A line takes about 40 microseconds with libyaml, 400 without.
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
@@ -71,11 +74,12 @@ def read_yaml(path: str, text: str) -> Any:
 
 
 def _check_size(events: Iterable[Any]) -> None:
-    """Raises before anything is built of YAML that is deep, or has too many values with those that
-    aliases repeat.
+    """Raises MarkedYAMLError for YAML that is nested too deep, or has too many values. Values
+    behind aliases count each time, so that a few lines cannot stand for billions of values. It
+    reads events only, before any value is built.
     """
     sizes: dict[str | None, int] = {}
-    """Values below each anchor, itself included."""
+    """Number of values below each anchor, itself included."""
     open_anchors: list[str | None] = [None]
     counts = [0]
     for event in events:
@@ -99,7 +103,7 @@ def _check_size(events: Iterable[Any]) -> None:
 
 
 def read_scalar(word: str) -> Scalar:
-    """Returns what the plain scalar `word` means: `read_scalar("1e3") -> 1000.0`,
+    """Returns the value of a scalar without quotes: `read_scalar("1e3") -> 1000.0`,
     `read_scalar("012") -> 12`.
     """
     if word.lower() in _NULLS:
@@ -114,7 +118,7 @@ def read_scalar(word: str) -> Scalar:
 
 
 def as_tables(value: object) -> Any:
-    """Returns dicts and lists as they would come from a file, all in its first line."""
+    """Returns dicts and lists as tables and items, as if they came from line 1 of a file."""
     if isinstance(value, dict):
         table = Table({str(key): as_tables(item) for key, item in value.items()})
         table.line, table.lines = 1, dict.fromkeys(table, 1)
@@ -127,7 +131,7 @@ def as_tables(value: object) -> Any:
 
 
 class _Values:
-    """Makes values of the nodes of one file. An anchor used twice is one value."""
+    """Builds the values of one file. An anchor that is used twice gives the same object twice."""
 
     def __init__(self, path: str) -> None:
         self._path = os.fspath(path)

@@ -1,10 +1,16 @@
-"""pure. Reads a metadataset, with the files that it names, as a tree of frozen values; only YAML is
-opened.
+"""pure. Reads a metadataset, and the metadatasets that it names, as one tree of frozen values (see
+`tree`). Only YAML files are opened, no data.
 
-`load_metadataset(path, split)` follows paths from file to file. What an outer file says is put into
-the entries: the split to read, subflavors (the outer wins), multipliers (their product; None wins,
-then -1) and parts of sources (a part of a part). A blend stays a level of the tree, as its weights
-are shares among its own children.
+`load_metadataset(path, split)` follows paths from file to file. Settings of an outer file are
+passed down to the sources of the inner one:
+
+    split                            the innermost that is set
+    subflavors                       merged; the outer file takes precedence
+    shuffle_over_epochs_multiplier   multiplied; None takes precedence, then -1
+    subset                           a part of a part
+
+Weights are not passed down. Each blend stays a level of the tree: its weights are shares among its
+own children.
 """
 
 import os
@@ -44,14 +50,14 @@ _FILE_SYSTEM = "filesystem://"
 
 @dataclass(frozen=True)
 class _Outer:
-    """Settings of the files on the way here."""
+    """Settings that outer files pass down."""
 
     split: str
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     multiplier: int | None = 1
     subset: Subset = EVERYTHING
     trail: tuple[tuple[str, str], ...] = ()
-    """(file, split) from the first to this one."""
+    """(file, split) of each outer file, from the first one on."""
 
 
 _Files = dict[str, dict[str, Entry]]
@@ -64,13 +70,15 @@ def load_metadataset(
     settings: Reference | None = None,
     files: _Files | None = None,
 ) -> Node:
-    """Returns the tree of `split` of the metadataset at `path`; a path that is data is a
-    SourceEntry.
+    """Returns the tree of `split` in the metadataset `path`. If `path` is data, the tree is a
+    single SourceEntry.
 
-    `settings`: of the whole, as an outer metadataset would set them. `files`: content of files that
-    need not be there. ValueError, one line that names file, line and key, for anything that the
-    grammar does not have, a path where nothing is, a split that a file lacks, or files that name
-    one another in a circle.
+    Raises ValueError, one line with file, line and key, for an unknown key or a wrong value, a
+    missing path, a missing split, or files that name one another in a circle.
+
+    Args:
+        settings: settings of the whole, as an outer metadataset would set them.
+        files: content of files by path, which then need not exist on disk.
     """
     path = os.fspath(path)
     reference = Reference(path=path) if settings is None else replace(settings, path=path)
@@ -78,7 +86,7 @@ def load_metadataset(
 
 
 def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> Node:
-    """Returns what a reference stands for: a source, or the tree of another metadataset's split."""
+    """Returns the source of a reference, or the tree of a split if it names a metadataset."""
     split = reference.split_part or outer.split
     outer = replace(_combined(reference, outer), split=split)
     if not is_metadataset(path) and path not in files:
@@ -99,7 +107,7 @@ def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> No
 
 
 def _check_outer(reference: Reference, path: str) -> None:
-    """Raises ValueError for settings of data beside the path of a metadataset."""
+    """Raises ValueError if a reference to a metadataset has settings that only data can have."""
     for key in ("dataset_config", "split_config", "aux"):
         if getattr(reference, key):
             raise _error(
@@ -113,7 +121,7 @@ def _check_outer(reference: Reference, path: str) -> None:
 
 
 def _resolve(entry: Entry, path: str, outer: _Outer, files: _Files) -> Node:
-    """Returns the tree of an entry in the file at `path`, relative to which its own paths are."""
+    """Returns the tree of an entry. Its paths are relative to the file `path`, which has it."""
     if isinstance(entry, Reference):
         return _follow(entry, resolve_path(entry.path, path), outer, files)
     if isinstance(entry, JoinEntry):
@@ -174,7 +182,7 @@ def _store(store: str, beside: str) -> str:
 def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
     settings = replace(_combined(entry, outer), split=entry.split_part or outer.split)
     legs: list[JoinLeg] = []
-    # The order is the primary's, so what it says of that is said of the join.
+    # The order of a join is that of its primary source, and so are multiplier and subset.
     primary = _combined(entry.legs[0][1], replace(settings, subflavors={}))
     for name, reference, nonmatch in entry.legs:
         leg_path = resolve_path(reference.path, path)
@@ -200,7 +208,7 @@ def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
 
 
 def _combined(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
-    """Returns what holds within `entry`, which says less than what is outside of it does."""
+    """Returns the settings to pass down into `entry`: its own, combined with the outer ones."""
     return replace(
         outer,
         subflavors={**entry.subflavors, **outer.subflavors},
@@ -212,8 +220,8 @@ def _combined(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
 
 
 def multiplied(outer: int | None, inner: int | None) -> int | None:
-    """Returns what two multipliers, one within the other, come to: None (no shuffling) wins, then
-    -1 (at random).
+    """Returns the product of an outer and an inner multiplier. None (no shuffling) takes
+    precedence, then -1 (at random): `2, 3 -> 6`, `2, -1 -> -1`, `None, -1 -> None`.
     """
     if outer is None or inner is None:
         return None

@@ -1,9 +1,8 @@
-"""pure. Checks one metadataset file key by key, so that a misspelt key is an error and not a
-default.
+"""pure. Parses one metadataset file. All keys are checked, so that a misspelt key is an error.
 
-What the file says is kept as it says it; `metadataset` follows its paths and puts files into one
-another. Classes are known by their names: `__module__: megatron.energon` is ours, and no module is
-imported because a file names it.
+The result has the entries of the file as they are written. `metadataset` follows their paths and
+combines files. Classes are recognised by name: `__module__: megatron.energon` is accepted, and no
+module is imported because a file names it.
 """
 
 import re
@@ -31,8 +30,8 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)%")
 
 @dataclass(frozen=True)
 class Range:
-    """Part of a source, [start, end): in records, or as fractions of what there is. `end` None: to
-    the end.
+    """A part [start, end) of a source, in records (int) or in shares of it (Fraction). If `end` is
+    None, it goes to the end.
     """
 
     start: int | Fraction
@@ -45,8 +44,8 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Name of data or of another metadataset, with what is to be changed about it. UNSET: the file
-    is silent.
+    """A path to data or to another metadataset, with settings. UNSET means that the file does not
+    set the multiplier; None is a setting.
     """
 
     path: str
@@ -62,13 +61,12 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinEntry:
+    """A join, as the file has it."""
+
     legs: tuple[tuple[str | None, Reference, str], ...]
-    """Name, if the join is a mapping; source; what to do where it has no sample of the primary's
-    key.
-    """
+    """(name if the join is a mapping, source, action for a key that the source lacks)."""
     joiner: tuple[str, str]
-    """Module and name of the class or function that makes one sample of several. Not imported here.
-    """
+    """Module and name of the class or function that joins samples. It is not imported here."""
     split_part: str | None = None
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     multiplier: int | None = UNSET
@@ -78,7 +76,7 @@ class JoinEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A Group is a `blend` (shares are weights) or a `blend_epochized` (shares are repetitions)."""
+    """A `blend`, whose shares are weights, or a `blend_epochized`, whose shares are repetitions."""
 
     is_epochized: bool
     entries: tuple[tuple[Reference | JoinEntry, float], ...]
@@ -209,14 +207,16 @@ def _parse_common(place: Place, table: Table) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Returns the value without its lines: what users see of a file are dicts and lists."""
+    """Returns the value as plain dicts and lists, without line numbers, as users get subflavors."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _parse_aux(place: Place, table: Table) -> dict[str, str]:
-    """Returns where each named store is; a path into the plain file system as filesystem://PATH."""
+    """Returns the location of each side store. One given by `fs_path`, a plain folder of files,
+    becomes filesystem://PATH.
+    """
     if table.get("aux") is None:
         return {}
     place = place.at("aux", table)
@@ -259,7 +259,7 @@ def _parse_join(place: Place, table: Table) -> JoinEntry:
 
 
 def _parse_joined(at: Place, given: Any) -> tuple[Reference, str]:
-    """Returns a source of a join, and what becomes of samples that it lacks."""
+    """Returns a source of a join, and its action for keys that it lacks."""
     leg = at.table(given)
     at.check_keys(leg, (*_REFERENCE[:-1], "nonmatch"))
     nonmatch = at.text(leg, "nonmatch") or "error"

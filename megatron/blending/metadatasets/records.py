@@ -1,4 +1,6 @@
-"""pure. A source entry of a metadataset -> its records, before anything is made of them."""
+"""pure. Opens the records of a source entry: a file of records or a prepared folder, whole or in
+part.
+"""
 
 import os
 from collections.abc import Iterator
@@ -18,24 +20,25 @@ _TOKENS_SUFFIX = ".bin"
 
 
 class OpenRecords(NamedTuple):
-    """The records of a source entry: all, or the subset that it asks for."""
+    """The records of a source entry."""
 
     source: RecordSource
+    """All records, or the subset that the entry asks for."""
     path: str
     """Path of the file, or of the prepared folder."""
     subflavors: dict[str, Any]
-    """Subflavors of the metadataset; those of the folder's dataset.yaml where it has none."""
+    """Subflavors of the folder's dataset.yaml, changed by those of the metadataset."""
     folder: WebDataset | None = None
-    """The prepared folder, whole; it says what its records make. None for a file."""
+    """The whole prepared folder, which decodes its records; None for a file."""
     first: int = 0
-    """Number of the first record in the file."""
+    """Number in the file of the first record of `source`."""
 
 
 def open_records(entry: SourceEntry, *, allow_code: bool = False) -> OpenRecords:
-    """Returns the records that an entry names; ValueError starts with where it is named.
+    """Opens the records of an entry. Raises ValueError, which starts with the place of the entry.
 
-    allow_code: whether Python files that a dataset.yaml names may be run. Without it such a folder
-    is refused.
+    allow_code: True to run Python files that a dataset.yaml names. If False, such a folder is
+    refused.
     """
     with named_by(entry):
         path = file_of(entry.path)
@@ -52,7 +55,7 @@ def open_records(entry: SourceEntry, *, allow_code: bool = False) -> OpenRecords
 
 
 def open_folder(entry: SourceEntry, allow_code: bool) -> tuple[WebDataset, dict[str, Any]]:
-    """Returns the prepared folder that an entry names, whole, and its subflavors."""
+    """Opens the whole prepared folder of an entry, and returns it with the subflavors."""
     folder = open_webdataset(
         entry.path,
         split_part=entry.split_part,
@@ -65,7 +68,7 @@ def open_folder(entry: SourceEntry, allow_code: bool) -> tuple[WebDataset, dict[
 
 @contextmanager
 def named_by(entry: SourceEntry | Join) -> Iterator[None]:
-    """Lets each ValueError start with the place where an entry is named."""
+    """Context in which each ValueError gets the place of the entry as its beginning."""
     try:
         yield
     except ValueError as error:
@@ -82,12 +85,11 @@ def name_of(entry: SourceEntry | Join) -> str:
 
 
 def file_of(path: str) -> str | None:
-    """Returns the file of records that a path or URL means, None if it means a prepared folder.
+    """Returns the file of records that a path or URL names; None if it names a prepared folder.
 
-    Token sequences may be named by either of their files, or by what these have in common; of a URL
-    without suffix, which else is a folder, this asks the storage.
+    Token sequences may be named by one of their two files, or without a suffix.
     """
-    # Checked by suffix before the storage is asked: of a URL each question is a request.
+    # By suffix first: for a URL each look into the storage is a request.
     stem, suffix = os.path.splitext(path)
     if suffix == ".idx" and is_file(stem + _TOKENS_SUFFIX):
         return stem + _TOKENS_SUFFIX
@@ -99,9 +101,7 @@ def file_of(path: str) -> str | None:
 
 
 def part_of(source: RecordSource, subset: Subset) -> RecordSource:
-    """Returns the source itself, or the part of it that is asked for; ValueError if that is beyond
-    it, or empty.
-    """
+    """Returns the subset of a source; raises ValueError if it is empty, or beyond the source."""
     if subset == EVERYTHING:
         return source
     records = subset.of(len(source))

@@ -11,7 +11,7 @@ SPLIT_CONFIG = "split.yaml"
 
 @dataclass(frozen=True)
 class Subset:
-    """Part of a source: records [start, end), and of these the fractions [from_share, to_share)."""
+    """A part of a source: of its records [start, end) the fractions [from_share, to_share)."""
 
     start: int = 0
     end: int | None = None
@@ -19,10 +19,11 @@ class Subset:
     to_share: Fraction = Fraction(1)
 
     def of(self, size: int) -> range:
-        """Returns the records of a source of `size` that belong to the subset; ValueError if it is
-        not so large.
+        """Returns the records of the subset in a source of `size` records. Raises ValueError if the
+        source is smaller than `end`.
 
-        Both ends are rounded down, so adjoining subsets share nothing and leave nothing out.
+        Both ends are rounded down, so that adjacent subsets have no record in common and miss none:
+        of 5 records, 0-50 % are range(0, 2) and 50-100 % are range(2, 5).
         """
         end = size if self.end is None else self.end
         if not self.start <= end <= size:
@@ -35,9 +36,7 @@ class Subset:
         )
 
     def __str__(self) -> str:
-        """Returns nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to
-        3/4".
-        """
+        """Returns "" for the whole source, else " [10, 20)" or " [0, end) from 1/2 to 3/4"."""
         records = f" [{self.start}, {'end' if self.end is None else self.end})"
         shares = (
             f" from {self.from_share} to {self.to_share}"
@@ -47,8 +46,7 @@ class Subset:
         return "" if self == Subset() else records + shares
 
     def within(self, outer: "Subset") -> "Subset":
-        """Returns the part `outer`, a subset in shares, of this one: 50-100 % of 0-50 % is 25-50
-        %."""
+        """Returns the shares of `outer` taken of this subset: 50-100 % of 0-50 % are 25-50 %."""
         width = self.to_share - self.from_share
         start = self.from_share + outer.from_share * width
         end = self.from_share + outer.to_share * width
@@ -60,26 +58,31 @@ EVERYTHING = Subset()
 
 @dataclass(frozen=True, kw_only=True)
 class SourceEntry:
-    """One source of records."""
+    """One source of records: a file or a prepared folder."""
 
     path: str
     split_part: str
+    """Part of a prepared folder to read: train, val or test."""
     subflavors: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the metadatasets add to, and change in, the subflavors of the source's own
+    """Subflavors of the metadatasets, which take precedence over those of the source's
     dataset.yaml.
     """
     shuffle_over_epochs_multiplier: int | None = 1
+    """Number of epochs that are shuffled together; None: no shuffling, -1: at random with
+    replacement.
+    """
     dataset_config: str = DATASET_CONFIG
     split_config: str = SPLIT_CONFIG
     subset: Subset = EVERYTHING
     aux: Mapping[str, str] = field(default_factory=dict)
+    """Name of a side store -> its location."""
     where: str = ""
-    """Start of errors about this source: "blend.yaml:7: splits.train.blend[2]"."""
+    """Place of the entry, for errors: "blend.yaml:7: splits.train.blend[2]"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """A Blend has sources in shares. The weights are any numbers of at least 0, not all 0."""
+    """Children mixed in proportion to their weights, which are at least 0 and not all 0."""
 
     children: "tuple[tuple[Node, float], ...]"
     where: str = ""
@@ -87,7 +90,7 @@ class Blend:
 
 @dataclass(frozen=True, kw_only=True)
 class Epochized:
-    """Its sources are read through, each so many times, per epoch of the whole."""
+    """Children with repetitions: in an epoch of the whole, each is read this many times."""
 
     children: "tuple[tuple[Node, float], ...]"
     where: str = ""
@@ -95,15 +98,19 @@ class Epochized:
 
 @dataclass(frozen=True)
 class JoinLeg:
+    """One source of a join."""
+
     name: str | None
+    """Argument of the joiner for its sample; None for positional arguments."""
     entry: SourceEntry
     nonmatch: str
+    """Action for a key that it lacks: "error", "skip" (the key) or "none" (None as its sample)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Samples of equal key make one sample. The first source is the primary, which gives keys and
-    order.
+    """Sources whose samples of the same key are joined to one. The first source is the primary:
+    keys and their order are its own.
     """
 
     legs: tuple[JoinLeg, ...]
@@ -118,11 +125,11 @@ Node = SourceEntry | Blend | Epochized | Join
 
 
 def flattened(node: Node) -> tuple[type, list[tuple[SourceEntry | Join, Fraction]]]:
-    """Returns what the top of a tree is, and its sources with their shares of the whole, or
-    repetitions per epoch.
+    """Returns the type of the top node, and all sources with their shares of the whole, or with
+    their repetitions per epoch if the top is `Epochized`.
 
-    Shares multiply from level to level, each level normalised by its sum: 2 and 1 within 5 of 8 are
-    10/24 and 5/24.
+    Shares are normalised on each level, and multiplied from level to level: weights 2 and 1 in a
+    group with weight 5 of 8 give 2/3 * 5/8 = 10/24 and 1/3 * 5/8 = 5/24.
     """
     if isinstance(node, (SourceEntry, Join)):
         return type(node), [(node, Fraction(1))]
@@ -136,7 +143,7 @@ def flattened(node: Node) -> tuple[type, list[tuple[SourceEntry | Join, Fraction
 
 
 def source_entries(node: Node) -> Iterator[SourceEntry | Join]:
-    """Yields the sources of a tree, in order."""
+    """Yields the sources of a tree, in order, however deep they are."""
     if isinstance(node, (SourceEntry, Join)):
         yield node
     else:

@@ -1,7 +1,6 @@
-"""tensor. Makes one value of several of a kind: samples are stacked into a batch, batches
-concatenated.
+"""tensor. Collates several values into one: stacks samples into a batch, and concatenates batches.
 
-Torch is imported only where a tensor is met: a stream of text never imports it.
+torch is imported only when there is a tensor: a stream of text never imports it.
 """
 
 import dataclasses
@@ -16,8 +15,8 @@ T = TypeVar("T")
 
 
 def generic_batch(values: Sequence[Any]) -> Any:
-    """Stacks tensors, padded; goes into dicts, dataclasses and named tuples of one form; anything
-    else becomes a list.
+    """Returns one value for several samples. Tensors are padded and stacked; dicts, dataclasses and
+    named tuples with the same fields are collated field by field; anything else becomes a list.
 
     `[{"a": "x"}, {"a": "y"}] -> {"a": ["x", "y"]}`.
     """
@@ -25,17 +24,18 @@ def generic_batch(values: Sequence[Any]) -> Any:
 
 
 def generic_concat(values: Sequence[Any]) -> Any:
-    """Makes a batch as `generic_batch` does, but concatenates tensors by `concat_pad`.
+    """Returns one batch for several batches, like `generic_batch`, with tensors concatenated by
+    `concat_pad`.
 
-    What is not a tensor becomes a list of the parts: two captions of batches of one are `[["a"],
-    ["b"]]`.
+    Other values become a list with an entry per batch: two batches with one caption each give
+    `[["a"], ["b"]]`.
     """
     return _collated(values, concat_pad)
 
 
 def homogeneous_concat_mix(samples: Sequence[Any]) -> Any:
-    """Makes one batch of several of the same type: a `batch_mix_fn` of MixBatchDataset. ValueError
-    if types differ.
+    """Returns one batch for several batches of the same type: a `batch_mix_fn` of MixBatchDataset.
+    Raises ValueError if types differ.
     """
     first = type(samples[0])
     for sample in samples:
@@ -104,20 +104,20 @@ def map_tensors(value: object, change: "Callable[[torch.Tensor], torch.Tensor]")
 
 
 def pinned(value: T) -> T:
-    """Returns a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
+    """Returns a copy with tensors in page-locked memory, by `value.pin_memory()` if it exists."""
     if hasattr(value, "pin_memory"):
         return value.pin_memory()
     return map_tensors(value, lambda tensor: tensor.pin_memory())
 
 
 def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
-    """Returns whether a value is a tensor; where torch was never imported, nothing is."""
+    """Returns whether a value is a tensor. It is False as long as torch is not imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _collated(values: Sequence[Any], join: Callable[[Any], Any]) -> Any:
-    """Returns one value of the type of the first, or a list where they are not of one form."""
+    """Returns one value of the type of `values`, or a list if they differ in type or fields."""
     first = values[0]
     kind = type(first)
     if kind is str or any(type(value) is not kind and not is_tensor(value) for value in values):
@@ -143,8 +143,8 @@ def _collated(values: Sequence[Any], join: Callable[[Any], Any]) -> Any:
 
 
 def _field(name: str, values: list[Any], join: Callable[[Any], Any]) -> Any:
-    """Collates a field. Fields such as `__key__`, which say where samples came from, become lists
-    whatever they hold, or None if all are None.
+    """Collates the values of one field. Fields about the origin of samples (`__key__`) become
+    lists, or None if all are None.
     """
     if name.startswith("__"):
         return None if all(value is None for value in values) else values

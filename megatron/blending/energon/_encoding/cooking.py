@@ -1,4 +1,6 @@
-"""pure. A cooker makes a sample of the parts of a crude record; here it is chosen and called."""
+"""pure. Cookers: functions of the user that turn a crude sample (the parts of a record) into a
+sample. Each source gets the first cooker that matches its subflavors.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +12,13 @@ from megatron.blending.arguments import check_function
 T = TypeVar("T")
 
 DECODE: Any = "decode"
-"""The default `decoder`: parts become what their names say (text, JSON, arrays, images). None
-leaves them bytes.
+"""Default of `decoder`: parts are decoded by their names (text, JSON, arrays, images). With None
+they stay bytes.
 """
 
 
-class Reader(Protocol):
-    """Says how records become samples; a task encoder is one."""
+class EncoderSettings(Protocol):
+    """The attributes of a task encoder that turn records into samples."""
 
     @property
     def cookers(self) -> "Sequence[Cooker]": ...
@@ -24,8 +26,8 @@ class Reader(Protocol):
     def decoder(self) -> Any: ...
 
 
-class PlainReader:
-    """Leaves samples as the data says they are."""
+class NoEncoder:
+    """Settings without cookers: samples stay as the data has them."""
 
     cookers: "Sequence[Cooker]" = ()
     decoder: Any = DECODE
@@ -33,10 +35,10 @@ class PlainReader:
 
 @dataclass(frozen=True)
 class Cooker:
-    """Makes samples of CrudeSamples, for the sources that have all of `has_subflavors`.
+    """Turns CrudeSamples into samples, for sources whose subflavors include `has_subflavors`.
 
-    Called `cook(sample, **aux)` with the stores that the metadataset names, and with what `cooker`
-    asks for.
+    It is called as `cook(sample, **stores)`: with each side store (`aux`) that the metadataset
+    names for the source, and with the extra arguments that the decorator `cooker` requests.
     """
 
     cook: Callable[..., Any]
@@ -50,14 +52,14 @@ class Cooker:
             )
 
     def is_match(self, subflavors: Mapping[str, Any]) -> bool:
-        """Returns whether the source has every subflavor that is asked for, with the same value."""
+        """Returns whether the source has all of `has_subflavors`, with the same values."""
         asked = self.has_subflavors or {}
         return all(key in subflavors and subflavors[key] == value for key, value in asked.items())
 
 
 def cooker(function: Any = None, *, need_cache: bool = False, need_primary: bool = False) -> Any:
-    """Asks for more arguments of a cook function: `cache`, which reads stores, and `primary`, its
-    own source by name.
+    """Decorator of a cook function that requests extra arguments: `cache` to read stores, and
+    `primary`, a store of the files of its own source.
     """
     if function is None:
         return functools.partial(cooker, need_cache=need_cache, need_primary=need_primary)
@@ -67,7 +69,9 @@ def cooker(function: Any = None, *, need_cache: bool = False, need_primary: bool
 
 
 class DirectCache:
-    """A DirectCache reads at once and keeps nothing: the operating system keeps what was read."""
+    """A cache without memory of its own: each `get` reads the file. The page cache of the operating
+    system keeps it.
+    """
 
     def get(self, store: Any, name: str, sample: object = None) -> Any:
         return store.get(name, sample)
@@ -76,7 +80,7 @@ class DirectCache:
         return Lazy(store, name)
 
     def to_cache(self, data: object, name: str) -> "Lazy":
-        """Returns a Lazy of data that was made. It holds the data itself, as there is no cache."""
+        """Returns a Lazy of computed data. It keeps the data itself, as there is no cache."""
         return Lazy(_Kept(data), name)
 
     def close(self) -> None:
@@ -85,7 +89,7 @@ class DirectCache:
 
 @dataclass(frozen=True)
 class Lazy(Generic[T]):
-    """A Lazy stands for a file of a store, which is read when it is asked for."""
+    """A file of a store that is read by `get`, and not before."""
 
     store: Any
     fname: str
@@ -109,10 +113,8 @@ def choose_cook(
     primary: object,
     where: str,
 ) -> Callable[[Any], Any] | None:
-    """Returns the function of the first cooker that matches a source, or None if the encoder has no
-    cookers.
-
-    ValueError, starting with `where`, if it has cookers and none matches.
+    """Returns the function of the first cooker that matches a source; None if the encoder has no
+    cookers. Raises ValueError, starting with `where`, if it has cookers and none matches.
     """
     for entry in cookers:
         if entry.is_match(subflavors):

@@ -1,8 +1,9 @@
-"""pure. Decodes a part of a sample, by its name; libraries are imported when a part needs them.
+"""pure. Decodes a part of a sample by the last suffix of its name:
 
-The last suffix of the name decides: txt -> str, json -> what it holds, cls -> int, npy -> array,
-jpg -> image ... ; a part of any other name stays bytes. Nothing that a file holds is executed, so
-pickles are refused unless allowed.
+    txt -> str, json -> its value, cls -> int, npy -> array, jpg -> image, mp4 -> video, ...
+
+Any other part stays bytes. A library is imported when a part first needs it. No code in a file is
+executed: pickles are refused unless they are allowed.
 """
 
 import gzip
@@ -31,14 +32,14 @@ _PICKLES = frozenset("pkl pickle pyd".split())
 
 
 def keep_bytes(name: str, content: bytes) -> bytes:
-    """Decodes nothing: `decoder = None` in a task encoder stands for it."""
+    """Returns the bytes as they are: the decoder of a task encoder with `decoder = None`."""
     return content
 
 
 @dataclass(frozen=True)
 class SampleDecoder:
-    """Decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it
-    cannot be.
+    """Function from the name and bytes of a part to its value:
+    `SampleDecoder(image_decode="pilrgb")("jpg", content)`. It raises DecodeError if that fails.
     """
 
     image_decode: str = _IMAGE_MODE
@@ -46,13 +47,13 @@ class SampleDecoder:
     bytes, "pilrgb" ...
     """
     av_decode: str = "AVDecoder"
-    """`AVDecoder` gives an object that decodes on demand, `torch` all frames at once, `pyav` an
+    """"AVDecoder" returns an object that decodes on demand, "torch" all frames at once, "pyav" an
     open PyAV container.
     """
     video_decode_audio: bool = False
-    """Decode the audio of a video too, with `torch`."""
+    """Decode the audio of a video, too (with "torch")."""
     allow_code: bool = False
-    """Unpickle pickles, which runs what they hold."""
+    """Unpickle pickles, which runs code in them."""
 
     def __post_init__(self) -> None:
         if self.image_decode != _IMAGE_MODE:
@@ -69,7 +70,7 @@ class SampleDecoder:
             raise DecodeError(
                 f"part {name!r}: needs {error.name}, which is not installed here: {error}"
             ) from error
-        except Exception as error:  # whatever a library raises on bytes that it does not understand
+        except Exception as error:  # libraries raise dozens of kinds for damaged bytes
             raise not_a(suffix, name, error) from error
 
     def _decoded(self, suffix: str, name: str, content: bytes) -> Any:
@@ -102,7 +103,7 @@ class SampleDecoder:
 
 
 def _media(name: str) -> ModuleType:
-    """Imports a module that only media need: whoever reads text never does."""
+    """Imports a module for media. A stream of text never does."""
     return import_module(f"megatron.blending.energon._media.{name}")
 
 
@@ -138,4 +139,4 @@ _PLAIN: dict[str, Callable[[bytes], Any]] = {
 }
 
 decode_part = SampleDecoder()
-"""Decodes a part as energon's default decoder does, but for pickles."""
+"""Decodes a part like energon's default decoder, except that it refuses pickles."""

@@ -1,5 +1,5 @@
-"""pure. DefaultTaskEncoder, which most are derived from, converts samples and batches to the types
-it is given.
+"""pure. DefaultTaskEncoder, the base of most task encoders: converts samples and batches to given
+types.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from megatron.blending.streams.failures import FatalSampleError
 
 
 class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """Converts samples by the names of their fields where types are given; else leaves them as they
-    are.
+    """A task encoder that converts samples and batches to the given types, by the names of their
+    fields. Without a type it leaves them as they are.
     """
 
     _encoded_sample_type: Any = None
@@ -46,11 +46,11 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
             return converted(sample, self._encoded_sample_type)
 
     def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
-        """Returns a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the
-        samples' own.
+        """Returns a batch of samples. Its type is the first of these that is given:
+        `raw_batch_type`, `batch_type`, the samples' own.
 
-        `batch_type` is passed over if `encode_batch` is there to make it and samples have fields
-        that it lacks, or lack some that it needs.
+        `batch_type` is skipped here if a subclass defines `encode_batch`, which then makes it, and
+        the fields of the samples are not exactly those of `batch_type`.
         """
         kind = self._raw_batch_type
         if kind is None and (not self._makes_batch() or is_made_of(self._batch_type, samples[0])):
@@ -86,8 +86,8 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
 
 @contextmanager
 def types_must_fit() -> Iterator[None]:
-    """Ends the run where types do not fit: what fits no sample must not be left out as one sample
-    that fails.
+    """Context that turns FieldError into FatalSampleError, which ends the run. Types that do not
+    fit concern all samples, so that no sample must be skipped for it.
     """
     try:
         yield

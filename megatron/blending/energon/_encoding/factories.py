@@ -1,10 +1,11 @@
-"""pure. Classes that open prepared folders in energon, and their subclasses that users have.
+"""pure. Base classes for the subclasses of energon's factories that users have. In energon a
+factory opens a prepared folder.
 
     class ChatWebdataset(DefaultDecoderWebdatasetFactory[ChatSample]):
         __sample_type__ = ChatSample
 
-Here a folder is opened by its path. Of a subclass that dataset.yaml names, the class of its samples
-and its decoder are used, wherever its `__init__` takes the decoder from.
+Here folders are opened by their paths. If a dataset.yaml names such a subclass, only its sample
+class and the decoder that its `__init__` sets are used.
 """
 
 import warnings
@@ -18,17 +19,17 @@ from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.epath import EPath
 
 _IS_OPENED: ContextVar[bool] = ContextVar("a factory is made to open a folder", default=False)
-_UNSAID: Any = "unsaid"
+_UNSET: Any = "unset"
 _USED = frozenset("__init__ __sample_type__ _decoder".split())
 
 
 class Factory:
-    """Base of energon's classes that open data: what is here of all of them."""
+    """Stand-in for all of energon's factory classes."""
 
     __sample_type__: Any = None
-    _decoder: Any = _UNSAID
+    _decoder: Any = _UNSET
 
-    def __init__(self, path: object = None, *, decoder: Any = _UNSAID, **_: object) -> None:
+    def __init__(self, path: object = None, *, decoder: Any = _UNSET, **_: object) -> None:
         if not _IS_OPENED.get():
             raise TypeError(
                 f"{type(self).__name__} is not made by hand here; get_train_dataset(path) opens "
@@ -53,7 +54,7 @@ class Factory:
 
 @dataclass(frozen=True)
 class _WholeSampleDecode:
-    """Decodes a part with a decoder of whole samples, such as webdataset's."""
+    """Decodes a part with a decoder of whole samples (webdataset's)."""
 
     decoder: Callable[[dict[str, Any]], Mapping[str, Any]]
 
@@ -62,10 +63,8 @@ class _WholeSampleDecode:
 
 
 def opened_by(factory: type[Factory], path: str, decode: Decode) -> tuple[Any, Decode]:
-    """Returns the class of the samples of a folder, and their decoder: `decode` where the class
-    says none.
-
-    Raises ValueError for a class without samples, or whose `__init__` fails.
+    """Returns the sample class of a factory, and its decoder, which is `decode` if the factory sets
+    none. Raises ValueError if it has no sample class, or if its `__init__` fails.
     """
     if factory.__sample_type__ is None:
         raise ValueError(
@@ -74,13 +73,13 @@ def opened_by(factory: type[Factory], path: str, decode: Decode) -> tuple[Any, D
     before = _IS_OPENED.set(True)
     try:
         decoder = factory(EPath(path))._decoder
-    except Exception as error:  # a program of others
+    except Exception as error:  # the user's code may raise anything
         raise ValueError(f"{factory.__name__}: {type(error).__name__}: {error}") from error
     finally:
         _IS_OPENED.reset(before)
     if decoder is None:
         return factory.__sample_type__, keep_bytes
-    if decoder is _UNSAID:
+    if decoder is _UNSET:
         return factory.__sample_type__, decode
     is_of_parts = isinstance(decoder, SampleDecoder)
     return factory.__sample_type__, decoder if is_of_parts else _WholeSampleDecode(decoder)

@@ -1,5 +1,6 @@
-"""pure. Samples and batches have named fields in common: of a dataclass, a named tuple or a
-dict."""
+"""pure. Named fields of samples and batches, which may be dataclasses, named tuples or dicts:
+converts one class to another, and collates samples field by field.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,11 @@ from megatron.blending.energon._encoding.source_info import Sources
 
 
 class FieldError(ValueError):
-    """Two types do not fit: no sample of the one makes the other."""
+    """A sample cannot be converted: its class lacks a field of the other, or has no fields."""
 
 
 def field_names(value: object) -> list[str]:
-    """Returns the names of the fields of an object, or of those of a class; FieldError if it has
-    none.
-    """
+    """Returns the field names of an object or a class; raises FieldError if it has none."""
     if isinstance(value, Mapping):
         return list(value)
     if dataclasses.is_dataclass(value):
@@ -33,13 +32,13 @@ def field_names(value: object) -> list[str]:
 
 
 def has_fields(value: object) -> bool:
-    """Returns whether an object, or the objects of a class, are made of named fields."""
+    """Returns whether an object, or a class, has named fields."""
     kind = value if isinstance(value, type) else type(value)
     return dataclasses.is_dataclass(kind) or issubclass(kind, Mapping) or hasattr(kind, "_fields")
 
 
 def required_names(kind: Any) -> set[str]:
-    """Returns the fields of a class that have no default; a dict needs none."""
+    """Returns the fields of a class that have no default; none for a dict."""
     if issubclass(kind, Mapping):
         return set()
     if not dataclasses.is_dataclass(kind):
@@ -63,11 +62,15 @@ def batch_samples(
     default_action: Action = generic_batch,
     **fields: Any,
 ) -> Any:
-    """Returns a `batch_type` of `samples`: each of its fields collated from theirs, except those
-    given as `fields`.
+    """Returns a batch of samples, collated field by field. Raises FieldError if the samples lack a
+    field without a default.
 
-    `actions` say for fields by name how several values become one. A dict holds all that the first
-    sample has. FieldError for a field without default that the samples lack.
+    Args:
+        batch_type: class of the batch. If it is a dict, the batch has the fields of the first
+            sample.
+        actions: name of a field -> function from its values to the batch's value.
+        default_action: function for all other fields.
+        fields: fields of the batch that are not collated.
     """
     first = samples[0]
     is_mapping = isinstance(first, Mapping)
@@ -91,8 +94,8 @@ def batch_samples(
 
 
 def converted(value: object, kind: Any) -> Any:
-    """Returns `value` as a `kind`, by the names of fields; FieldError for one without default that
-    it lacks.
+    """Returns an object of the class `kind` with the fields of `value`, matched by name. Raises
+    FieldError if `value` lacks a field without a default.
     """
     names = field_names(value)
     has = {
@@ -106,7 +109,9 @@ def converted(value: object, kind: Any) -> Any:
 
 
 def is_made_of(kind: type, value: object) -> bool:
-    """Returns whether a class has a field for each that `value` has, and needs no other."""
+    """Returns whether the fields of `value` are exactly right for a class: it has all of them, and
+    requires no other.
+    """
     if not has_fields(kind) or not has_fields(value):
         return False
     names = set(field_names(value))
@@ -121,8 +126,8 @@ def _missing(name: str, kind: type, value: object) -> FieldError:
 
 
 def _column(name: str, values: list[Any], action: Action) -> object:
-    """Collates a field of all samples; what says where they came from is listed, or None if there
-    is nothing to say.
+    """Collates the values of one field. Fields about the origin (`__key__`) become lists, or None
+    if all are None.
     """
     if not name.startswith("__"):
         return action(values)

@@ -1,7 +1,6 @@
-"""pure. A store gives files by name, beside a stream: cookers read media from it.
+"""pure. Side stores: files by name, from which cookers read media.
 
-A store is a prepared WebDataset, whose files are "KEY.PART" of all its shards, or a folder of plain
-files.
+A store is a folder of plain files, or a prepared WebDataset, whose files are named "KEY.PART".
 """
 
 import os
@@ -20,8 +19,8 @@ Decode = Callable[[str, bytes], Any]
 
 
 class FileStore:
-    """`store.get(name, sample)` gives the decoded content, and notes the file in the sample's
-    `__sources__`.
+    """Files by name. `store.get(name, sample)` returns the decoded content, and adds the file to
+    the sample's `__sources__`.
     """
 
     def __init__(self, path: str, decode: Decode) -> None:
@@ -53,8 +52,8 @@ class FileStore:
 
 
 class SystemFileStore(FileStore):
-    """Reads files below a folder or URL; ValueError for a name that leads out of it, as records may
-    hold any.
+    """Files below a folder or URL. A name that leads out of it (`../x`) raises ValueError, since
+    names come from records.
     """
 
     def _read(self, key: str) -> tuple[bytes, SourceInfo]:
@@ -68,12 +67,12 @@ class SystemFileStore(FileStore):
 
 
 class WebdatasetFileStore(FileStore):
-    """Reads files of a prepared WebDataset, whatever part they are in, by its index.sqlite."""
+    """Files of a prepared WebDataset, in all of its splits, found by its index.sqlite."""
 
     @cached_property
     def dataset(self) -> WebDataset:
-        """The data set, opened at first use: a source as its own store is seldom asked for
-        anything.
+        """The data set, opened at first use. Each source has a store of its own files, which few
+        cookers use.
         """
         parts = SampleType(module="megatron.energon", name=CRUDE, is_crude=True)
         return WebDataset(self.path, SplitPart(tuple(read_info(self.path).items()), ()), parts, {})
@@ -90,8 +89,8 @@ class WebdatasetFileStore(FileStore):
 
 
 def open_store(path: str, decode: Decode, where: str) -> FileStore:
-    """Opens what an `aux` of a metadataset names; ValueError, starting with `where`, if there is no
-    such thing.
+    """Opens a store that `aux` of a metadataset names. Raises ValueError, starting with `where`, if
+    it does not exist.
     """
     if path.startswith(FILE_SYSTEM):
         folder = path.removeprefix(FILE_SYSTEM)

@@ -1,8 +1,7 @@
-"""pure. A join makes one sample of those of equal key: the first source gives keys and order, the
-others are searched.
+"""pure. Joins the samples of several sources by key. The first source decides keys and order.
 
-Nothing is precomputed: the partners of a block of samples are found by the `index.sqlite` of each
-source, at about 20 microseconds per sample and source.
+Nothing is precomputed: for each block of samples, the partners are looked up in the `index.sqlite`
+of the other sources, in about 20 microseconds per sample and source.
 """
 
 import hashlib
@@ -19,8 +18,8 @@ from megatron.blending.streams.failures import FatalSampleError, SkipSample
 class JoinSource(RecordSource):
     """Joined records of several sources.
 
-    A record is {"legs": [(index, record) of each source, or None]}. If partners are missing, it is
-    {"fault": reason}, with None as the reason if the sample is to be skipped.
+    A record is {"legs": [(index, record) of each source, or None]}. If a partner is missing and the
+    source has nonmatch "error", it is {"fault": reason}; with nonmatch "skip", {"fault": None}.
     """
 
     def __init__(self, sources: Sequence[WebDataset], nonmatch: Sequence[str]) -> None:
@@ -49,7 +48,7 @@ class JoinSource(RecordSource):
     def _found(
         self, number: int, keys: Sequence[str]
     ) -> dict[str, tuple[int, Record | RecordError]]:
-        """Returns index and record of each key that source `number` has."""
+        """Returns index and record by key, for the keys that source `number` has."""
         source = self._sources[number]
         found = source.find(keys)
         records = source.read(list(found.values()))
@@ -83,8 +82,8 @@ class JoinSource(RecordSource):
 
 @dataclass(frozen=True)
 class JoinedLoad:
-    """Makes samples of a JoinSource's records, by the joiner. A partner missing: SkipSample, or the
-    run ends.
+    """Function from a record of a JoinSource to its sample, by the user's joiner. A record with a
+    fault raises SkipSample, or FatalSampleError, which ends the run.
     """
 
     loads: Sequence[Callable[[Record, tuple[Any, ...]], Any]]

@@ -1,4 +1,6 @@
-"""pure. A SourceDataset calls these to make a sample of a record. All may be pickled."""
+"""pure. Loads: functions from a record to a sample, which a SourceDataset calls. All can be
+pickled.
+"""
 
 import os
 from collections.abc import Callable, Iterable
@@ -19,7 +21,7 @@ _new: Any = object.__new__
 
 
 class TypedLoad:
-    """Makes the sample that dataset.yaml describes of a record."""
+    """Function from a record to a sample of the class that dataset.yaml names."""
 
     def __init__(
         self, dataset: WebDataset, kind: type, subflavors: dict[str, Any], decode: Decode
@@ -49,15 +51,15 @@ class TypedLoad:
         )
         if not self._is_plain:
             return self.kind(**fields)
-        # What the class's own `__init__` does, in a third of its time.
+        # Does the same as the class's own `__init__`, in a third of its time.
         sample = _new(self.kind)
         sample.__dict__ = {**self._defaults, **fields}
         return sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cooks:
-    """A load makes a CrudeSample, or what the cooker makes of that."""
+class _CrudeBase:
+    """Base of loads that make a CrudeSample, and pass it through the cooker if there is one."""
 
     path: str
     subflavors: dict[str, Any]
@@ -73,8 +75,8 @@ class _Cooks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrudeLoad(_Cooks):
-    """Makes a crude sample of a record of a prepared folder: of its parts."""
+class CrudeLoad(_CrudeBase):
+    """Load for a prepared folder: the crude sample has the parts of the record."""
 
     dataset: WebDataset
     decode: Decode
@@ -88,9 +90,9 @@ class CrudeLoad(_Cooks):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileLoad(_Cooks):
-    """Makes a crude sample of a record of a file: of its columns, or the object of a line as
-    "json". Its key is its number there, also where only a part of the file is read.
+class FileLoad(_CrudeBase):
+    """Load for a file: the crude sample has the columns of the record, or a JSON object as "json".
+    Its key is the number of the record in the file.
     """
 
     first: int
@@ -103,15 +105,15 @@ class FileLoad(_Cooks):
         return sample
 
     def many(self, records: Iterable[Record], restore_keys: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Returns the samples of many records, with the exception in place of each that the cooker
-        refuses. It is one loop, as a call per record would cost a fifth more.
+        """Returns the samples of many records; if the cooker raises, the place of the sample has
+        the exception. It is one loop: a call per record would take a fifth longer.
         """
         path, first, is_json = self.path, self.first, self.is_json
         name, subflavors, cook, samples = os.path.basename(path), self.subflavors, self.cook, []
         for record, restore_key in zip(records, restore_keys):
             number = restore_key[-1]
             sample = CrudeSample()
-            # Numbered within the whole file: record 2 of the part from 100 on has the key "102".
+            # The number in the whole file: record 2 of a subset from 100 on has the key "102".
             sample["__key__"] = str(first + number)
             sample["__shard__"] = name
             if is_json:

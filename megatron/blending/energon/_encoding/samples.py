@@ -1,9 +1,11 @@
-"""pure. A stream is made of samples, by kind, and batches of them. Fields are those that energon's
-users know.
+"""pure. Sample classes and batches, with the fields of energon.
 
-`__key__` names a sample within its source, `__restore_key__` is (place of the source in the blend,
-position in its stream, record), `__subflavors__` are what the metadataset says of the source,
-`__sources__` where the bytes lie.
+All of them have four fields about their origin:
+
+    __key__           name of the sample in its source
+    __restore_key__   (number of the source in the blend, position in its stream, record)
+    __subflavors__    values that the metadataset gives to the source
+    __sources__       files that the bytes come from
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ _all_basic = itemgetter(*BASIC_KEYS)
 
 @dataclass_transform(kw_only_default=True)
 def edataclass(cls: T) -> T:
-    """Makes a class of samples or batches: a dataclass by keyword only, compared by identity.
+    """Decorator of a sample or batch class: a dataclass with keyword-only fields, compared by
+    identity.
 
-    The class keeps no defaults as attributes, so that a plain `@dataclass` derived from it may
-    declare its fields again, without defaults, before its own.
+    Defaults are removed from the class attributes. A plain `@dataclass` derived from it may then
+    declare the same fields again without defaults.
     """
     made: Any = dataclass(cls, kw_only=True, eq=False)
     for one in fields(made):
@@ -48,20 +51,20 @@ def edataclass(cls: T) -> T:
 
 
 class _Fields:
-    """Samples and batches have this in common."""
+    """Methods that samples and batches have in common."""
 
     def pin_memory(self) -> Self:
-        """Returns a copy whose tensors lie in page-locked memory."""
+        """Returns a copy with its tensors in page-locked memory."""
         return map_tensors(self, lambda tensor: tensor.pin_memory())
 
     def to_device(self, device: torch.device | str | int) -> Self:
-        """Returns a copy whose tensors are on `device`, sent without a wait for the copy."""
+        """Returns a copy with its tensors on `device`. It does not wait for the transfer."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     @classmethod
     def extend(cls, src: object, **changes: object) -> Self:
-        """Returns an object of this class with the fields of `src`, which may be of a parent class,
-        and `changes`.
+        """Returns an object of this class with the fields of `src`, an object of a parent class,
+        and with `changes`.
         """
         has = {name: getattr(src, name) for name in field_names(cls) if hasattr(src, name)}
         return cls(**{**has, **changes})
@@ -69,7 +72,7 @@ class _Fields:
 
 @edataclass
 class Sample(_Fields):
-    """Base of samples: where a sample came from, without content."""
+    """Base of sample classes: the origin of a sample, without content."""
 
     __key__: str
     __restore_key__: tuple[Any, ...] = ()
@@ -78,16 +81,16 @@ class Sample(_Fields):
 
     @classmethod
     def derive_from(cls, base_sample: object, **own: object) -> Self:
-        """Returns a sample with fields of its `own` that came from where `base_sample` did."""
+        """Returns a sample with the fields `own` and the origin of `base_sample`."""
         return cls(**{**basic_sample_keys(base_sample), **own})
 
     @classmethod
     def from_joined(cls, *samples: object, **named_samples: object) -> Self:
-        """Returns one sample of those that a join found, in the order or by the names that it has
-        them.
+        """Returns the joined sample. The metadataset decides whether samples are positional or
+        named.
 
-        By default it has the fields of all, of which the last one's count; where they come from is
-        the first one's.
+        By default it has the fields of all samples; of fields with the same name that of the last
+        sample. Its key is that of the first.
         """
         if named_samples:
             raise NotImplementedError(
@@ -109,9 +112,7 @@ class Sample(_Fields):
 
 
 class CrudeSample(dict[str, Any]):
-    """Parts of a record by name, as read: for a cooker, or for
-    `encode_sample`.
-    """
+    """Decoded parts of a record by name, for a cooker or for `encode_sample`."""
 
 
 @edataclass
@@ -193,7 +194,7 @@ class VidQASample(Sample):
 
 @edataclass
 class Batch(_Fields):
-    """Samples put together. `__key__` and the like hold one entry per sample."""
+    """Base of batches. `__key__` and the other fields of origin have one entry per sample."""
 
     __key__: list[str] = field(default_factory=list)
     __restore_key__: Any = ()
@@ -202,17 +203,16 @@ class Batch(_Fields):
 
     @classmethod
     def from_samples(cls, samples: Sequence[Any], **own: Any) -> Self:
-        """Returns a batch whose every field is that of the samples, stacked with zeros where shapes
-        differ, or listed.
+        """Returns a batch of samples: tensors are stacked, padded with zeros to the same shape, and
+        other values become lists. The fields `own` are used as they are.
 
-        `own` fields are taken as they are. ValueError for a field that has no default and that the
-        samples lack.
+        Raises ValueError if the samples lack a field without a default.
         """
         return batch_samples(samples, cls, **own)
 
     @classmethod
     def derive_from(cls, base_batch: object, **own: object) -> Self:
-        """Returns a batch with fields of its `own` of the same samples as `base_batch`."""
+        """Returns a batch with the fields `own` and the origin of `base_batch`."""
         return cls(**{**basic_sample_keys(base_batch), **own})
 
 
@@ -222,10 +222,9 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {kind.__name__: kind for kind in Sample.
 def basic_sample_keys(
     sample: object, additional_source_info: tuple[SourceInfo, ...] = ()
 ) -> dict[str, Any]:
-    """Returns the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude),
-    text=t)`.
+    """Returns the fields about a sample's origin: `TextSample(**basic_sample_keys(crude), text=t)`.
 
-    `additional_source_info`: what else it was made of.
+    additional_source_info: further files that the sample was made of.
     """
     if additional_source_info:
         found = basic_sample_keys(sample)
@@ -234,7 +233,7 @@ def basic_sample_keys(
             "__sources__": (*(found.get("__sources__") or ()), *additional_source_info),
         }
     if isinstance(sample, dict):
-        # A crude sample as it was read has them all, which takes half the time of a loop.
+        # A crude sample as it was read has all four: one lookup takes half the time of a loop.
         with suppress(KeyError):
             return dict(zip(BASIC_KEYS, _all_basic(sample)))
     if isinstance(sample, Mapping):

@@ -1,9 +1,13 @@
-"""pure. Opens the source entries of a metadataset: their records become samples of the task.
+"""pure. Opens the source entries of a metadataset as sources of samples. The source decides what
+its records become:
 
-What a record becomes depends on the source: the sample class of its dataset.yaml, or a CrudeSample,
-which the task encoder's cooker makes a sample of; a line of JSONL is a CrudeSample with the object
-as "json", a row of Parquet or a token sequence one with its columns. Without any cooker crude
-samples go to `encode_sample` as they are.
+    prepared folder with a sample class     a sample of that class
+    prepared folder, crude                  CrudeSample with its parts       -> cooker
+    JSONL, JSON                             CrudeSample {"json": object}     -> cooker
+    Parquet, CSV, tokens                    CrudeSample with its columns     -> cooker
+
+A cooker of the task encoder turns a CrudeSample into a sample. If the encoder has no cookers,
+`encode_sample` gets the CrudeSample itself.
 """
 
 import importlib
@@ -14,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.blending.arguments import nearest
-from megatron.blending.energon._encoding.cooking import DECODE, Reader, choose_cook
+from megatron.blending.energon._encoding.cooking import DECODE, EncoderSettings, choose_cook
 from megatron.blending.energon._encoding.decode import SampleDecoder, decode_part, keep_bytes
 from megatron.blending.energon._encoding.factories import Factory, opened_by
 from megatron.blending.energon._encoding.fields import required_names
@@ -48,31 +52,31 @@ from megatron.blending.streams.source import SourceDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
-UNSAID: Any = "unsaid"
+UNSET: Any = "unset"
 
 Load = Callable[[Record, tuple[Any, ...]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A Reading says how sources are read, for training or for validation."""
+class ReadSettings:
+    """Settings for opening sources, for training or for validation."""
 
-    encoder: Reader
+    encoder: EncoderSettings
     is_shuffled: bool = True
     slice_length: int | None = None
-    """Longest run of records that is read in one go; None: no runs, each record by itself."""
+    """Maximum number of consecutive records that are read together; None to read each by itself."""
     shuffle_window: int = 0
-    decoder: Any = UNSAID
-    """Decoder of parts in place of the encoder's."""
+    decoder: Any = UNSET
+    """Decoder of parts, in place of the encoder's."""
     allow_code: bool = False
-    """True if Python files and classes that a dataset.yaml or a join names may be run."""
+    """True to run Python files and import classes that a dataset.yaml or a join names."""
 
 
 def open_entry(
-    entry: SourceEntry | Join, reading: Reading, worker_config: WorkerConfig | None = None
+    entry: SourceEntry | Join, reading: ReadSettings, worker_config: WorkerConfig | None = None
 ) -> SourceDataset:
-    """Returns a source as a SourceDataset: one pass over its samples. ValueError starts with where
-    it is named.
+    """Opens a source as a stream of one pass over its samples. Raises ValueError, which starts with
+    the place of the entry.
     """
     source, load = open_samples(entry, reading)
     return SourceDataset(
@@ -87,9 +91,9 @@ def open_entry(
     )
 
 
-def open_samples(entry: SourceEntry | Join, reading: Reading) -> tuple[RecordSource, Load]:
-    """Returns the records of a source, and the function that makes a sample of each; ValueError
-    starts with where it is named.
+def open_samples(entry: SourceEntry | Join, reading: ReadSettings) -> tuple[RecordSource, Load]:
+    """Opens a source. Returns its records, and the function from a record to a sample. Raises
+    ValueError, which starts with the place of the entry.
     """
     with named_by(entry):
         if isinstance(entry, Join):
@@ -98,7 +102,8 @@ def open_samples(entry: SourceEntry | Join, reading: Reading) -> tuple[RecordSou
         return opened.source, _load_of(entry, opened, reading)
 
 
-def _load_of(entry: SourceEntry, opened: OpenRecords, reading: Reading) -> Load:
+def _load_of(entry: SourceEntry, opened: OpenRecords, reading: ReadSettings) -> Load:
+    """Returns the function from a record of an opened source to its sample."""
     decode, folder = _decoder(reading), opened.folder
     if folder is not None and not folder.sample_type.is_crude:
         if entry.aux:
@@ -127,10 +132,12 @@ def _typed_load(
     dataset: WebDataset,
     source: RecordSource,
     subflavors: dict[str, Any],
-    reading: Reading,
+    reading: ReadSettings,
     decode: Decode,
 ) -> TypedLoad:
-    """Returns the load of a source with types. `source`: what is read of the data set."""
+    """Returns the load for a prepared folder with a sample class. `source` has the records of it
+    that are read, by which the field map is checked.
+    """
     kind, decode = _sample_class(dataset, reading, decode)
     load = TypedLoad(dataset, kind, subflavors, decode)
     if dataset.sample_type.field_map and local_path(dataset.path) is not None:
@@ -138,7 +145,7 @@ def _typed_load(
     return load
 
 
-def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
+def _open_join(join: Join, reading: ReadSettings) -> tuple[RecordSource, Load]:
     decode = _decoder(reading)
     sources: list[WebDataset] = []
     loads: list[Load] = []
@@ -166,15 +173,17 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
     return part_of(joined, join.subset), JoinedLoad(loads, names, make, dict(join.subflavors))
 
 
-def _joiner(join: Join, reading: Reading) -> Callable[..., Any]:
-    """Returns the function of a joiner, or `from_joined` of its class."""
+def _joiner(join: Join, reading: ReadSettings) -> Callable[..., Any]:
+    """Returns the function that joins samples: a joiner may be a function, or a class with
+    `from_joined`.
+    """
     kind = _imported(*join.joiner, reading.allow_code)
     return getattr(kind, "from_joined", kind)
 
 
-def _decoder(reading: Reading) -> Decode:
-    """Returns what the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
-    decoder = reading.encoder.decoder if reading.decoder is UNSAID else reading.decoder
+def _decoder(reading: ReadSettings) -> Decode:
+    """Returns the decoder of parts: a function (name of the part, bytes) -> value."""
+    decoder = reading.encoder.decoder if reading.decoder is UNSET else reading.decoder
     if decoder is None:
         return keep_bytes
     if decoder is DECODE:
@@ -187,9 +196,13 @@ def _decoder(reading: Reading) -> Decode:
     return decoder
 
 
-def _sample_class(webdataset: WebDataset, reading: Reading, decode: Decode) -> tuple[Any, Decode]:
-    """Returns the class that dataset.yaml names, and how its parts are decoded. One of ours is
-    named by its name alone, one of the program by its module; any other only if code is allowed.
+def _sample_class(
+    webdataset: WebDataset, reading: ReadSettings, decode: Decode
+) -> tuple[Any, Decode]:
+    """Returns the sample class that dataset.yaml names, and the decoder of its parts.
+
+    A class of this package is found by its name alone. A class of the user's program is found if
+    the program has imported its module. Any other is imported only if code is allowed.
     """
     kind = webdataset.sample_type
     if kind.module.startswith(_OUR_MODULES):
@@ -210,8 +223,8 @@ def _sample_class(webdataset: WebDataset, reading: Reading, decode: Decode) -> t
 
 
 def _check_names(kind: SampleType, made: Any) -> None:
-    """Raises ValueError for a field map with a field that the class `made` lacks, or without one
-    that it needs.
+    """Raises ValueError if the field map has a field that the class `made` lacks, or lacks one that
+    it needs.
     """
     names = getattr(made, "__dataclass_fields__", {})
     for name in kind.field_map:
@@ -231,8 +244,8 @@ def _check_names(kind: SampleType, made: Any) -> None:
 
 
 def _known(module: str, name: str) -> type | None:
-    """Returns a class of samples, or one that opens data, of a module that the program has imported
-    itself: no code is run that it would not run anyway.
+    """Returns a sample class or a factory from a module that the program has imported already, or
+    None. No new code runs by that.
     """
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) and issubclass(found, (Factory, Sample)) else None

@@ -1,4 +1,4 @@
-"""pure. A SourceInfo says where a sample was read, Sources where those of a batch were."""
+"""pure. The place that a sample was read from (SourceInfo), and those of a batch (Sources)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class SourceInfo:
-    """Place where a sample was read."""
+    """Place that a sample was read from."""
 
     dataset_path: str
     index: int | str
@@ -22,10 +22,10 @@ _values = attrgetter("dataset_path", "index", "shard_name", "file_names")
 
 
 class Sources(tuple[SourceInfo, ...]):
-    """Places where the samples of a batch were read.
+    """Places that the samples of a batch were read from: a tuple of SourceInfo.
 
-    A tuple, pickled as its columns: one by one these objects took workers as long to send as a
-    kilobyte of text each.
+    It is pickled by columns. Pickled one by one, each object took a worker as long to send as a
+    kilobyte of text.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

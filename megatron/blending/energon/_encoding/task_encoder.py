@@ -1,20 +1,20 @@
-"""pure. A TaskEncoder says how a task cooks, encodes, packs and batches; the steps become nodes of
-a stream.
+"""pure. TaskEncoder: the class that a user overrides to cook, encode, pack and batch samples. Each
+step that is overridden becomes a node of the stream; the others cost nothing.
 
-Steps that a task does not override cost nothing. In the order in which they run:
+Steps in the order in which they run:
 
     step                      runs                                  input -> output
     a cooker                  for crude sources                     parts of a record -> sample
-    encode_sample             always, or else preencode_sample      sample -> encoded sample
-    preencode_sample          instead of encode_sample              sample -> sample to choose by
+    encode_sample             for each sample                       sample -> encoded sample
+    preencode_sample          in place of encode_sample             sample -> sample to choose by
     select_samples_to_pack    with packing_buffer_size              samples of a block -> groups
-    postencode_sample         always; with packing, on chosen ones  sample -> encoded sample
+    postencode_sample         for each sample, after it is chosen   sample -> encoded sample
     pack_selected_samples     with packing_buffer_size              group -> pack
-    batch                     with batch_size or a criterion        encoded samples -> batch
-    encode_batch              as batch                              batch -> what the loop gets
+    batch                     with batch_size, or by groups         encoded samples -> batch
+    encode_batch              for each batch                        batch -> input of the loop
 
-The criterion is `batch_group_criterion`. With `pack_by = "lengths"` samples are encoded after they
-are chosen: `encode_sample` then runs just before `postencode_sample`.
+"By groups" means that `batch_group_criterion` is overridden. With `pack_by = "lengths"` samples are
+encoded after they are chosen: `encode_sample` then runs just before `postencode_sample`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -44,8 +44,8 @@ T_batch = TypeVar("T_batch")
 
 
 class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """Base of encoders: override what the task needs. Methods are called in loader workers,
-    for each sample or batch.
+    """Base of task encoders: override the steps that the task needs. Loader workers call them for
+    each sample or batch.
 
         class Words(DefaultTaskEncoder):
             def encode_sample(self, sample):
@@ -60,29 +60,28 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     cookers: Sequence[Cooker] = ()
     decoder: Any = DECODE
     over_long: str = "drop"
-    """Samples that fit in no pack: "drop" (log and count them), "alone" (a pack by itself) or
-    "error".
+    """Treatment of samples that fit in no pack: "drop" (log and count them), "alone" (a pack of one
+    sample) or "error".
     """
     pack_by: str = "samples"
-    """Content of a block of `packing_buffer_size` while packs are chosen: "samples", which are
-    encoded, or "lengths". With lengths `select_samples_to_pack` gets the ints that `sample_length`
-    returned. A sample is then encoded when its pack is made, so that the memory is that of one
-    pack.
+    """Values that `select_samples_to_pack` chooses from: "samples", the encoded samples of a block,
+    or "lengths", the ints that `sample_length` returns for them. With lengths, a sample is encoded
+    when its pack is made, so that only one pack is in memory.
     """
     max_open_groups: int = MAX_OPEN_GROUPS
-    """Groups of `batch_group_criterion` that each rank keeps open. If there are more, the oldest is
-    given out before it is full.
+    """Maximum number of groups of `batch_group_criterion` that a rank keeps open. Beyond it, the
+    oldest group becomes a batch before it is full.
     """
 
     def encode_sample(self, sample: T_sample) -> T_encoded_sample:
-        """Returns the encoded sample, of which the model's input is made. It may raise SkipSample
-        to leave the sample out, and give several by being a generator.
+        """Returns the encoded sample, from which the model's input is made. It may raise SkipSample
+        to leave the sample out. As a generator it may yield several samples.
         """
         return sample  # type: ignore[return-value]
 
     def preencode_sample(self, sample: T_sample) -> Any:
-        """Returns what `select_samples_to_pack` chooses by: the cheap part of encoding. It is for
-        tasks that pack.
+        """Returns the sample for `select_samples_to_pack`: the cheap part of encoding, for tasks
+        that pack. `postencode_sample` does the rest for samples that were chosen.
         """
         return sample
 
@@ -93,37 +92,41 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         raise NotImplementedError(f"{type(self).__name__} must define sample_length")
 
     def postencode_sample(self, sample: Any) -> T_encoded_sample:
-        """Finishes a sample of `preencode_sample` that was chosen."""
+        """Returns the encoded sample, from one that `preencode_sample` returned and that was
+        chosen.
+        """
         return sample
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        """Returns groups of these samples, each to be one pack; those in no group are offered again
-        with the rest of their block.
+        """Returns groups of these samples; each becomes a pack. Samples in no group are offered
+        again, together with the rest of their block.
         """
         raise NotImplementedError(f"{type(self).__name__} must define select_samples_to_pack")
 
     def pack_selected_samples(self, samples: list[Any]) -> Any:
-        """Returns one sample made of a group."""
+        """Returns the pack of a group: one sample."""
         raise NotImplementedError(f"{type(self).__name__} must define pack_selected_samples")
 
     def batch_group_criterion(self, sample: Any) -> tuple[Hashable, int | None]:
-        """Returns (key, batch size or None for that asked for): only samples of equal key share a
-        batch.
+        """Returns (key, batch size). Only samples with the same key share a batch. None as the
+        batch size stands for the one that the user asked for.
         """
         raise NotImplementedError(f"{type(self).__name__} must define batch_group_criterion")
 
     def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
-        """Returns one batch of the samples' own type. Tensors are stacked, smaller ones padded, and
-        other values put in lists.
+        """Returns a batch of the same class as the samples. Tensors are padded and stacked, other
+        values become lists.
         """
         return self._batch(samples, type(samples[0]))
 
     def encode_batch(self, batch: T_raw_batch) -> T_batch:
-        """Returns what the training loop gets."""
+        """Returns the batch for the training loop."""
         return batch  # type: ignore[return-value]
 
     def num_tokens(self, sample: T_encoded_sample) -> int:
-        """Returns the length of an encoded sample, for weights by tokens: that of its `tokens`."""
+        """Returns the length of an encoded sample, for blend weights in tokens. By default it is
+        the length of its `tokens`.
+        """
         tokens = (
             sample.get("tokens") if isinstance(sample, Mapping) else getattr(sample, "tokens", None)
         )
@@ -135,8 +138,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     @property
     def current_batch_index(self) -> int:
-        """Number of the output that is being made, among those of its rank; equal on all ranks. If
-        outputs are packed or left out, it is the number of their block or position.
+        """Number of the output that is being made, counted on its rank; equal on all ranks. With
+        packing, or if outputs are left out, it is the number of the block or the position.
         """
         return _current(
             BATCH_INDEX,
@@ -145,7 +148,9 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     @property
     def current_sample_index(self) -> int:
-        """Position of the sample at hand (of several, the first) in the stream of its source."""
+        """Position of the current sample in the stream of its source; of several samples that of
+        the first.
+        """
         return _current(
             SAMPLE_INDEX,
             "current_sample_index is known in methods with @stateless(restore_seeds=True); a "
@@ -153,7 +158,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         )
 
     def uses(self, step: str) -> bool:
-        """Returns whether the method of that name is overridden, by the class or on the object."""
+        """Returns whether the method `step` is overridden, in the class or on the object."""
         return step in vars(self) or getattr(type(self), step) is not getattr(TaskEncoder, step)
 
     def _batch(
@@ -163,19 +168,19 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         actions: Mapping[str, Callable[[list[Any]], Any]] | None = None,
         default_action: Callable[[list[Any]], Any] = generic_batch,
     ) -> Any:
-        """Returns a `result_type` of samples; `actions` say for fields by name how several values
-        become one.
+        """Returns a batch of the class `result_type`. `actions` maps names of fields to functions
+        from the samples' values to the batch's value.
         """
         if not has_fields(result_type):
             return default_action(samples)
         return batch_samples(samples, result_type, actions or {}, default_action)
 
-    # How steps become nodes.
+    # The methods below put the steps into a stream. Most tasks leave them as they are.
 
     def build_encode_sample(
         self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig | None = None
     ) -> SavableDataset[Any]:
-        """Returns `dataset` with the steps that encode its samples."""
+        """Returns `dataset` with its samples encoded."""
         check_encoder(self)
         step = self._encoding_step()
         if step is None:
@@ -193,7 +198,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None,
         worker_config: WorkerConfig | None = None,
     ) -> SavableDataset[Any]:
-        """Returns `dataset` packed. With `packing_buffer_size=None` it is only post-encoded."""
+        """Returns `dataset` packed; without `packing_buffer_size` only `postencode_sample` runs."""
         check_encoder(self, packing_buffer_size)
         post_encode = self.postencode_sample if self.uses("postencode_sample") else None
         if packing_buffer_size is None:
@@ -202,8 +207,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
             return MapDataset(dataset, map_fn=post_encode, worker_config=worker_config)
         is_by_length = self.pack_by == "lengths"
         if is_by_length and self._is_encoded_by_self(dataset):
-            # build_encode_sample wrapped the data set already. With lengths only the samples of a
-            # pack are encoded, after they are chosen, so take the raw samples below that node.
+            # build_encode_sample has added a node that encodes every sample. With lengths, only
+            # chosen samples are encoded, so remove that node and encode when a pack is made.
             dataset = dataset.children[0]
             post_encode = self._encode_whole
         return PackingDataset(
@@ -218,9 +223,9 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         )
 
     def _is_encoded_by_self(self, dataset: SavableDataset[Any]) -> bool:
-        """Returns whether `dataset` is the node of `build_encode_sample`."""
+        """Returns whether `dataset` is the node that `build_encode_sample` adds."""
         step = self._encoding_step()
-        # By equality: each access to a bound method makes another object.
+        # `==` and not `is`: each access to a bound method creates a new object.
         return (
             isinstance(dataset, MapDataset)
             and step is not None
@@ -228,7 +233,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         )
 
     def _encode_whole(self, sample: Any) -> Any:
-        """Returns the encoded sample of which only the length was known until its pack was made."""
+        """Returns the encoded sample, by all encoding steps at once (`pack_by = "lengths"`)."""
         step = self._encoding_step()
         encoded = sample if step is None else getattr(self, step)(sample)
         return self.postencode_sample(encoded) if self.uses("postencode_sample") else encoded
@@ -242,13 +247,12 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig | None = None,
     ) -> SavableDataset[Any]:
-        """Returns `dataset` batched. With `batch_size=None` it returns single samples, or single
-        packs.
+        """Returns `dataset` packed and batched. With `batch_size=None` its outputs are single
+        samples or packs.
 
-        Samples that no function has changed yet are encoded first. So an overridden
-        `build_train_datasets` may only blend and batch, and still gives the task's own batches.
+        If no step has changed the samples yet, they are encoded first. An overridden
+        `build_train_datasets` may therefore blend and call this method only.
         """
-        # Encode before packing and packing before batching: each takes the outputs of the last.
         if not has_changed_outputs(dataset):
             dataset = self.build_encode_sample(dataset, worker_config=worker_config)
         dataset = self.build_packing(
@@ -293,26 +297,26 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         weight_schedule: WeightSchedule | None = None,
         repeat: bool = True,
     ) -> SavableDataset[Any]:
-        """Returns the training stream. An override may take any of these arguments, and is called
-        with those that its signature has.
+        """Returns the training stream. An override may take any of these arguments: it is called
+        with those in its signature.
 
-        `datasets`: the sources in the order of the metadataset; each unpacks as (dataset, weight).
-        They are endless if `repeat`. With `blend_mode` "sample_repetitions" they have one epoch
-        each and weights that make them end together.
+        datasets: the sources in the order of the metadataset, each as (dataset, weight). They are
+            endless if `repeat`. With the blend mode "sample_repetitions" each has one epoch, and
+            weights that make all of them end together.
         """
         dataset = datasets[0][0]
         if len(datasets) > 1:
             dataset = BlendDataset(
                 *datasets, mode=proportions, schedule=weight_schedule, worker_config=worker_config
             )
-        # Repeated as a whole, so that each epoch of the blend holds each source as often as it
-        # says.
+        # Repeat the blend and not its sources: then each epoch of the blend has the given number of
+        # repetitions of each source.
         if repeat and blend_mode == "sample_repetitions":
             dataset = RepeatDataset(dataset, worker_config=worker_config)
         dataset = self._in_batches(
             dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size
         )
-        # Last, so that a virtual epoch counts outputs of the loader (batches) and not samples.
+        # At the end, so that a virtual epoch counts batches and not samples.
         if virtual_epoch_length > 0:
             dataset = EpochizeDataset(
                 dataset, length=virtual_epoch_length, worker_config=worker_config
@@ -329,8 +333,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         limit: int | None = None,
     ) -> SavableDataset[Any]:
-        """Returns the validation stream: at most `limit` batches of the sources, one source after
-        the other. Weights are ignored.
+        """Returns the validation stream: the sources one after the other, at most `limit` batches.
+        Weights are ignored.
         """
         first = datasets[0][0]
         dataset = (
@@ -366,7 +370,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
 
 def check_encoder(encoder: object, packing_buffer_size: int | None = None) -> None:
-    """Raises ValueError that names the method if the encoder's methods make no pipeline."""
+    """Raises ValueError, naming the method, if a step is missing, or two exclude each other."""
     if isinstance(encoder, type):
         raise ValueError(
             f"task_encoder must be an object, but is the class {encoder.__name__}; pass an "
@@ -399,5 +403,5 @@ def _current(index: ContextVar[int | None], otherwise: str) -> int:
 
 
 def has_changed_outputs(dataset: SavableDataset[Any]) -> bool:
-    """Returns whether the data set, or one below it, maps, batches or packs its samples."""
+    """Returns whether a node of the stream maps, batches or packs samples."""
     return dataset.changes_outputs or any(map(has_changed_outputs, dataset.children))

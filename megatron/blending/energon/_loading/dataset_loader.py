@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.blending.arguments import nearest
-from megatron.blending.energon._encoding.cooking import PlainReader
-from megatron.blending.energon._encoding.source_entries import Reading, open_entry
+from megatron.blending.energon._encoding.cooking import NoEncoder
+from megatron.blending.energon._encoding.source_entries import ReadSettings, open_entry
 from megatron.blending.formats.files import read_text
 from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.formats.yaml_reader import Table, as_tables, read_yaml
@@ -39,7 +39,7 @@ class DatasetLoaderInterface:
         worker_config: WorkerConfig | None = None,
         subflavors: Mapping[str, Any] | None = None,
         shuffle_over_epochs_multiplier: int | None = 1,
-        reading: Reading | None = None,
+        reading: ReadSettings | None = None,
         repeat: bool = True,
     ) -> LoadedDatasetList:
         """Returns the sources, opened: for training endless, unless repetitions say how often each
@@ -50,7 +50,7 @@ class DatasetLoaderInterface:
         )
         node = self.node(split_part, settings)
         if reading is None:
-            reading = Reading(encoder=PlainReader(), is_shuffled=training)
+            reading = ReadSettings(encoder=NoEncoder(), is_shuffled=training)
         kind, entries = flattened(node)
         opened = [
             (open_entry(entry, reading, worker_config), share, entry) for entry, share in entries

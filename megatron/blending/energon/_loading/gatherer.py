@@ -1,4 +1,8 @@
-"""pure. Samples of a rank that wait until they are enough for a batch, a pack or a group."""
+"""pure. Collects samples of a rank until there are enough for a batch, a pack or a group.
+
+A worker makes outputs of one block of positions at a time, and its last batch may not be full. The
+samples of it are sent to the rank (`Leftover`), which fills them up with those of other blocks.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,20 +16,23 @@ from megatron.blending.streams.items import Leftover, MultiOutput, Ref, Sample, 
 from megatron.blending.streams.node import SavableDataset
 
 Held = dict[str, list[Ref]]
-"""References of samples that wait, by number of the node that collects them; "" of outputs that are
-made.
+"""Number of a collecting node -> references of the samples that wait for it. Under "" stand
+references of outputs that are ready.
 """
 
 
 class Gatherer:
-    """Samples that wait below one node, `top`, until they are enough; and what they make there."""
+    """Samples that wait at the collecting nodes below one node, and the outputs they make of it."""
 
     def __init__(
         self, top: SavableDataset[Any], collecting: Sequence[CollectingDataset], failures: Failures
     ) -> None:
-        """`collecting`: the nodes that samples wait for."""
+        """Args:
+        top: node whose outputs are made.
+        collecting: nodes at or below it at which samples wait.
+        """
         self.ready: deque[Sample] = deque()
-        """Outputs of `top` that were made and not given yet."""
+        """Outputs of `top` that are ready and were not taken yet."""
         self._top = top
         self._failures = failures
         self._nodes = {node.node_id: node for node in collecting}
@@ -33,7 +40,7 @@ class Gatherer:
         self._saved: Held = {}
 
     def take(self, node: CollectingDataset, samples: Sequence[Sample]) -> None:
-        """Adds samples to those that wait for a node."""
+        """Adds samples that wait at a node, and makes its outputs once there are enough."""
         for sample in samples:
             for group in self._collectors[node.node_id].add(sample):
                 self._make(node, group)
@@ -42,9 +49,9 @@ class Gatherer:
         self.take(self._nodes[left.node], left.samples)
 
     def finish(self) -> None:
-        """Makes outputs of all samples that wait, as no more come."""
-        # Innermost nodes first, which have the largest ids: their outputs are samples of the
-        # others.
+        """Makes outputs of all waiting samples: the end of the stream, where no more come."""
+        # Innermost nodes, which have the largest ids, come first: their outputs are the samples of
+        # outer nodes.
         for number in sorted(self._nodes, reverse=True):
             for group in self._collectors[number].finish():
                 self._make(self._nodes[number], group)
@@ -61,32 +68,33 @@ class Gatherer:
         return {number: refs for number, refs in held.items() if refs}
 
     def restore(self, held: Held) -> None:
-        """Holds what a state says. Samples are made again when the next output is asked for."""
+        """Takes references from a saved state. The samples are rebuilt with the next output."""
         self._saved = held
 
-    def remake(self) -> None:
-        """Makes again what a state said is held."""
+    def rebuild(self) -> None:
+        """Rebuilds the samples of a restored state, if that was not done yet."""
         saved, self._saved = self._saved, {}
         for number, refs in saved.items():
             if not number:
-                self.ready.extend(self._made_again(self._top, refs))
+                self.ready.extend(self._rebuilt(self._top, refs))
                 continue
             node = self._nodes[int(number)]
-            # Of other ranks' states together there may be enough for some outputs.
-            self.take(node, self._made_again(node.children[0], refs))
+            # The states of several ranks together may have enough samples for some outputs.
+            self.take(node, self._rebuilt(node.children[0], refs))
 
-    def _made_again(self, node: SavableDataset[Any], refs: Sequence[Ref]) -> Group:
-        made: Group = []
+    def _rebuilt(self, node: SavableDataset[Any], refs: Sequence[Ref]) -> Group:
+        """Returns the outputs of a node by their references; those that fail now are left out."""
+        found: Group = []
         for ref, value in zip(refs, rebuilt(node, refs)):
             if type(value) is SkipMarker:
                 leave_out(self._failures, value)
             else:
-                made.append((ref, value))
-        return made
+                found.append((ref, value))
+        return found
 
     def _make(self, node: CollectingDataset, group: Group | SkipMarker) -> None:
-        """Makes the outputs of a group, and brings them up to where they are asked for: the top, or
-        the next node that collects samples.
+        """Makes the outputs of a group, and passes them through the nodes above: to the top, or to
+        the next collecting node.
         """
         if isinstance(group, SkipMarker):
             leave_out(self._failures, group)

@@ -27,7 +27,7 @@ from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.energon._encoding.cooking import DECODE
 from megatron.blending.energon._encoding.decode import SampleDecoder
 from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
-from megatron.blending.energon._encoding.source_entries import UNSAID, Reading
+from megatron.blending.energon._encoding.source_entries import UNSET, ReadSettings
 from megatron.blending.energon._encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.energon._loading.dataset_loader import (
     DatasetLoaderInterface,
@@ -102,7 +102,7 @@ def get_train_dataset(
     check_whole("shuffle_buffer_size", shuffle_buffer_size or None, may_be_none=True)
     check_one_of("proportions", proportions, BLEND_MODES)
     check_one_of("weights_by", weights_by, ("samples", "tokens"))
-    reading = Reading(
+    reading = ReadSettings(
         encoder=encoder,
         decoder=_decoder(encoder, options, allow_code),
         slice_length=max_samples_per_sequence,
@@ -192,7 +192,9 @@ def _validation(
         training=False,
         split_part=split_part,
         worker_config=worker_config,
-        reading=Reading(encoder=encoder, decoder=decoder, is_shuffled=False, allow_code=allow_code),
+        reading=ReadSettings(
+            encoder=encoder, decoder=decoder, is_shuffled=False, allow_code=allow_code
+        ),
     )
     build = functools.partial(
         call_hook, encoder.build_val_datasets, worker_config=worker_config, **asked
@@ -268,7 +270,7 @@ def _decoder(encoder: Encoder, options: dict[str, Any], allow_code: bool) -> Any
     if not options.pop("auto_decode", True):
         return None
     if not asked:
-        return UNSAID
+        return UNSET
     decoder = SampleDecoder(**asked, allow_code=allow_code)
     if encoder.decoder is not DECODE and encoder.decoder != decoder:
         raise ValueError(

@@ -1,15 +1,16 @@
-"""pure. A Loader gives a training loop the batches of its rank, from workers; it is saved and
-restored anywhere.
+"""pure. The loader of a rank: an iterator over its batches, which workers make. Its state can be
+saved and restored at any point, also on another number of ranks.
 
-Invariants, for any numbers of workers before and after:
-- the outputs of a rank depend on its number, the number of ranks and the data;
-- a loader that is restored continues with the output after the last one that was drawn when the
-  state was made. Ranks of another number repeat and lose no sample. Batches of which no sample was
-  left out, and packs, hold the same samples; what changes is the step in which they come;
-- where nothing is left out or packed, rank r of R gives the outputs r, r + R, r + 2 R, ... of one
-  stream;
-- of data that continues, every rank gets as many outputs per epoch. After a restore the rest of an
-  epoch is dealt out evenly: the remainder, fewer than there are ranks, comes first in the next one.
+Invariants, for any number of workers before and after:
+- The outputs of a rank depend only on the rank, the number of ranks and the data.
+- Without packing and left-out samples, rank r of R gets the outputs r, r + R, r + 2 R, ... of one
+  stream.
+- A restored loader continues behind the last output before the state was saved.
+- With another number of ranks no sample is lost or repeated. Packs, and batches without left-out
+  samples, have the same samples; they may come in another step.
+- Of endless data, every rank gets the same number of outputs per epoch. After a restore the rest of
+  an epoch is dealt out evenly. A remainder of fewer outputs than ranks comes first in the next
+  epoch.
 """
 
 import functools
@@ -44,16 +45,19 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Loader(Generic[T_co]):
-    """A Loader is its own iterator. Both kinds can be saved; workers start with the first batch.
+    """Iterator over the batches of a rank. Both kinds of loaders, savable or not, have a state.
 
-    `close()`, or leaving a `with`, stops the workers; the next batch would start them again.
+    Workers start with the first batch. `close()`, or the end of a `with` block, stops them; the
+    next batch would start them again.
     """
 
     is_savable = False
-    """True if a `for` over finite data continues where the last one stopped."""
+    """True if a second `for` over finite data continues where the first one was left; False if it
+    begins a new pass.
+    """
     _sequence: RankSequence
     _given: int
-    """Outputs of all ranks together in this pass or epoch, when this rank began or was restored."""
+    """Outputs of all ranks in this pass or epoch before this loader began or was restored."""
     _count: int
     """Outputs of this rank since then."""
     _is_over: bool
@@ -78,7 +82,7 @@ class Loader(Generic[T_co]):
         check_worker_config(self.config)
         self._stream = Stream(dataset, self.config)
         self._prefetch_factor = prefetch_factor
-        # Torch is not imported to find out: without it there are no tensors.
+        # Look torch up without importing it: if nobody has imported it, there are no tensors.
         torch = (
             sys.modules.get("torch")
             if (self.config.num_workers if pin_memory is None else pin_memory)
@@ -93,7 +97,7 @@ class Loader(Generic[T_co]):
         self._begin_pass(0)
 
     def __len__(self) -> int:
-        """Returns the batches of one pass on this rank; of endless data, of one pass over it."""
+        """Returns the number of this rank's batches in one pass over the data."""
         ranks, root = self.config.num_ranks, self._stream.root
         if root.continues_across_epochs:
             return max(1, (root.size or 0) // ranks)
@@ -117,19 +121,19 @@ class Loader(Generic[T_co]):
             self._is_over = True
             raise
         except BaseException:
-            # With the next output asked for, the workers begin where the state is.
+            # The next call starts workers again, at the position of the state.
             self.close()
             raise
         return pinned(value) if self._pins else value
 
-    # Saving. A state is made of ints, strings, lists and dicts: JSON, or
-    # torch.load(weights_only=True), will do.
+    # A state consists of ints, strings, lists and dicts, so that JSON can store it, and
+    # torch.load(weights_only=True) can read it.
 
     def state_dict(self) -> State:
-        """Returns where this rank stands.
+        """Returns the position of this rank.
 
-        A few hundred bytes, some tens per source, and some for each sample that waits for others to
-        fill a batch.
+        It has a few hundred bytes, some tens for each source, and some for each sample that waits
+        until its batch is full.
         """
         cells = [lane.cells for lane in self._sequence.lanes]
         return with_checksum(
@@ -152,18 +156,18 @@ class Loader(Generic[T_co]):
         )
 
     def load_state_dict(self, state: State | Sequence[State], *, on_change: str = "error") -> None:
-        """Continues from a state, or from the states of all ranks, whose number then does not
-        matter; at any time.
+        """Continues from a state of this rank, or from the states of all ranks, which may have been
+        another number. It may be called at any time.
 
-        If the state is of another stream: ValueError naming what differs; or, with
-        `on_change="remap"`, each source continues from where that of its name stood, in the order
-        that it had, and new ones begin. Then samples that waited are given up.
+        If the state is of another stream, it raises ValueError, which names the differences. With
+        `on_change="remap"` it instead continues each source at the position that the source of the
+        same name had, and begins new ones. Waiting samples are then dropped.
         """
         check_one_of("on_change", on_change, ("error", "remap"))
         states = checked_states(state)
         merged = merge_states(states, self.config.this_rank, self.config.num_ranks)
         merged["stream"] = expanded(merged["stream"])
-        # Workers stop before anything changes: what they made ahead is of the old position.
+        # Stop the workers first: outputs that they have made ahead belong to the old position.
         self.close()
         try:
             self._stream.check(merged["stream"])
@@ -179,7 +183,7 @@ class Loader(Generic[T_co]):
         self._is_over = merged["is_over"]
         root, before = self._stream.root, states[0]["world_size"]
         if root.continues_across_epochs and self._stream.binding.size_is_per_rank:
-            # Each rank has given as many outputs as before: 6 of 2 ranks are 9 of 3 ranks.
+            # Keep the number of outputs per rank: 6 outputs of 2 ranks become 9 of 3 ranks.
             self._given = self._given // before * self.config.num_ranks
         for lane, cells in zip(self._sequence.lanes, merged["cells"]):
             lane.restore(CellState(*cells))
@@ -188,51 +192,47 @@ class Loader(Generic[T_co]):
             self._sequence.gatherers[name].restore(held)
 
     save_state_rank = state_dict
-    """Energon's name of it."""
+    """Energon's name of `state_dict`."""
 
     def restore_state_rank(
         self, state: State | Sequence[State] | None, *, on_change: str = "error"
     ) -> None:
-        """Does as `load_state_dict`, under energon's name; None does nothing."""
+        """Calls `load_state_dict`: energon's name of it. None does nothing."""
         if state is not None:
             self.load_state_dict(state, on_change=on_change)
 
     def save_state_global(self, global_dst_rank: int) -> list[State] | None:
-        """Returns the states of all ranks on one of them, by its number among all processes; None
-        on the others.
-
-        They are gathered over torch.distributed, by the process group of the WorkerConfig: all
-        ranks call it.
+        """Returns the states of all ranks on the process `global_dst_rank`, and None on the others.
+        Collective over the process group of the WorkerConfig.
         """
         return gather_states(self.state_dict(), self.config, global_dst_rank)
 
     save_state = save_state_global
-    """Energon's older name of it."""
+    """Energon's older name of `save_state_global`."""
 
     def restore_state_global(
         self, state: Sequence[State] | None, *, src_rank: int | None = None
     ) -> None:
-        """Continues from what `save_state_global` gave, on any number of ranks.
+        """Continues from the states that `save_state_global` returned, on any number of ranks.
 
-        `src_rank`: the only data-parallel rank that has it, which sends it to the others; None: all
-        have it.
+        src_rank: the only data-parallel rank that has them, and sends them to the others; None if
+            all ranks have them.
         """
         self.load_state_dict(send_states(state, self.config, src_rank))
 
     restore_state = restore_state_global
-    """Energon's older name of it."""
+    """Energon's older name of `restore_state_global`."""
 
     def can_restore_sample(self) -> bool:
         return True
 
     def restore_sample(self, restore_key: Sequence[Any]) -> T_co:
-        """Makes an output again from its `__restore_key__`, to look into it; the stream stays where
-        it stands.
+        """Returns an output again by its `__restore_key__`, for inspection. The position of the
+        loader does not change.
         """
         return self._stream.sample_again(restore_key)
 
-    # Counts of what this rank's workers left out, up to the last batch drawn; since the workers
-    # started.
+    # Counts of samples that this rank's workers left out, from their start to the last batch taken.
 
     @property
     def num_failed(self) -> int:
@@ -244,23 +244,25 @@ class Loader(Generic[T_co]):
 
     @property
     def num_short_groups(self) -> int:
-        """Batches of groups that were given out before they were full, as too many were open."""
+        """Batches that were returned before they were full, as too many groups were open."""
         return self._sequence.num_short_groups
 
     def _counted(self) -> list[tuple[int, int]]:
-        # All lanes of a worker share its counts, and the latest are the largest.
+        # Each message of a worker has its counts so far, for all lanes: the largest are the latest.
         lanes = [lane.counts for lane in self._sequence.lanes]
         workers = {worker for counts in lanes for worker in counts}
         return [max(counts.get(worker, (0, 0)) for counts in lanes) for worker in workers]
 
     def start(self) -> None:
-        """Starts the workers now rather than with the first batch: from this thread, before there
-        are others.
+        """Starts the workers now instead of with the first batch. Call it before the program starts
+        threads: forking a process with threads is not safe.
         """
         self._started()
 
     def hurry(self) -> None:
-        """Lets a worker that gives nothing be an error within seconds; called from any thread."""
+        """Shortens the time after which a silent worker is an error to a few seconds. Any thread
+        may call it.
+        """
         if (pool := self._pool) is not None:
             pool.hurry()
 
@@ -281,7 +283,7 @@ class Loader(Generic[T_co]):
         if self._stream.is_finite:
             self._begin_pass(self._epoch + 1)
             return
-        # The stream just continues: workers are not even notified.
+        # An endless stream continues, and its workers need not know that an epoch ends.
         self._epoch += 1
         self._given = self._count = 0
         self._is_over = False
@@ -312,13 +314,10 @@ class Loader(Generic[T_co]):
         return value
 
     def _check_end(self) -> None:
-        """Raises StopIteration where a pass or epoch has a number of outputs, and this rank gave
-        its own.
-        """
+        """Raises StopIteration if this rank has taken all its outputs of the pass or epoch."""
         root, ranks = self._stream.root, self.config.num_ranks
         if root.continues_across_epochs:
-            # Every rank gives as many, and one at least: what does not go evenly belongs to the
-            # next epoch.
+            # Every rank gets the same number, at least one. A remainder belongs to the next epoch.
             num_over = self._given + self._count * ranks
             if num_over and num_over + ranks > (root.size or 0):
                 raise StopIteration
@@ -341,8 +340,8 @@ class Loader(Generic[T_co]):
             self._is_started = True
 
     def _server_of(self, worker: int) -> MakeServer:
-        """Returns what makes a worker's server. Workers bind the tree for themselves, as what is
-        bound grows large.
+        """Returns the function that makes the server of a worker. A worker process binds the tree
+        itself: a bound tree is large to send.
         """
         config, stream = self.config, self._stream
         part = (worker, max(1, config.num_workers), config.num_ranks)
@@ -355,7 +354,7 @@ class Loader(Generic[T_co]):
 
 
 def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
-    """Returns the tree as the rank has it."""
+    """Returns the tree bound as on the rank."""
     return dataset.bind(binding.clone())
 
 
@@ -366,6 +365,8 @@ def _server(
     config: WorkerConfig,
     report: Callable[[Failure], None],
 ) -> Server:
-    """Makes a server where it works; `config` is what user code finds there."""
+    """Returns a server, in the process that it works in. `config` is the WorkerConfig that user
+    code finds there.
+    """
     WorkerConfig.active_worker_config, WorkerConfig._worker = config, part[0]
     return Server(lanes_of(tree()), *part, Failures(*handling, report))

@@ -1,9 +1,15 @@
-"""pure. A rank takes its outputs in sequence: from lanes, and by what is counted as it comes.
+"""pure. The sequence of a rank's outputs, put together from the outputs of its workers.
 
-Workers make what is a function of the position (server.py). What is left is here: the order of a
-rank's cells, samples that wait until they fill a batch, and blends of packs or groups, of which
-each output is chosen when the one before it was given. All of it is the same for any number of
-workers. Its state is numbers of cells, and references of the samples that wait.
+Workers make all outputs that are functions of the position (server.py). The rest is done here, on
+the rank:
+
+- the order of the rank's cells over its workers;
+- batches of samples that wait until they are full (gatherer.py);
+- blends of packs or groups: each output is chosen after the one before it was taken, because the
+  number of packs of a source is not known in advance.
+
+The sequence is the same for any number of workers. Its state is numbers of cells, and references of
+waiting samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +32,9 @@ from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.positions import LimitDataset
 
 Counts = dict[str, Any]
-"""Counts of a rank, by kind and number of the node: plain values, for a state."""
+"""Counts of outputs on a rank, by kind and number of the node ("limit 3"): plain values, which a
+state has.
+"""
 _CHOSEN_TOGETHER = 256
 
 
@@ -34,17 +42,17 @@ class Outputs(Protocol):
     """Outputs of a part of the stream on this rank, in order."""
 
     def next(self) -> Sample | None:
-        """Returns the next output with its reference; None after the last one of a pass."""
+        """Returns the next output with its reference; None at the end of a pass."""
 
 
 class LaneSequence:
-    """The outputs of a lane, from the workers in turn."""
+    """The outputs of a lane. The workers deliver its cells in turns: worker 0, 1, ..., 0, 1, ..."""
 
     def __init__(self, lane: Lane, num_ranks: int, failures: Failures) -> None:
         self.lane = lane
         self.gatherer = Gatherer(lane.top, list(_collecting(lane.node)), failures)
         self.counts: dict[int, tuple[int, int]] = {}
-        """Samples of each worker that failed, and that were skipped."""
+        """Worker -> its numbers of failed and of skipped samples."""
         self._num_ranks = num_ranks
         self._pool: Any = None
         self._begun = self._state = CellState(0)
@@ -55,7 +63,7 @@ class LaneSequence:
 
     @property
     def cells(self) -> CellState:
-        """The state of what was taken."""
+        """State after the last output that was taken."""
         return self._state
 
     def restore(self, state: CellState) -> None:
@@ -63,14 +71,14 @@ class LaneSequence:
         self._is_over = False
 
     def start(self, pool: WorkerPool, pass_number: int) -> None:
-        """Begins to take from workers that begin at this sequence's state."""
+        """Takes outputs from workers that begin at this sequence's state."""
         self._pool, self._begun = pool, self._state
         self._first = pass_number * (self.lane.size or 0)
         self._turn, self._heads = 0, {}
 
     def next(self) -> Sample | None:
         gatherer = self.gatherer
-        gatherer.remake()
+        gatherer.rebuild()
         while not gatherer.ready:
             if self._is_over:
                 return None
@@ -89,13 +97,12 @@ class LaneSequence:
         return gatherer.ready.popleft()
 
     def _taken(self) -> Message | None:
-        """Takes the next message in the order of turns; None at the end."""
+        """Returns the next message in the order of turns; None at the end of the pass."""
         workers = len(self._pool)
         while True:
             worker = self._turn % workers
-            # A worker is asked again only after its last message was used. Its head may be of a
-            # later turn, as cells without outputs are not reported: turns 0 2 with 1 worker -> turn
-            # 1 is passed over.
+            # `_heads` has the last message of each worker until its turn comes. Cells without
+            # outputs are not reported: if one worker sends turns 0 and 2, turn 1 had none.
             head = self._heads.get(worker)
             if head is None:
                 head = self._heads[worker] = self._pool.next(worker, self.lane.index)
@@ -107,7 +114,7 @@ class LaneSequence:
                     head.cell, head.given, head.ends_cell, self._num_ranks
                 )
                 return head
-            # This cell has no output. The pass is over once every worker has said so.
+            # The cell of this turn has no output. The pass is over once all workers sent END.
             if len(self._heads) == workers and all(
                 head.turn == END for head in self._heads.values()
             ):
@@ -118,10 +125,11 @@ class LaneSequence:
 
 
 class BlendSequence:
-    """Outputs of parts of the stream by the weights of a blend, counted as they come.
+    """Outputs of several parts of the stream, mixed by the weights of a blend and counted as they
+    come.
 
-    Every rank takes its outputs in the same order of children. Once a child is over, the next
-    output is always of the child that is furthest behind its share of what the others gave.
+    Every rank takes them in the same order of children. Once a child has ended, each output comes
+    from the remaining child that is furthest behind its share.
     """
 
     def __init__(self, node: BlendDataset, children: Sequence[Outputs], counts: Counts) -> None:
@@ -159,7 +167,7 @@ class BlendSequence:
 
 
 class ConcatSequence:
-    """Parts of the stream one after the other."""
+    """Outputs of several parts of the stream, one part after the other."""
 
     def __init__(self, children: Sequence[Outputs]) -> None:
         self._children = children
@@ -170,7 +178,7 @@ class ConcatSequence:
 
 
 class LimitSequence:
-    """Share of this rank of the first outputs of a part of the stream."""
+    """This rank's share of the first `length` outputs of a part of the stream."""
 
     def __init__(
         self, node: LimitDataset, child: Outputs, part: tuple[int, int], counts: Counts
@@ -191,7 +199,7 @@ class LimitSequence:
 
 
 class CollectSequence:
-    """Batches, packs or groups of what a sequence gives."""
+    """Batches, packs or groups of the outputs of another sequence."""
 
     def __init__(self, node: CollectingDataset, child: Outputs, gatherer: Gatherer) -> None:
         self._node = node
@@ -201,7 +209,7 @@ class CollectSequence:
 
     def next(self) -> Sample | None:
         gatherer = self._gatherer
-        gatherer.remake()
+        gatherer.rebuild()
         while not gatherer.ready:
             if self._is_over:
                 return None
@@ -215,7 +223,9 @@ class CollectSequence:
 
 
 class RankSequence:
-    """All that a rank takes of a bound tree, and its state."""
+    """All outputs of a rank, and their state. It mirrors the part of the stream's tree that is done
+    on the rank: a lane, or a blend of lanes.
+    """
 
     def __init__(
         self,
@@ -228,7 +238,7 @@ class RankSequence:
         self._part = part
         self._failures = failures
         self.counts: Counts = {}
-        """Outputs given, by number of node, where positions do not tell."""
+        """Numbers of outputs taken, where they do not follow from positions."""
         self.lanes = [LaneSequence(lane, part[1], failures) for lane in lanes]
         self._left = iter(self.lanes)
         self.gatherers = {f"lane {one.lane.index}": one.gatherer for one in self.lanes}
@@ -262,12 +272,14 @@ class RankSequence:
 
 
 def share_of(total: int, rank: int, num_ranks: int) -> int:
-    """Returns how many of some outputs are a rank's, where they are dealt one by one."""
+    """Returns a rank's number of `total` outputs that are dealt in turns: 5 over 2 ranks are 3 and
+    2.
+    """
     return max(0, total) // num_ranks + (rank < max(0, total) % num_ranks)
 
 
 def _collecting(top: SavableDataset[Any]) -> Iterator[CollectingDataset]:
-    """Yields the nodes at and below one that collect samples."""
+    """Yields the collecting nodes at and below `top`."""
     if isinstance(top, CollectingDataset):
         yield top
     for child in top.children:

@@ -1,7 +1,8 @@
-"""pure. Expands names with braces, as shells do: `"s_{00..02}.tar" -> ["s_00.tar", "s_01.tar",
-"s_02.tar"]`.
+"""pure. Expands braces in names as shells do, and writes lists of names with braces.
 
-Invariant: `expand_braces` undoes `collapse_numbers`: together they keep the names and their order.
+    "s_{00..02}.tar"   <->   ["s_00.tar", "s_01.tar", "s_02.tar"]
+
+Invariant: expanding what `collapse_numbers` returns gives the same names in the same order.
 """
 
 import itertools
@@ -15,15 +16,17 @@ _NUMBER = re.compile(r"[0-9]+")
 _OPEN, _CLOSE = "{", "}"
 _MAX_BRACES, _MAX_CHARACTERS, _MAX_NAMES = 100, 4000, 1_000_000
 _WIDE = 10_000
-"""A number of more than a hundred digits counts as too many names."""
+"""Names that each digit of a number counts as, so that a number of over a hundred digits is refused
+as too many names.
+"""
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expands lists `{a,b}` and ranges `{00..15}`, `{0..10..2}`, `{a..e}`, also nested, the last
-    brace fastest.
+    """Returns the names that a pattern stands for. Lists `{a,b}` and ranges `{00..15}`,
+    `{0..10..2}`, `{a..e}` are expanded, also nested; the last brace changes fastest. Any other
+    braces are kept as they are.
 
-    Braces that hold neither stand for themselves. ValueError for more than a million names, or a
-    hundred braces.
+    Raises ValueError for more than a million names or a hundred braces.
     """
     if pattern.count(_OPEN) > _MAX_BRACES or len(pattern) > _MAX_CHARACTERS:
         raise ValueError(
@@ -34,7 +37,7 @@ def expand_braces(pattern: str) -> list[str]:
     if start < 0:
         return [pattern]
     pieces = _pieces(pattern, start)
-    if pieces is None:  # the brace stands for itself; what follows may hold others
+    if pieces is None:  # keep this brace; the rest may have others
         return [pattern[: start + 1] + rest for rest in expand_braces(pattern[start + 1 :])]
     end, choices = pieces
     rests = expand_braces(pattern[end + 1 :])
@@ -43,8 +46,8 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
-    """Returns where the brace at `start` closes and what it offers; None if it is not closed or
-    offers nothing.
+    """Returns the closing brace of the one at `start`, and its choices; None if it is not closed,
+    or is neither a list nor a range.
     """
     cuts = _cuts(pattern, start)
     if cuts is None:
@@ -59,7 +62,8 @@ def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
 
 
 def _cuts(pattern: str, start: int) -> list[int] | None:
-    """Returns the brace at `start`, its own commas, and where it closes; None if it does not.
+    """Returns the positions of the brace at `start`, of its commas, and of its closing brace; None
+    if it is not closed.
 
     `"a{b,{c,d}}", 1 -> [1, 3, 9]`
     """
@@ -85,7 +89,7 @@ def _range(text: str) -> list[str] | None:
     if match := _RANGE.fullmatch(text):
         first, last, step = match.groups()
         start, end, by = int(first), int(last), abs(int(step or 1)) or 1
-        # As in bash: one end with a leading zero, as in {08..10}, pads all numbers to one width.
+        # As in bash, a leading zero at one end pads all numbers to the same width: {08..10}.
         is_padded = any(
             len(number.lstrip("-")) > 1 and number.lstrip("-").startswith("0")
             for number in (first, last)
@@ -107,7 +111,7 @@ def _letters(text: str) -> list[str] | None:
 
 
 class _Run(NamedTuple):
-    """A run is the names `prefix + number + suffix`, for the numbers from first to last."""
+    """Names `prefix + number + suffix` with numbers from first to last."""
 
     prefix: str
     first: str
@@ -116,10 +120,8 @@ class _Run(NamedTuple):
 
 
 def collapse_numbers(names: Iterable[str]) -> list[str]:
-    """Writes runs of names that count up in one of their numbers as a range: `["a1", "a2", "b"] ->
-    ["a{1..2}", "b"]`.
-
-    Order is kept. Names that hold braces or commas stay as they are.
+    """Returns the names with consecutive numbers written as ranges: `["a1", "a2", "b"] ->
+    ["a{1..2}", "b"]`. The order is kept. Names with braces or commas are not changed.
     """
     entries: list[str | _Run] = []
     for name in names:
@@ -137,12 +139,12 @@ def collapse_numbers(names: Iterable[str]) -> list[str]:
 
 
 def _joined(entry: str | _Run, name: str) -> _Run | None:
-    """Returns the run that `entry` and then `name` make, None if they make none."""
+    """Returns the run of `entry` continued by `name`; None if `name` does not continue it."""
     run = _starting_run(entry, name) if isinstance(entry, str) else entry
     if run is None:
         return None
-    # a09 a10 are a{09..10}, a9 a10 are a{9..10}: numbers are as wide as the first one only where
-    # that begins with a zero. Such a run ends where numbers grow wider: a099 to a999, then a1000.
+    # a09 a10 are a{09..10}, and a9 a10 are a{9..10}: numbers are padded only if the first begins
+    # with a zero. A padded run ends when numbers become wider: a099 to a999, then a1000.
     is_padded = len(run.first) > 1 and run.first.startswith("0")
     following = f"{int(run.last) + 1:0{len(run.first) if is_padded else 0}d}"
     if name != run.prefix + following + run.suffix or (
@@ -153,7 +155,7 @@ def _joined(entry: str | _Run, name: str) -> _Run | None:
 
 
 def _starting_run(first: str, second: str) -> _Run | None:
-    """Returns the run that `first` alone is, if it differs from `second` in one number."""
+    """Returns a run of `first` alone, if `second` differs from it in exactly one number."""
     numbers, others = list(_NUMBER.finditer(first)), _NUMBER.findall(second)
     if _NUMBER.split(first) != _NUMBER.split(second) or set("{},") & set(first):
         return None

@@ -1,4 +1,4 @@
-"""pure. A field map of dataset.yaml is checked against samples before any of them is used."""
+"""pure. Checks the field map of a dataset.yaml against samples before the first one is used."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ _NUM_PROBED = 64
 
 
 def check_field_map(kind: SampleType, source: RecordSource, decode: Decode) -> None:
-    """Raises ValueError if a field comes from a part, or a key in JSON, that none of 64 evenly
-    spread samples has.
+    """Raises ValueError if a field's source, a part or a key in JSON, exists in none of 64 evenly
+    spread samples. It stops at the first samples that have all fields: usually one.
 
-    Most often it reads the first sample, and no other. A field that fewer samples have is refused
-    too, as by default a run ends when a hundred in a row fail.
+    A field that exists in fewer than one of 64 samples may be refused, too. Such a run would end
+    anyway, by default after a hundred failed samples in a row.
     """
     field_map = FieldMap(kind.field_map, f"{kind.where}: field_map")
     suspects: dict[str, list[Missing]] = {name: [] for name in kind.field_map}
@@ -27,7 +27,7 @@ def check_field_map(kind: SampleType, source: RecordSource, decode: Decode) -> N
         try:
             missing = field_map.missing(source[index], decode)
         except Exception:
-            # Whatever a user's decoder raises: what is wrong with a sample is said when it is used.
+            # A user's decoder may raise anything. It raises again when the sample is used.
             continue
         num_read += 1
         suspects = {

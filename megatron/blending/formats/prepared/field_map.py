@@ -1,8 +1,13 @@
-"""pure. A FieldMap says where the fields of a sample come from: `{"text": "txt", "label":
-"json[classes][0],cls"}`.
+"""pure. Makes the fields of a sample from the parts of a record, by the `field_map` of a
+dataset.yaml.
 
-A part, or what stands in it under keys and list positions; alternatives by comma, of which the
-first that is there is taken. A part is decoded once, and only if a field asks for it.
+    field_map              record                          fields
+    text: txt              {"txt": b"hi"}                  {"text": "hi"}
+    label: json[ids][0]    {"json": b'{"ids": [3, 4]}'}    {"label": 3}
+    label: json[id],cls    {"cls": b"7"}                   {"label": 7}
+
+A source is a part, or a value in it under keys and list positions. Several sources are separated by
+commas, and the first that exists is used. A part is decoded once, and only if a field needs it.
 """
 
 import re
@@ -15,7 +20,7 @@ from megatron.blending.formats.record import Record
 _OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _KEY = re.compile(r"\[([^\[\]]+)\]")
 _CHEAP_SUFFIXES = frozenset("json jsn txt text transcript cls cls2 index inx id npy".split())
-"""Suffixes of parts that are quick to decode, and run no code."""
+"""Suffixes of parts that are quick and safe to decode."""
 _MISSING: Any = object()
 
 
@@ -25,20 +30,20 @@ class _Option(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Source of a field that is not there: a part of the record, or a key in what a part holds."""
+    """A missing source of a field: a part of the record, or a key in the value of a part."""
 
     name: str
     within: str
-    """Place where it would be, such as "json" or "json[meta]"; "" for a part."""
+    """Place where it should be: "json" or "json[meta]"; "" for a part."""
     there: tuple[str, ...]
-    """Names that are there in its place: of parts, or keys."""
+    """Names that exist at that place: parts or keys."""
     held: str
-    """The type of what a key cannot be in; "" if it could."""
+    """Type of the value there, if it cannot have keys; "" if it can."""
 
 
 class FieldMap:
-    """`FieldMap({"text": "txt"})(record, decode_part) -> {"text": "..."}`. DecodeError if a field
-    is not there.
+    """Function from a record to the fields of its sample: `FieldMap({"text": "txt"})(record,
+    decode_part) -> {"text": "..."}`. It raises DecodeError if a field has no source.
     """
 
     def __init__(self, fields: Mapping[str, str], where: str = "field_map") -> None:
@@ -50,8 +55,7 @@ class FieldMap:
                 )
         self._texts = dict(fields)
         self._fields = [(name, _parse(text, f"{where}: {name}")) for name, text in fields.items()]
-        # The common case, in which nothing is to be chosen and nothing decoded twice: each field a
-        # part of its own.
+        # The common case: each field is a part of its own, without alternatives and keys.
         self._parts_alone = [(name, options[0].part) for name, options in self._fields]
         if any(len(options) > 1 or options[0].keys for _, options in self._fields) or len(
             self.parts
@@ -60,16 +64,16 @@ class FieldMap:
 
     @property
     def parts(self) -> set[str]:
-        """Names of all parts that a field may come from."""
+        """Names of all parts that fields may come from."""
         return {option.part for _, options in self._fields for option in options}
 
     def missing(self, record: Record, decode: Decode) -> dict[str, Missing]:
-        """Returns for each field that is not there in a record what is missing: of alternatives, a
-        key before a part.
+        """Returns the missing source of each field that a record lacks. If a field has several
+        sources, a missing key is returned rather than a missing part.
 
-        Keys are sought in JSON, text, numbers and arrays, as other parts may be dear to decode; a
-        list that is too short, and null, are taken to be longer in other records. Raises what
-        `decode` raises.
+        It looks for keys in JSON, text, numbers and arrays only: other parts may be slow to decode.
+        A list that is too short, and null, do not count as missing, since other records may have
+        more. Raises any error of `decode`.
         """
         decoded: dict[str, Any] = {}
         missing = {}

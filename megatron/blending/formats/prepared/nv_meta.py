@@ -1,12 +1,11 @@
-"""pure. The folder `.nv-meta` says which shards there are, how they are split, and what a sample
-is.
+"""pure. Reads the folder `.nv-meta` of a prepared folder, which `python -m megatron.blending
+prepare` and energon write.
 
-.info.json, or .info.yaml   shards and their numbers of samples
-split.yaml, or split.json   the shards of each part, and what is left out
-dataset.yaml                the kind of sample and where its fields come from
+    .info.json, or .info.yaml   shards and their numbers of samples
+    split.yaml, or split.json   shards of each part (train, val), and excluded samples
+    dataset.yaml                kind of sample, and the sources of its fields
 
-Written by `python -m megatron.blending prepare` and by energon. Nothing that a file names is
-imported or executed here.
+Python code that a file names is neither imported nor executed here.
 """
 
 import re
@@ -23,7 +22,7 @@ from megatron.blending.formats.yaml_reader import Items, Table, read_yaml
 
 FOLDER = ".nv-meta"
 _SAVED_TO_DISK = {"dataset_dict.json": "['train']", "state.json": ""}
-"""Files that save_to_disk of HuggingFace datasets writes, for several splits and for one."""
+"""Files of `save_to_disk` of HuggingFace datasets -> the split to take, for a message."""
 SQLITE = "index.sqlite"
 CRUDE = "CrudeWebdataset"
 
@@ -40,40 +39,40 @@ _DATASET_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SampleType:
-    """Kind of the samples of a data set: `name` is the class, and exactly one of what follows says
-    how to make it.
+    """Kind of the samples of a data set: the class `name` in `module`. Exactly one of `is_crude`,
+    `field_map` and `sample_loader` is given, and makes the fields.
     """
 
     module: str
     name: str
     is_crude: bool = False
-    """Samples are the parts themselves, for a cooker."""
+    """True if a sample is the parts themselves, which a cooker turns into a sample."""
     field_map: Mapping[str, str] = field(default_factory=dict)
-    """Field -> where it comes from: `{"text": "txt", "label": "json[class]"}`."""
+    """Field -> its source: `{"text": "txt", "label": "json[class]"}`; see `field_map`."""
     sample_loader: str | None = None
     """`file.py:function` beside the YAML file."""
     part_filter: str | tuple[str, ...] | None = None
-    """`file.py:function`, or the names of the parts that are read; None: all."""
+    """`file.py:function`, or names of the parts to read; None for all."""
     split_config: str | None = None
-    """The file that says how the shards are split, in place of split.yaml."""
+    """File with the splits, in place of split.yaml."""
     where: str = ""
+    """File and line, for errors."""
 
 
 @dataclass(frozen=True)
 class SplitPart:
-    """One part of a data set: its shards in order with their numbers of samples, and what of them
-    is left out.
-    """
+    """One part of a data set, such as train."""
 
     shards: tuple[tuple[str, int], ...]
+    """(shard, number of samples), in order."""
     excluded: tuple[tuple[str, str], ...]
-    """(shard, key) of samples."""
+    """(shard, key) of samples that are left out."""
     name: str = ""
 
 
 def read_info(root: str) -> dict[str, int]:
-    """Returns the number of samples of each shard, in the order of their ids in the index;
-    ValueError if unprepared.
+    """Returns the number of samples by shard, in the order of their ids in the index. Raises
+    ValueError for a folder that is not prepared.
     """
     path = join_location(root, f"{FOLDER}/.info.json")
     if is_file(path):
@@ -113,8 +112,9 @@ def _check_shards(shards: Sequence[str], counts: Mapping[str, int], where: str) 
 
 
 def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> SplitPart:
-    """Returns part `part` of the data set; ValueError naming file and key if there is no such
-    part."""
+    """Returns part `part` of the data set. Raises ValueError, naming file and key, if there is no
+    such part.
+    """
     counts = read_info(root)
     path, content = _read_splits(root, split_config)
     parts = content["split_parts"]
@@ -134,7 +134,7 @@ def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> S
 
 
 def read_split_names(root: str, split_config: str = "split.yaml") -> list[str]:
-    """Returns the parts of the data set that have shards."""
+    """Returns the names of the parts with at least one shard."""
     return [
         part
         for part, shards in _read_splits(root, split_config)[1]["split_parts"].items()
@@ -143,7 +143,7 @@ def read_split_names(root: str, split_config: str = "split.yaml") -> list[str]:
 
 
 def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
-    """Returns the path of the file that says how the shards are split, and its content."""
+    """Returns the path and the content of the file with the splits."""
     path = join_location(root, f"{FOLDER}/{split_config}")
     if split_config == "split.yaml" and not is_file(path):
         path = join_location(root, f"{FOLDER}/split.json")
@@ -168,7 +168,9 @@ def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
 
 
 def _excluded_sample(entry: str, shards: Mapping[str, int]) -> tuple[str, str] | None:
-    """Splits an entry at the slash behind a shard: `"a/b.tar/c/d" -> ("a/b.tar", "c/d")`."""
+    """Returns the shard and the key in an entry, or None if it names a whole shard: `"a/b.tar/c/d"
+    -> ("a/b.tar", "c/d")`.
+    """
     at = entry.find("/")
     while at >= 0:
         if entry[:at] in shards:
@@ -191,7 +193,9 @@ def _expanded(patterns: object, where: str) -> list[str]:
 def read_dataset_config(
     root: str, dataset_config: str = "dataset.yaml"
 ) -> tuple[SampleType, dict[str, Any]]:
-    """Returns the kind of sample and the subflavors; ValueError naming file, line and key."""
+    """Returns the kind of sample and the subflavors in a dataset.yaml. Raises ValueError, naming
+    file, line and key, if it is wrong.
+    """
     path = join_location(root, f"{FOLDER}/{dataset_config}")
     if not is_file(path):
         read_info(root)  # raises for a folder that is not prepared at all
@@ -247,8 +251,8 @@ def _sample_type(table: Table, place: Place) -> SampleType:
 
 
 def _class_of(table: Table, place: Place) -> tuple[str, str]:
-    """Returns module and name of the sample class, of the crude data set, or of what a legacy data
-    set class holds.
+    """Returns module and name of the sample's class. A legacy name of a data set is translated:
+    TextWebdataset has samples of TextSample.
     """
     if "sample_type" in table:
         place = place.at("sample_type", table)

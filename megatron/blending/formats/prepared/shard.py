@@ -1,5 +1,5 @@
-"""pure. A shard of a prepared folder is an archive, and where in it each sample starts, by its
-`.tar.idx`.
+"""pure. Opens a shard of a prepared folder: the archive, and the offsets of its samples, which its
+`.tar.idx` has.
 """
 
 import warnings
@@ -12,28 +12,29 @@ import numpy.typing as npt
 from megatron.blending.formats.files import File, LocalFile, is_file, open_file
 from megatron.blending.formats.prepared.tar import BLOCK, Buffer, TarError, scan_tar
 
-# A process may have 65,530 memory maps; a shard takes two, and costs 30 microseconds to be mapped
-# again.
+# Shards that stay mapped. A process may have 65,530 memory maps, and a shard takes two. Mapping it
+# again takes 30 microseconds.
 _MAPPED_SHARDS = 8192
-# Of a remote shard the offsets are in memory, 8 bytes per sample.
+# Remote shards whose offsets stay in memory, 8 bytes per sample.
 _REMOTE_SHARDS = 512
 
 
 class Shard(NamedTuple):
-    """A Shard is one archive, opened."""
+    """An opened archive."""
 
     file: File
     content: Any
-    """The memory that a local file is mapped to."""
+    """Mapped memory of a local file; None for a remote one."""
     offsets: memoryview
-    """Offset at which each sample starts, then that at which the last ends."""
+    """Offset of each sample, and the end of the last one."""
 
 
 def open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> Shard:
-    """Opens shard `name`, by its index file or else by reading it through; ValueError if it is not
-    as it was prepared.
+    """Opens shard `name`, by its index file, or without a valid one by scanning the archive. Raises
+    ValueError if the shard is not as it was prepared.
 
-    `opened_at`: when the data set was opened. What is cached is for those that were opened then.
+    opened_at: time at which the data set was opened, as a part of the cache's key. Data sets that
+    were opened at another time do not share the shard.
     """
     location = prefix + name
     file = open_file(location)
@@ -65,8 +66,8 @@ def open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> Shar
 
 
 def _fault_of_offsets(offsets: npt.NDArray[np.uint64], file: File, num_samples: int) -> str:
-    """Says why offsets are not those of the archive, "" if they are: where they end, the archive
-    must end.
+    """Returns why offsets cannot be those of the archive; "" if they can. The archive must end at
+    the last offset.
     """
     if len(offsets) != num_samples + 1:
         return f"has {len(offsets) - 1} samples instead of {num_samples}"

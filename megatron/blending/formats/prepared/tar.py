@@ -1,12 +1,14 @@
-"""pure. Reads tar archives as samples: members that stand together and share a name up to the first
-dot.
+"""pure. Reads the samples of tar archives. A sample is consecutive members with the same name up to
+the first dot.
 
-`a/x.txt, a/x.seg.json, a/y.txt` are two samples: key "a/x" with parts "txt" and "seg.json", key
-"a/y" with part "txt". Members that are no regular files, have no dot in the last part of their
-name, or stand in a folder like `__meta__/`, are none.
+    a/x.txt, a/x.seg.json, a/y.txt   ->   key "a/x", parts "txt" and "seg.json"
+                                          key "a/y", part "txt"
 
-Reads POSIX (ustar, pax) and GNU archives, long names and large sizes included; not compressed or
-sparse ones.
+Members that are not regular files do not count, nor do names without a dot, nor members of a folder
+with underscores (`__meta__/`).
+
+POSIX (ustar, pax) and GNU archives are supported, with long names and large sizes. Compressed and
+sparse archives are not.
 """
 
 import re
@@ -14,8 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 BLOCK = 512
-# The header of the usual member, a regular file whose name is not cut in two: key and part in the
-# name, and the size.
+# Header of a usual member: a regular file with a name in one piece. Groups: key, part, size.
 _PLAIN_HEADER = re.compile(
     rb"(?s)(?=(?!__)((?:[^\0/]*/)*[^/.\0]+)\.([^/\0]*)\0)"
     + rb".{124}([0-7]{11})[\0 ].{20}[0\0].{188}\0"
@@ -23,16 +24,16 @@ _PLAIN_HEADER = re.compile(
 _MAX_PLAIN_NAME = 98
 _REGULAR = (b"0", b"\0", b"7")
 _GNU_NAME, _GNU_LINK, _GNU_SPARSE, _PAX, _PAX_GLOBAL = b"L", b"K", b"S", (b"x", b"X"), b"g"
-# What stands before the member that it belongs to, as part of it.
+# Kinds of members that extend the member behind them (with a long name).
 _EXTENSIONS = (_GNU_NAME, _GNU_LINK, *_PAX)
-# Links, devices, folders: of these, some tools write a size all the same.
+# Links, devices, folders. They have no content, even though some tools write a size.
 _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
 _META = re.compile(r"__[^/]*__($|/)")
 _PAX_RECORD = re.compile(rb"(\d+) ([^=]+)=")
 
 
 class TarError(ValueError):
-    """An archive, or a sample of one, cannot be read. The message says at which byte and why."""
+    """An archive, or a sample in it, cannot be read. The message has the byte and the reason."""
 
 
 class Readable(Protocol):
@@ -44,11 +45,12 @@ class Readable(Protocol):
 class Member(NamedTuple):
     name: str
     start: int
-    """Byte at which its header starts, with those that hold a long name."""
+    """Offset of its header, or of the extension before it."""
     data: int
+    """Offset of its content."""
     size: int
     end: int
-    """Byte at which the next member may start."""
+    """Offset of the next member."""
     is_regular: bool
 
 
@@ -61,18 +63,18 @@ class Part(NamedTuple):
 class TarSample(NamedTuple):
     key: str
     start: int
-    """Byte at which its first header starts."""
+    """Offset of its first header."""
     parts: list[Part]
 
 
 class TarScan(NamedTuple):
     samples: list[TarSample]
     end: int
-    """Byte after the last member."""
+    """Offset behind the last member."""
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Returns key and part of a member's name, None if it belongs to no sample: `"a/b.c.txt" ->
+    """Returns key and part of a member's name, or None if it belongs to no sample: `"a/b.c.txt" ->
     ("a/b", "c.txt")`.
     """
     after_folder = name.rfind("/") + 1
@@ -83,10 +85,8 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def scan_tar(file: Readable) -> TarScan:
-    """Finds the samples of an archive by its headers, whose checksums are verified; TarError if it
-    is damaged.
-
-    About 5 microseconds per member; contents are not read.
+    """Returns the samples of an archive. Headers are read and their checksums verified; contents
+    are not read. Raises TarError if it is damaged. A member takes about 5 microseconds.
     """
     samples: list[TarSample] = []
     end = 0
@@ -102,12 +102,12 @@ def scan_tar(file: Readable) -> TarScan:
 
 
 def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> str:
-    """Puts the parts of the one sample that stands in `content[start:end]` into `parts`; returns
-    its key.
+    """Adds the parts of the one sample in `content[start:end]` to `parts`, and returns its key. If
+    two parts have the same name, the last one is kept.
 
-    `content` is bytes, or mapped memory that gives bytes when sliced: only what is in the parts is
-    copied. TarError if there is no sample, or a piece of one. About 1 microsecond per member. Of
-    parts of one name the last is kept.
+    Raises TarError if there is no complete sample. A member takes about 1 microsecond.
+
+    content: bytes, or mapped memory whose slices are bytes; only the parts are copied.
     """
     key = None
     at = start
@@ -136,8 +136,7 @@ def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> s
 
 
 def header_key(header: bytes) -> str | None:
-    """Returns the key that a sample's first header says, None if other blocks must be read for
-    it."""
+    """Returns the key in a sample's first header; None if the name is in another block."""
     match = _PLAIN_HEADER(header)
     if match is None or len(match[1]) + len(match[2]) > _MAX_PLAIN_NAME:
         return None
@@ -153,7 +152,7 @@ def _parse_by_walking(raw: bytes, parts: dict[str, Any]) -> str:
 
 
 class Buffer:
-    """A Buffer is an archive, or a piece of one, in memory."""
+    """An archive in memory, or a piece of one."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -164,8 +163,7 @@ class Buffer:
 
 
 def walk_tar(file: Readable) -> Iterator[Member]:
-    """Yields the members of an archive, those that are no regular files too. Checksums are
-    verified."""
+    """Yields all members of an archive, regular files and others. Checksums are verified."""
     at = start = 0
     name: str | None = None
     size: int | None = None
@@ -206,7 +204,7 @@ def walk_tar(file: Readable) -> Iterator[Member]:
 
 def _name_field(header: bytes) -> str:
     name = _text(header[:100])
-    # Only POSIX archives have a prefix there; GNU's have times.
+    # POSIX archives have a prefix of the name at byte 345; GNU's have times there.
     return (
         f"{_text(header[345:500])}/{name}"
         if header[257:263] == b"ustar\0" and header[345]
@@ -221,11 +219,10 @@ def _text(field: bytes) -> str:
 def _size_field(header: bytes, at: int) -> int:
     try:
         expected = int(header[148:156].strip(b" \0"), 8)
-        # As if the checksum's own field held eight spaces.
+        # The checksum is the sum of all bytes, with its own field counted as eight spaces.
         if expected != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             raise ValueError
-        # Sizes that are too large for octal digits are big-endian numbers, marked by their first
-        # bit.
+        # A size that is too large for octal digits is a big-endian number, marked by the first bit.
         if header[124] & 0x80:
             return int.from_bytes(bytes([header[124] & 0x7F]) + header[125:136], "big")
         return int(header[124:136].strip(b" \0") or b"0", 8)
@@ -234,8 +231,8 @@ def _size_field(header: bytes, at: int) -> int:
 
 
 def _read_pax(content: bytes, name: str | None, start: int) -> tuple[str | None, int | None]:
-    """Returns name and size as an extended header has them: `b"16 path=a/b.txt\\n" -> ("a/b.txt",
-    None)`.
+    """Returns name and size in an extended header, or the given name and None: `b"16
+    path=a/b.txt\\n" -> ("a/b.txt", None)`.
     """
     size = None
     at = 0

@@ -10,10 +10,12 @@ from megatron.blending.formats.files import is_file, join_location, local_path
 def load_function(
     reference: str, default_name: str, folder: str, *, allow_code: bool, where: str
 ) -> Callable[..., Any]:
-    """Returns the function that `reference`, "file.py:name" or "file.py", names in `folder`, by
-    running the file.
+    """Runs a Python file of `folder`, and returns one of its functions. Raises ValueError, starting
+    with `where`, without `allow_code`, or if there is no such function.
 
-    ValueError, starting with `where`, if `allow_code` is not given, or there is no such function.
+    Args:
+        reference: "file.py:name" or "file.py".
+        default_name: name of the function if `reference` has none.
     """
     path, _, name = reference.partition(":")
     name = name or default_name

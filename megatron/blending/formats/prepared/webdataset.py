@@ -1,12 +1,11 @@
-"""pure. A WebDataset reads any sample of the tar shards of a prepared folder by index, or finds it
-by key.
+"""pure. Reads the samples of a prepared folder by index, and finds them by key.
 
-Opening reads `.nv-meta` only: the numbers of samples there give every index its shard. A shard is
-mapped when a sample of it is first asked for, with its `.tar.idx`, which says where each sample
-starts; the sample's own headers, which stand in the bytes that are read anyway, say the rest. So
-nothing grows with the number of samples.
+Opening reads `.nv-meta` only. The numbers of samples per shard there give the shard of each index:
+with shards of 3 and 5 samples, index 4 is sample 1 of the second. A shard is mapped when one of its
+samples is first read, and its `.tar.idx` gives the offset of the sample. The tar headers in front
+of the sample's parts have their names and sizes. So no memory grows with the number of samples.
 
-Invariant: with and without index files, local or remote, the records are the same.
+Invariant: records are the same with and without index files, local and remote.
 """
 
 import hashlib
@@ -61,11 +60,13 @@ def open_webdataset(
     split_config: str = "split.yaml",
     allow_code: bool = False,
 ) -> "WebDataset":
-    """Opens one part of a prepared folder, local or a URL; ValueError naming file and key if it
-    cannot be.
+    """Opens one part of a prepared folder, local or a URL. Raises ValueError, naming file and key,
+    if that is not possible.
 
-    Milliseconds, for thousands of shards too: no shard is opened. `allow_code`: run the Python
-    files that dataset.yaml may name; else such a data set is refused.
+    It takes milliseconds, as no shard is opened.
+
+    allow_code: True to run Python files that dataset.yaml names. If False, such a folder is
+    refused.
     """
     path = path.rstrip("/") or path
     sample_type, subflavors = read_dataset_config(path, dataset_config)
@@ -77,8 +78,8 @@ class WebDataset(RecordSource):
     """One part of a prepared folder. A record is {"__key__": str, "__shard__": str, part name:
     bytes, ...}.
 
-    Excluded samples are not there: they have no index. In bulk, a sample costs 1 to 2 microseconds
-    per part over the copy of its bytes.
+    Excluded samples have no index. In large reads a sample takes 1 to 2 microseconds per part in
+    addition to the copy of its bytes.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class WebDataset(RecordSource):
         self._is_local = local_path(path) is not None
         self._prefix = join_location(path, "")
         self._ends = np.cumsum([count for _, count in part.shards], dtype=np.int64)
-        # What this object has mapped is not for one that opens the folder later: files may have
-        # changed.
+        # A part of the cache's key: an object that opens the folder later must not get the maps of
+        # this one, as files may have changed.
         self._opened_at = time.time_ns()
         self._starts = np.append(0, self._ends[:-1])
         self._skipped = self._find_skipped(part.excluded)
@@ -137,7 +138,7 @@ class WebDataset(RecordSource):
         return records
 
     def _mapped(self, number: int, sample: int) -> "Piece":
-        """Returns the memory that a shard is mapped to, and where in it the sample stands."""
+        """Returns the mapped memory of a shard, and the start and end of a sample in it."""
         name, count = self._shards[number]
         file, content, offsets = open_local_shard(self._prefix, name, count, self._opened_at)
         assert isinstance(file, LocalFile)
@@ -162,10 +163,10 @@ class WebDataset(RecordSource):
         }
 
     def fields(self, record: Record, decode: Decode) -> dict[str, Any]:
-        """Returns the fields of the sample that a record makes, as dataset.yaml says; ValueError if
-        it makes none.
+        """Returns the fields of a record's sample by dataset.yaml. Parts that no field needs are
+        not decoded. For a crude data set the fields are all parts, decoded.
 
-        Of a crude data set, all parts decoded. Parts that no field needs are not decoded.
+        Raises ValueError if a field is missing.
         """
         if self._field_map is not None:
             fields = self._field_map(record, decode)
@@ -180,10 +181,10 @@ class WebDataset(RecordSource):
         return decoded
 
     def num_bytes(self, records: range) -> int | None:
-        """Returns the bytes that consecutive records take in their archives, headers and all; None
-        of remote ones.
+        """Returns the bytes of consecutive records in their archives, headers included; None for a
+        remote folder.
 
-        Of many shards it opens each, in about 30 microseconds.
+        Each shard in between is opened, in about 30 microseconds.
         """
         if not self._is_local or not records:
             return None if not self._is_local else 0
@@ -196,8 +197,8 @@ class WebDataset(RecordSource):
         return total
 
     def find(self, keys: Iterable[str]) -> dict[str, int]:
-        """Returns the index of each key that is in this part, by `index.sqlite`; ValueError if
-        there is none.
+        """Returns the index of each key, by `index.sqlite`. Keys that are not in this part are left
+        out. Raises ValueError if there is no `index.sqlite`.
         """
         if self._samples_of_file is None:
             ranges = {
@@ -223,8 +224,8 @@ class WebDataset(RecordSource):
         return f"{self._prefix}{self._shards[number][0]} sample {sample}"
 
     def fingerprint(self) -> str:
-        """Returns a hash of names, numbers and exclusions, of the files of 8 evenly spread shards,
-        and of what dataset.yaml makes of their parts.
+        """Returns a hash of the names, sizes and exclusions of shards, of dataset.yaml, and of the
+        content of 8 evenly spread shards.
         """
         kind = replace(self.sample_type, where="")
         digest = hashlib.blake2b(
@@ -242,7 +243,11 @@ class WebDataset(RecordSource):
         return digest.hexdigest()
 
     def _places(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns for each index the shard and the sample in it."""
+        """Returns the number of the shard and of the sample in it for each index.
+
+        Shards of 3 and 5 samples, sample 1 excluded: index 0 is (0, 0), index 1 is (0, 2), index 2
+        is (1, 0).
+        """
         asked = np.asarray(indices, dtype=np.int64)
         if asked.size and not (asked.min() >= 0 and asked.max() < len(self)):
             for index in indices:
@@ -258,7 +263,7 @@ class WebDataset(RecordSource):
         return opened(self._prefix, name, count, self._opened_at)
 
     def _find_skipped(self, excluded: Sequence[tuple[str, str]]) -> npt.NDArray[np.int64]:
-        """Returns the indices of excluded samples, in ascending order."""
+        """Returns the numbers of excluded samples in the part, in ascending order."""
         numbers = {name: number for number, (name, _) in enumerate(self._shards)}
         keys_of: dict[str, set[str]] = {}
         for name, key in excluded:
@@ -277,9 +282,7 @@ class WebDataset(RecordSource):
         return np.array(sorted(skipped), np.int64)
 
     def _keys(self, number: int) -> list[str]:
-        """Returns the keys of a shard's samples, from the first header of each. About 2
-        microseconds per sample.
-        """
+        """Returns the keys of a shard's samples, from their first headers: 2 microseconds each."""
         shard = self._shard(number)
         file, offsets = shard.file, shard.offsets
         headers = read_ranges([(file, start, start + BLOCK) for start in offsets[:-1]])
@@ -289,7 +292,9 @@ class WebDataset(RecordSource):
         ]
 
     def _prepare_parts(self) -> None:
-        """Makes what reads parts and fields; not pickled, as it may hold functions of files."""
+        """Creates the functions that read parts and fields. They may come from Python files, so
+        that they are not pickled, but created again.
+        """
         kind = self.sample_type
         folder = join_location(self.path, FOLDER)
 
@@ -319,4 +324,4 @@ class WebDataset(RecordSource):
 
 
 Piece = tuple[Any, int, int]
-"""Bytes, or memory that gives bytes when sliced, and where in it a sample starts and ends."""
+"""(bytes or mapped memory, start, end): the place of a sample."""

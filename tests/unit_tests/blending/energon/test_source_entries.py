@@ -22,7 +22,7 @@ from megatron.blending.energon._encoding.samples import (
     VQASample,
     basic_sample_keys,
 )
-from megatron.blending.energon._encoding.source_entries import Reading, open_samples
+from megatron.blending.energon._encoding.source_entries import ReadSettings, open_samples
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.loading.sources import split_names
 from megatron.blending.metadatasets.metadataset import load_metadataset
@@ -49,7 +49,7 @@ def records_of(path, split, reading):
 
 def opened(path, split="train", encoder=None, allow_code=False):
     """All samples of a source in its own order."""
-    reading = Reading(encoder=encoder or DefaultTaskEncoder(), allow_code=allow_code)
+    reading = ReadSettings(encoder=encoder or DefaultTaskEncoder(), allow_code=allow_code)
     source, load = records_of(path, split, reading)
     source, load = pickle.loads(pickle.dumps((source, load)))
     records = source.read(range(len(source)))
@@ -142,7 +142,7 @@ def test_cookers(tmp_path):
             Cooker(cook_line, has_subflavors={"n": 2}),
         ]
 
-    reading = Reading(encoder=Cooks())
+    reading = ReadSettings(encoder=Cooks())
     source, load = records_of(tmp_path / "c", "train", reading)
     made = load(source[0], ("0", 0, 0))
     assert (made.text, made.__key__, made.__subflavors__) == ("y 1", "k", {"n": 1})
@@ -242,7 +242,7 @@ def test_a_part_that_some_samples_lack_is_no_mistake(tmp_path):
     used.
     """
     samples = [("a", {"other": b"y"}), ("b", {"txt": b"y"})]
-    reading = Reading(encoder=DefaultTaskEncoder())
+    reading = ReadSettings(encoder=DefaultTaskEncoder())
     source, load = records_of(
         str(write_folder(tmp_path / "c", {"s.tar": samples}, TEXT)), "train", reading
     )
@@ -305,7 +305,7 @@ def test_a_key_that_some_sample_may_have_is_no_mistake(tmp_path, source):
     samples: list[Any] = [{"m": None, "l": [0]}] * 59 + [{"q": "x", "m": {"q": "x"}, "l": [0, "x"]}]
     samples[41] = {**samples[41], "once": "x"}
     folder = write_json_samples(tmp_path, samples, source)
-    records, load = records_of(str(folder), "train", Reading(encoder=DefaultTaskEncoder()))
+    records, load = records_of(str(folder), "train", ReadSettings(encoder=DefaultTaskEncoder()))
     at = 41 if "once" in source else 59
     assert load(records[at], ("0", 7, at)).text in ("x", samples[at])
 
@@ -320,7 +320,7 @@ def test_of_many_keys_some_are_listed(tmp_path):
 
 def test_samples_that_cannot_be_read_decide_nothing(tmp_path):
     """They are counted when they are used; of the others some may still be right, or all wrong."""
-    reading = Reading(encoder=DefaultTaskEncoder())
+    reading = ReadSettings(encoder=DefaultTaskEncoder())
     records_of(str(write_json_samples(tmp_path, [b"{broken"] * 3, "json[q]")), "train", reading)
     folder = write_json_samples(tmp_path, [b"{broken", {"a": 1}, {"a": 1}], "json[q]")
     assert "none of 2 samples that were read has a key 'q' in json; keys are a" in refused(folder)
@@ -330,7 +330,7 @@ def test_samples_that_cannot_be_read_decide_nothing(tmp_path):
         def decoder(name, content):
             raise LookupError(name)
 
-    records_of(str(folder), "train", Reading(encoder=Own()))
+    records_of(str(folder), "train", ReadSettings(encoder=Own()))
 
 
 def test_few_samples_are_read_to_find_it(tmp_path, monkeypatch):
@@ -345,7 +345,7 @@ def test_few_samples_are_read_to_find_it(tmp_path, monkeypatch):
     records_of(
         str(write_json_samples(tmp_path, [{"q": "x"}] * 100, "json[q]")),
         "train",
-        Reading(encoder=DefaultTaskEncoder()),
+        ReadSettings(encoder=DefaultTaskEncoder()),
     )
     assert reads == [[0]]
     reads.clear()
@@ -362,7 +362,7 @@ def test_few_samples_are_read_to_find_it(tmp_path, monkeypatch):
         source, load = records_of(
             str(write_json_samples(tmp_path, samples, f"'{alternative}'")),
             "train",
-            Reading(encoder=DefaultTaskEncoder()),
+            ReadSettings(encoder=DefaultTaskEncoder()),
         )
         assert load(source[at], ("0", 7, at)).text == "y"
 
@@ -380,7 +380,7 @@ def test_only_what_is_read_of_a_data_set_counts(tmp_path):
     (tmp_path / "c" / ".nv-meta" / "split.yaml").write_text(
         "split_parts: {train: [s.tar], val: []}\nexclude: []\n"
     )
-    reading = Reading(encoder=DefaultTaskEncoder())
+    reading = ReadSettings(encoder=DefaultTaskEncoder())
     assert len(records_of(str(tmp_path / "c"), "train", reading)[0]) == 100
 
 
@@ -443,7 +443,7 @@ def test_fields_of_joined_data_sets_are_looked_at_too(tmp_path):
 
 def test_join_partners_that_are_missing(tmp_path):
     """`error` ends the run, where any other failing sample would be logged and left out."""
-    reading = Reading(encoder=DefaultTaskEncoder(), allow_code=True)
+    reading = ReadSettings(encoder=DefaultTaskEncoder(), allow_code=True)
     for nonmatch, fault in (("error", FatalSampleError), ("skip", SkipSample)):
         legs = (
             f"      - {{path: one, subset: {{range: [1, 3]}}}}\n      - {{path: two, nonmatch: "

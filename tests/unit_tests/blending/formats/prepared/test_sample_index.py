@@ -47,7 +47,7 @@ def test_finds_what_was_written(tmp_path, folder):
 
 def test_duplicates_name_both_shards(tmp_path):
     """A user must know which two files to look at."""
-    with pytest.raises(DuplicateKeyError, match="key 'b' is there twice") as caught:
+    with pytest.raises(DuplicateKeyError, match="key 'b' exists twice") as caught:
         write(tmp_path, scan("a", "b"), scan("c"), scan("d", "b"))
     assert (caught.value.key, caught.value.shard_ids) == ("b", (0, 2))
     with pytest.raises(DuplicateKeyError) as caught:
