@@ -64,6 +64,35 @@ class Item(NamedTuple):
         return self.fields["tokens"].size
 
 
+def plain_item(given: object) -> Item | None:
+    """Reads a dict that is one sequence with nothing besides, as most are: arrays or tensors of one
+    length, [L] or [1, L]. Returns None for any other, which `read_item` reads or refuses.
+    """
+    if not isinstance(given, dict) or not given.keys() <= _PLAIN:
+        return None
+    fields: dict[str, npt.NDArray[Any]] = {}
+    source = size = 0
+    for name, values in given.items():
+        if name == "source":
+            source = values
+            continue
+        array = values
+        if type(array) is not np.ndarray:
+            try:
+                array = values.numpy()
+            # No tensor; or on a GPU, with a gradient, or of a type of torch's alone.
+            except (AttributeError, RuntimeError, TypeError):
+                return None
+        if array.ndim == 2 and len(array) == 1:
+            array = array[0]
+        if array.ndim != 1 or size not in (0, array.size):
+            return None
+        fields[name], size = array, array.size
+    if not size or "tokens" not in fields or type(source) is not int or not 0 <= source <= MAX_ID:
+        return None
+    return Item(fields, {}, [size], source)
+
+
 def items_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns a dict of one sample each; several of a batch of rows [B, L]."""
     shape: tuple[int, ...] = getattr(given.get("tokens", given.get("input_ids")), "shape", ())
@@ -83,8 +112,6 @@ def read_item(item: Mapping[str, Any]) -> Item:
     source = _number(item.get("source", 0))
     if not 0 <= source <= MAX_ID:
         raise ValueError(f"'source' must be from 0 to {MAX_ID}, but is {source}")
-    if size and item.keys() <= _PLAIN:
-        return Item(fields, {}, [size], source)
     extra, lengths, trees = extra_fields(item, size), [size], None
     has_layout = item.get("cu_seqlens") is not None or item.get("original_seq_len") is not None
     if size == 0 or has_layout or item.get("parents") is not None:

@@ -51,7 +51,7 @@ from megatron.packing.batch.columns import (
 )
 from megatron.packing.batch.extra import column_of
 from megatron.packing.batch.huggingface import IGNORED
-from megatron.packing.batch.item import MAX_ID, Item, items_of, read_item
+from megatron.packing.batch.item import MAX_ID, Item, items_of, plain_item, read_item
 from megatron.packing.batch.paths import with_path_tokens
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
@@ -93,6 +93,11 @@ class SampleReader:
         Raises ValueError for a dict that is no sample.
         """
         for one in (given,) if isinstance(given, (dict, Mapping, MergedPaths)) else given:
+            plain = plain_item(one)
+            if plain is not None:
+                self._items.append(plain)
+                self._fetches.append(fetch)
+                continue
             for sample in items_of(one._asdict() if isinstance(one, MergedPaths) else one):
                 item = read_item(sample)
                 self._items.append(item)

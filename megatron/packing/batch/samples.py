@@ -159,7 +159,7 @@ class Samples:
     def fields(self) -> Fields:
         """Returns what a model is trained on, in full."""
         return Fields(
-            self.tokens, *(self._whole(column) for column in (LABELS, LOSS_MASK, POSITION_IDS))
+            self.tokens, *(self.values_of(column) for column in (LABELS, LOSS_MASK, POSITION_IDS))
         )
 
     def extra(self) -> dict[Column, npt.NDArray[Any]]:
@@ -178,11 +178,11 @@ class Samples:
         ragged = {scope: self.sizes.rows(scope) for scope in scopes}
         return Samples(
             sizes=replace(self.sizes, ragged={**self.sizes.ragged, **ragged}),
-            columns={**self.columns, **{column: self._whole(column) for column in missing}},
+            columns={**self.columns, **{column: self.values_of(column) for column in missing}},
         )
 
-    def _whole(self, column: Column) -> npt.NDArray[Any]:
-        """Returns the values of a column, derived where it is not kept."""
+    def values_of(self, column: Column) -> npt.NDArray[Any]:
+        """Returns the values of a column: its rows, derived where it is not kept."""
         if column in self.columns:
             return self.columns[column]
         if column.derive is not None:
@@ -214,7 +214,7 @@ class Samples:
         shorter = self._rows_at(replace(self.sizes, lengths=lengths), {TOKEN: index})
         last_labels = shorter.columns[LAST_LABELS]
         if lengths.size:  # the last token that is left is labelled with the next, which is cut off
-            last_labels = self._whole(LABELS)[index[ends - 1]]
+            last_labels = self.values_of(LABELS)[index[ends - 1]]
         return replace(shorter, columns={**shorter.columns, LAST_LABELS: last_labels})
 
     def split(self, counts: IntArray) -> list[Samples]:

@@ -3,12 +3,14 @@ name.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.packing.batch.item import plain_item, read_item
 from megatron.packing.batch.reading import SampleError, SampleReader, read_samples
 from megatron.packing.batch.tree import Path, merge
 from tests.unit_tests.packing.batch.test_samples import Sequence, parts_of
@@ -57,6 +59,51 @@ def test_weights_are_tensors_of_any_precision(dtype: torch.dtype, has_gradient: 
     weights = torch.tensor([0.5, 0.25, 0.0], dtype=dtype, requires_grad=has_gradient)
     item = {"tokens": torch.tensor([5, 6, 7]), "loss_mask": weights}
     assert read(item) == [([5, 6, 7], [6, 7, 7], [0.5, 0.25, 0.0], [0, 1, 2])]
+
+
+@pytest.mark.parametrize("as_given", [np.array, torch.tensor, lambda values: np.array([values])])
+def test_plain_samples_are_read_as_others_are(as_given: Callable[[list[int]], Any]) -> None:
+    """Most samples are read by fewer calls. Whatever these accept must be what the others make."""
+    for names in (("tokens",), ("tokens", "labels"), ("position_ids", "tokens", "loss_mask")):
+        for number, values in enumerate(([4], [4, 5, 6])):
+            sample = {name: as_given(values) for name in names} | {"source": number}
+            plain, read = plain_item(sample), read_item(sample)
+            assert plain is not None
+            assert (
+                (plain.lengths, plain.source)
+                == (read.lengths, read.source)
+                == (
+                    [len(values)],
+                    number,
+                )
+            )
+            assert {name: each.tolist() for name, each in plain.fields.items()} == {
+                name: each.tolist() for name, each in read.fields.items()
+            }
+            assert plain._replace(fields={}) == read._replace(fields={})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"labels": np.arange(2)},
+        {"tokens": np.empty(0, np.int64)},
+        {"tokens": np.array(3)},
+        {"tokens": np.ones((2, 3), np.int64)},
+        {"position_ids": np.ones((3, 3), np.int64)},
+        {"labels": None},
+        {"labels": [1, 2, 3]},
+        {"loss_mask": torch.ones(3, requires_grad=True)},
+        {"loss_mask": torch.ones(3, dtype=torch.bfloat16)},
+        {"source": -1},
+        {"source": "0"},
+        {"extra": np.arange(3)},
+        {"cu_seqlens": np.array([0, 3])},
+    ],
+)
+def test_other_samples_are_not_plain(changes: dict[str, Any]) -> None:
+    """Such a sample read as plain would be trained with what must be refused, cut or converted."""
+    assert plain_item({"tokens": np.arange(3)} | changes) is None
 
 
 def test_fields_that_only_some_samples_have() -> None:
