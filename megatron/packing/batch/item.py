@@ -85,7 +85,7 @@ def plain_item(given: object) -> Item | None:
                 return None
         if array.ndim == 2 and len(array) == 1:
             array = array[0]
-        if array.ndim != 1 or size not in (0, array.size):
+        if array.ndim != 1 or (size and size != array.size):
             return None
         fields[name], size = array, array.size
     if not size or "tokens" not in fields or type(source) is not int or not 0 <= source <= MAX_ID:

@@ -95,7 +95,7 @@ class PackLayout:
             parents, depths = np.append(parents, -1), np.append(depths, 0)
         return cls(real, padded, parents, depths)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of the pack, padding included."""
         return int(self.cu_seqlens_padded[-1])

@@ -84,6 +84,12 @@ class SampleReader:
         self._of_payloads: dict[int, float] = {}
         """Cost of each payload, by the number of its sequence."""
         self._items: list[Item] = []
+        self._others: list[Item] = []
+        """Those among them that are not plain: only these can have more than a sequence's fields.
+        """
+        self._kinds: set[tuple[str, ...]] = set()
+        """Names of the fields that items have: one tuple where all have the same, as nearly always.
+        """
         self._fetches: list[int] = []
         """Number of the fetch that each sequence or tree came with."""
 
@@ -92,18 +98,25 @@ class SampleReader:
 
         Raises ValueError for a dict that is no sample.
         """
-        for one in (given,) if isinstance(given, (dict, Mapping, MergedPaths)) else given:
-            plain = plain_item(one)
-            if plain is not None:
-                self._items.append(plain)
-                self._fetches.append(fetch)
-                continue
-            for sample in items_of(one._asdict() if isinstance(one, MergedPaths) else one):
-                item = read_item(sample)
-                self._items.append(item)
-                if item.payload is not None:
-                    self._add_payload(item.payload, item.costs)
-                self._fetches += [fetch] * len(item.lengths)
+        if isinstance(given, (dict, Mapping, MergedPaths)):
+            self._add(given, fetch)
+            return
+        for one in given:
+            self._add(one, fetch)
+
+    def _add(self, given: Given, fetch: int) -> None:
+        plain = plain_item(given)
+        if plain is not None:
+            self._items.append(plain)
+            self._fetches.append(fetch)
+            return
+        for sample in items_of(given._asdict() if isinstance(given, MergedPaths) else given):
+            item = read_item(sample)
+            self._items.append(item)
+            self._others.append(item)
+            if item.payload is not None:
+                self._add_payload(item.payload, item.costs)
+            self._fetches += [fetch] * len(item.lengths)
 
     def _add_payload(self, payload: Payload, costs: Mapping[str, Any]) -> None:
         """Adds the payload of the sequence that is added next."""
@@ -122,6 +135,7 @@ class SampleReader:
         """
         if not self._items:
             return Samples.none()
+        self._kinds = {tuple(item.fields) for item in self._items}
         lengths = self._lengths()
         num_tokens, ends = int(lengths.sum()), np.cumsum(lengths)
         tokens = np.concatenate([item.fields["tokens"] for item in self._items])
@@ -141,8 +155,8 @@ class SampleReader:
             raise SampleError(self._fetch_of(place, ends), "'loss_mask' must be finite, but is not")
         # Labels that were not given are the next tokens. Nothing follows a sequence's last token,
         # so that its label is unknown and must not count.
-        has_labels = ["labels" in item.fields for item in self._items]
-        if not all(has_labels):
+        if not self._all_have("labels"):
+            has_labels = ["labels" in item.fields for item in self._items]
             unlabelled = ~np.repeat(has_labels, [item.size for item in self._items])
             loss_mask[ends[unlabelled[ends - 1]] - 1] = 0
         if least_label <= IGNORED:  # -100 is a mask in HuggingFace's labels, and no id of a token
@@ -189,7 +203,7 @@ class SampleReader:
 
     def _with_paths(self, samples: Samples) -> Samples:
         """Returns the samples with the rows of their paths, where these have fields."""
-        if not any(item.num_paths.size for item in self._items):
+        if not any(item.num_paths.size for item in self._others):
             return samples
         rows = np.concatenate([item.num_paths for item in self._items])
         first = self._column("first_path", lambda: np.zeros(samples.tokens.size, np.int32))
@@ -229,7 +243,7 @@ class SampleReader:
         return count_from_zero(node_lengths) + depths.repeat(node_lengths).astype(np.int32)
 
     def _extra_columns(self) -> dict[Column, npt.NDArray[Any]]:
-        names = dict.fromkeys(name for item in self._items for name in item.extra)
+        names = dict.fromkeys(name for item in self._others for name in item.extra)
         try:
             for name in names:
                 if not all(name in item.extra for item in self._items):
@@ -245,10 +259,13 @@ class SampleReader:
 
     @property
     def _has_trees(self) -> bool:
-        return any(item.trees is not None for item in self._items)
+        return any(item.trees is not None for item in self._others)
 
     def _any_has(self, name: str) -> bool:
-        return any(name in item.fields for item in self._items)
+        return any(name in kind for kind in self._kinds)
+
+    def _all_have(self, name: str) -> bool:
+        return all(name in kind for kind in self._kinds)
 
     def _lengths(self) -> IntArray:
         return np.array([length for item in self._items for length in item.lengths], np.int64)
@@ -261,7 +278,7 @@ class SampleReader:
     def _column(self, name: str, make_default: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """Returns the values of all items, in a new array; the default's for items without them."""
         values = [item.fields.get(name) for item in self._items]
-        if any(value is None for value in values):
+        if not self._all_have(name):
             ends = np.cumsum([item.size for item in self._items])[:-1]
             defaults = np.split(make_default(), ends)
             values = [

@@ -111,10 +111,11 @@ def padded_rows(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
     rows: list[tuple[int, int]] = []
     longest, count = 0, 0
     for length in lengths:
-        if count and max(longest, length) * (count + 1) > capacity:
+        longer = length if length > longest else longest  # without a call: one rank does it for all
+        if count and longer * (count + 1) > capacity:
             rows.append((longest, count))
-            longest, count = 0, 0
-        longest, count = max(longest, length), count + 1
+            longer, count = length, 0
+        longest, count = longer, count + 1
     return [*rows, (longest, count)]
 
 

@@ -36,6 +36,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Returns `values` on `device`, copied by way of pinned memory: from pageable memory the host
     would wait for the copy.
     """
+    if values.device == device:
+        return values
     if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
