@@ -39,7 +39,7 @@ class RunFacts(NamedTuple):
 
 
 class Adviser:
-    """Schedules the same global batches under other layouts."""
+    """Schedules the same global batches in other parallel layouts."""
 
     def __init__(self, batches: Sequence[Sequences], layout: StepLayout, facts: RunFacts) -> None:
         self._batches = batches[: max(1, min(len(batches), MAX_SEQUENCES // batches[0].size))]
@@ -261,7 +261,7 @@ def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None
 
 
 def _with_twice_the_context(layout: StepLayout, facts: RunFacts) -> StepLayout:
-    """Returns the layout of half the ranks, each with twice the devices for a sequence.
+    """Returns the parallel layout with half the ranks, each with twice the devices for a sequence.
 
     A microbatch moves as many weights per device as before, so that `fixed` stays.
     """

@@ -24,7 +24,7 @@ TokenizerType = Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullToken
 
 @dataclass(frozen=True, kw_only=True)
 class RunSource:
-    """A run whose packs gave the lengths, with the layout of the last of them."""
+    """The run that lengths were read from, with the parallel layout of its last packs."""
 
     folder: Path
     num_ranks: int

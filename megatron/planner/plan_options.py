@@ -215,8 +215,8 @@ class LayoutOptions:
             )
 
     def check(self, model: ModelOptions) -> None:
-        """Raises ValueError for a layout that the model cannot be trained in, with the flags and
-        the way out.
+        """Raises ValueError for a parallel layout that the model cannot be trained in, with the
+        flags and the way out.
         """
         shape = model.shape()
         says_nothing = (
@@ -282,7 +282,7 @@ class LayoutOptions:
     def step_layout(
         self, model: ModelOptions, capacity: int, cost: PackCost, seconds_per_unit: float | None
     ) -> StepLayout:
-        """Returns the layout of a model as schedulers need it."""
+        """Returns the parallel layout with the facts of the model that schedulers need."""
         multiple = self.pp if self.vpp > 1 else 1
         return StepLayout(
             num_ranks=self.dp,

@@ -1,4 +1,4 @@
-"""pure. Model and layout of a run, read from its options.json into the planner's options."""
+"""pure. Reads model and parallel layout of a run from its options.json, as planner options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.planner.plan_options import (
 
 
 class Planned(NamedTuple):
-    """Model and layout of a plan, and lines that name their source."""
+    """Model and parallel layout of a plan, and lines about where they come from."""
 
     model: ModelOptions
     layout: LayoutOptions

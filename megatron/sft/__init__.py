@@ -1,3 +1,5 @@
-"""The trainer: options in, a trained model and its metrics out. README.md has the map,
-`__main__.py` the story.
+"""The trainer: options in, a trained model and its metrics out.
+
+`run.py` is a run from the command line to the report, `training/train.py` its loop. README.md lists
+all files in reading order.
 """

@@ -1,9 +1,9 @@
-"""pure. Starts the subcommand that the command line names; without one, training.
+"""pure. Starts a subcommand, or training if none is named.
 
-megatron-sft train ...          one process; the same as python -m megatron.sft train ...
-torchrun -m megatron.sft ...    several; torchrun pretrain_sft.py from a checkout
+    megatron-sft train ...          one process; the same as python -m megatron.sft train ...
+    torchrun -m megatron.sft ...    several; torchrun pretrain_sft.py from a checkout
 
-`megatron/sft/run.py` tells the story of a training run.
+`megatron/sft/run.py` is the training run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from megatron.sft.environment import fail, program, world_from_environment
 
 
 def main() -> None:
-    """Runs the subcommand; one line and status 2 for a name that is none, 130 when interrupted."""
+    """Runs the subcommand. The exit status is 2, with one line, for an unknown name, and 130 after
+    Ctrl-C.
+    """
     name, *arguments = sys.argv[1:] or ["train"]
     name = "--help" if name == "help" else name
     typed = f"{program()} {name}"
@@ -30,15 +32,17 @@ def main() -> None:
     try:
         importlib.import_module(COMMANDS[name].module).main(arguments, typed)
     except KeyboardInterrupt:
-        if name == "train":  # asked a second time, see `training.stop`: torchrun ends the others
+        # Training handles the first Ctrl-C itself (see `training.stop`). This is the second one.
+        if name == "train":
             raise
         print(f"{typed}: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
 
 
 def _way_out(name: str) -> str:
+    """Returns advice for an unknown name of a subcommand."""
     if name in OF_OTHERS:
-        return f"what other trainers name so is megatron-sft {OF_OTHERS[name]} here"
+        return f"the command of other trainers with this name is megatron-sft {OF_OTHERS[name]}"
     if name.endswith((".yaml", ".yml")):
         return f"for a file of options, pass --config {name}"
     close = difflib.get_close_matches(name, COMMANDS, n=1)

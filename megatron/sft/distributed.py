@@ -34,8 +34,8 @@ _ANSWER_SECONDS = 30.0
 def process_groups(
     config: SFTConfig, read: Mapping[str, str] | None = None
 ) -> Iterator[tuple[torch.device, dist.Store]]:
-    """Makes megatron-core's groups for the layout and seeds random states; yields this rank's
-    device, and the store at which all ranks met.
+    """Makes megatron-core's groups for the parallel layout and seeds random states; yields this
+    rank's device, and the store at which all ranks met.
 
     read: fingerprints of the files that this rank reads. AgreedError unless all ranks have the
     same, and the same options and versions.
@@ -142,7 +142,7 @@ def _wait_for_listener(place: tuple[str, int], timeout: timedelta) -> None:
 
 
 def make_groups(config: SFTConfig) -> None:
-    """Makes megatron-core's groups for the layout of `config`; the default group exists."""
+    """Makes megatron-core's groups for the parallel layout. The default group exists already."""
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

@@ -1,4 +1,8 @@
-"""pure. The story of a run: config -> datasets -> process groups -> trainer -> report."""
+"""pure. A training run: options -> data sets -> process groups -> trainer -> report.
+
+`main` reads the command line, `run` trains. The order inside `run` is by cost: options, folders and
+data are checked first, on every rank, before process groups and a model exist.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str], program: str) -> None:
-    """Trains as the arguments say; `program` is what the user typed."""
+    """Runs `megatron-sft train`. `program` is the command as the user typed it, for messages."""
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
     end_with_launcher()
     outlive_output()
@@ -64,10 +68,11 @@ def main(arguments: Sequence[str], program: str) -> None:
 
 
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
-    """Trains as this rank's part in it."""
+    """Runs one rank of a training run."""
     if config.output.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: others may use the GPUs
-    # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
+    # Imports that take seconds come after the command line is checked, so that a wrong flag is
+    # answered at once.
     with quick_imports():
         import torch
 
@@ -90,7 +95,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     chosen = config.output.run_dir or config.output.save
     run_dir = Path(chosen or f"{RUNS}/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
     peers = None
-    with ExitStack() as end:  # a stop signal does not cut off the end of a run that is saved
+    with ExitStack() as end:  # keeps the signal handlers until the report is printed
         try:
             prepare_output(config.output)
             given, config = config, with_samples_of_checkpoint(config)
@@ -122,6 +127,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
                 from megatron.sft.out_of_memory import explained
 
                 failure = explained(raised, config, datasets.vocab_size, world_size, peers)
+            # With a single process, an unexpected error keeps its traceback.
             if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
                 raise
             abort(failure, peers)
@@ -130,7 +136,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
 
 
 def _say_end(trainer: Trainer, run_dir: Path, train_iters: int) -> None:
-    """Prints the report of a run that has ended, or that there was nothing to do."""
+    """Prints the report of a run that has ended, or a line if there was nothing to do."""
     from megatron.sft.report.report import report
 
     if not trainer.num_steps_done:
@@ -140,5 +146,5 @@ def _say_end(trainer: Trainer, run_dir: Path, train_iters: int) -> None:
         return
     try:
         report(run_dir)
-    except (OSError, ValueError) as failure:  # its files are gone; the run has ended well
+    except (OSError, ValueError) as failure:  # somebody removed its files; training has succeeded
         print(f"no report: {failure}")

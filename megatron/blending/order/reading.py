@@ -2,11 +2,12 @@
 stored.
 
 Invariants:
-- `ReadingOrder` reads each record once per epoch, whatever its slices and windows;
-- the result depends on the arguments alone: not on the machine, the Python version or what was
-  asked before.
+- `ReadingOrder` reads each record once per epoch, for any slices and shuffle windows.
+- The result depends on the arguments alone: not on the machine, the Python version or earlier
+  calls.
 
-What is mixed is mixed by `permutation`: whole slices within the epoch, records within windows.
+Both shuffles are permutations computed by `permutation`: whole slices within the epoch, then
+records within a shuffle window. ("Window" always means the shuffle window in this package.)
 """
 
 import hashlib
@@ -47,7 +48,9 @@ class ReadingOrder(NamedTuple):
     slice_length: int = 1
     """Number of consecutive records that stay together, for the sake of whoever reads them."""
     window_length: int = 1
-    """Within this many records of that order the single ones are mixed; at least a slice is."""
+    """Size of the shuffle window: single records are shuffled within this many records of the order
+    of slices, at least within a slice.
+    """
 
     @property
     def epoch_length(self) -> int:
@@ -55,8 +58,8 @@ class ReadingOrder(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Records of a window: whole slices, one more than asked for; 1 where nothing is to be
-        mixed.
+        """Records of a shuffle window: whole slices, one more than `window_length` needs; 1 without
+        slices, where nothing is left to shuffle.
         """
         if self.slice_length == 1:
             return 1

@@ -109,7 +109,7 @@ def parse_with_notes(
         return _implied(given)
 
     config = SFTConfig.of(parse_run_options(GROUPS, arguments, command, imply))
-    # A dry run needs no launcher: one process checks the layout of many.
+    # A dry run needs no launcher: one process checks the parallel layout of many.
     alone = config.output.dry_run and world_size == 1
     config.check(config.parallel.least_world_size if alone else world_size)
     return config, notes

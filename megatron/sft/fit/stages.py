@@ -1,4 +1,6 @@
-"""pure. The ranks of a layout whose memory differs, and smaller runs that tell of larger ones."""
+"""pure. The ranks of a parallel layout whose memory differs, and smaller runs from which the memory
+of larger ones follows.
+"""
 
 from __future__ import annotations
 

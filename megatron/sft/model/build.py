@@ -117,7 +117,8 @@ def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
     """Returns the rows of the embedding.
 
     Padding takes part in the softmax, so the loss depends on it: the multiple is a number of the
-    model first (--make-vocab-size-divisible-by), of the layout only where that does not suffice.
+    model first (--make-vocab-size-divisible-by), of the parallel layout only where that does not
+    suffice.
     """
     unit = math.lcm(
         config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size

@@ -162,7 +162,7 @@ def padded_batches(
         rows = rows if index is None else rows[:, index]
         return rows.pin_memory() if torch.cuda.is_available() else rows
 
-    # Rows of a microbatch are padded to its longest, then to what the layout needs.
+    # Pad the rows of a microbatch to the longest, then to the alignment of the parallel layout.
     for fetch in fetches:
         samples = read_samples(fetch)
         if {PARENTS, NUM_PATHS} & set(samples.schema):

@@ -62,7 +62,7 @@ class SFTConfig:
 
     @property
     def alignment(self) -> Alignment:
-        """Multiples that the layout demands of packs."""
+        """Alignment of sequences and packs in the parallel layout."""
         return Alignment.for_layout(
             context_parallel_size=self.parallel.context_parallel_size,
             tensor_parallel_size=self.parallel.tensor_model_parallel_size,
@@ -220,7 +220,7 @@ class SFTConfig:
         ):
             raise ValueError(
                 f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} must hold a sequence of "
-                f"--seq-length {seq_length} in this layout; raise it to "
+                f"--seq-length {seq_length} in this parallel layout; raise it to "
                 f"{self.smallest_capacity_per_rank}"
             )
         if not self.packing.sequence_packing and seq_length % self.alignment.pack:

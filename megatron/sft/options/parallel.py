@@ -145,7 +145,7 @@ class ParallelConfig:
 
     @property
     def least_world_size(self) -> int:
-        """Fewest processes that the layout takes."""
+        """Smallest number of processes for the parallel layout."""
         context, tensor = self.context_parallel_size, self.tensor_model_parallel_size
         return self.pipeline_model_parallel_size * math.lcm(
             tensor * context, self.expert_model_parallel_size

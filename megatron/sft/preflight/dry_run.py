@@ -51,7 +51,9 @@ def _is_alone() -> bool:
 
 
 def _world_size(config: SFTConfig) -> int:
-    """Returns the launcher's; of one process, the fewest that the layout takes."""
+    """Returns the launcher's number of processes; without a launcher, the smallest number for the
+    parallel layout.
+    """
     if not _is_alone():
         return world_from_environment()[1]
     return config.parallel.least_world_size

@@ -42,7 +42,9 @@ def open_boards(
 
 
 class TensorBoard:
-    """Hides what a killed run left in the folder of `first_step` and later ones."""
+    """Writes to TensorBoard. Steps from `first_step` on that a killed run has left in the folder
+    are hidden.
+    """
 
     def __init__(self, folder: str | Path, first_step: int) -> None:
         try:
@@ -62,10 +64,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run there for all parts of a run here; steps that a killed part had drawn already are not
-    drawn again.
+    """Writes to Weights & Biases. A run that is stopped and resumed is one run there, and steps
+    that it has already are not sent again.
 
-    Its own environment variables hold, such as WANDB_MODE=offline and WANDB_API_KEY.
+    Environment variables of wandb (WANDB_MODE=offline, WANDB_API_KEY) have their usual effect.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""pure. A file that a run appends lines to. Whatever becomes of it ends no run: it is noted
-once."""
+"""pure. A file that a run appends lines to. A failure never ends the run: it is printed once."""
 
 from __future__ import annotations
 
@@ -10,15 +9,14 @@ from typing import TextIO
 
 
 class LineFile:
-    """Appends lines, each of which is in the file when `write` returns.
+    """A file of lines. A line is in the file when `write` returns, so that a killed run keeps it.
 
-    A file that was removed is written again, with what it held. A line that cannot be written is
-    left out.
-    Price: two system calls per line beside the write.
+    If the file is removed, it is written again with all earlier lines. A line that cannot be
+    written is skipped. Each line costs two system calls in addition to the write.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, and makes its folder; OSError where that fails."""
+        """Opens the file, and creates its folder. Raises OSError if that fails."""
         self._path = path
         self._noted: set[str] = set()
         self._file = self._open()
@@ -36,7 +34,7 @@ class LineFile:
         """Closes the file."""
         try:
             self._file.close()
-        except OSError as error:  # lines that found no room
+        except OSError as error:  # the disk was full for the last lines
             self._note(f"{self._path} cannot be written: {error}; its lines are left out")
 
     def _open(self) -> TextIO:
@@ -51,7 +49,9 @@ class LineFile:
             return False
 
     def _replace(self) -> None:
-        """Opens what is now at the path; where nothing is, a copy of the file that was."""
+        """Opens the file that is at the path now. If there is none, makes it again from the old
+        file, which this process still has open.
+        """
         is_removed, before = not self._path.exists(), self._file
         self._file = self._open()
         with before:

@@ -1,9 +1,8 @@
-"""pure. Measurements of a training step and of an evaluation, and the lines of a log that they
-become.
+"""pure. Metrics of a training step and of an evaluation, and their log lines.
 
-A field of `StepMetrics` is a column of `metrics.jsonl`. A new one has a default, so that older
-files can be read, and its value in `step_account`; or, where it says something of the packs, is a
-field of `PackingStats`.
+A field of `StepMetrics` is a column of `metrics.jsonl`. A new column needs a default, so that older
+files can be read, and a value in `training/step_account.py`. A column about packs is a field of
+`PackingStats` instead.
 """
 
 import math
@@ -20,19 +19,17 @@ _MAX_SHOWN = 100
 
 @dataclass(frozen=True, kw_only=True)
 class SourceMetrics:
-    """One source's part of a step or an evaluation, summed over all ranks. Counts are exact
+    """Metrics of one source in a step or an evaluation, summed over all ranks. Counts are exact
     integers.
     """
 
     sequences: int
     tokens: int
-    """Real tokens: sum of the sequences' lengths."""
+    """Tokens without padding: the sum of the sequences' lengths."""
     num_loss_tokens: int
-    """Tokens that the loss is taken on."""
+    """Tokens with loss."""
     loss: float
-    """Mean over those tokens, each counted alike: weights of samples aside. NaN where it has no
-    such token.
-    """
+    """Mean over the tokens with loss, without weights of samples. NaN if there are none."""
 
     def described(self, name: str) -> str:
         """Returns `"chats 2.3141 (6 samples, 3,012 tokens)"`."""
@@ -42,48 +39,46 @@ class SourceMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics(PackingStats):
-    """One training step, summed over all ranks, with what its packs held. Counts are exact
-    integers.
-    """
+    """Metrics of one training step and its packs, over all ranks. Counts are exact integers."""
 
     iteration: int
-    """Steps done, this one included."""
+    """Number of the step, from 1."""
     consumed_samples: int
-    """Samples taken from the data since the run's first step, delayed ones among them; the learning
-    rate's schedule goes by it.
+    """Samples taken from the data since the first step of the run, delayed ones included. The
+    learning rate schedule counts in them.
     """
     loss: float
-    """Per-token mean over the global batch."""
+    """Mean per token over the global batch."""
     lr: float
     grad_norm: float
     """Norm of the gradients before clipping."""
     skipped: bool
-    """The optimizer left this step out, as the gradients overflowed."""
+    """True if the optimizer skipped this step because gradients overflowed."""
     step_seconds: float
     """Wall time of the whole step, `data_seconds` included."""
     data_seconds: float
     """Time that the step waited for its data."""
     passes_seconds: float
-    """Seconds of the forward and backward passes, with the reduction of gradients; without
-    `data_seconds` and optimizer.
+    """Time of the forward and backward passes and the reduction of gradients, without
+    `data_seconds` and without the optimizer.
     """
     predicted_seconds: float
-    """The same as the fitted cost of --pack-cost predicts it; NaN without one."""
+    """`passes_seconds` as the cost of --pack-cost predicts it; NaN without --pack-cost."""
     num_stages: int
     """Pipeline-parallel size."""
     tokens_per_second: float
-    """Real tokens of all devices together."""
+    """Tokens without padding, of all devices together."""
     tflops_per_device: float
     epoch: float = math.nan
-    """Passes over the training data, as far as samples are consumed; NaN for data without end."""
+    """Consumed samples over the number of records; NaN for mock data."""
     token_accuracy: float = math.nan
-    """Share of loss tokens whose label is the likeliest word; NaN where it was not measured."""
+    """Share of the tokens with loss that the model predicts best; NaN if it is not measured."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Samples that each source left out: reason -> samples that were left out."""
+    """Source -> reason -> number of dropped samples."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
-    """Metrics of each source that was read; empty where there is one."""
+    """Metrics by source; empty if there is only one source."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers by name, summed up or the largest over all ranks (`sft.training.figures`)."""
+    """Further numbers by name: a sum or a maximum over all ranks (`sft.training.figures`)."""
 
     @property
     def perplexity(self) -> float:
@@ -141,7 +136,7 @@ class StepMetrics(PackingStats):
         return parts if self.num_ranks == 1 else [*parts, f"moved {self.moved:.0%}"]
 
     def to_postfix(self) -> str:
-        """Returns what stands behind a progress bar."""
+        """Returns the text behind a progress bar."""
         return f"loss {self.loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, fill {self.fill:.0%}"
 
 
@@ -171,29 +166,29 @@ DRAWN = (
         "step_seconds",
     ),
 )
-"""Columns that boards draw."""
+"""Columns that are sent to boards (TensorBoard, Weights & Biases)."""
 DRAWN_OF_EVALUATIONS = ("loss", "perplexity", "token_accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A loss over held-out data."""
+    """Metrics of an evaluation: the loss of a split, valid or test."""
 
     iteration: int
-    """Training steps done before it."""
+    """Number of training steps before the evaluation."""
     split: str
     loss: float
-    """Per-token mean over all of the evaluation's batches."""
+    """Mean per token over all batches of the evaluation."""
     num_tokens: int
-    """Tokens that the loss is taken on."""
+    """Tokens with loss."""
     token_accuracy: float = math.nan
-    """Same as in a step."""
+    """As in `StepMetrics`."""
     dropped_samples: int = 0
     truncated_samples: int = 0
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Same as in a step."""
+    """As in `StepMetrics`."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
-    """Same as in a step."""
+    """As in `StepMetrics`."""
 
     @property
     def perplexity(self) -> float:
@@ -213,7 +208,7 @@ class Evaluation:
 
 
 def perplexity(loss: float) -> float:
-    """Returns the exponential of a loss; infinity where it is too large for a float."""
+    """Returns the exponential of a loss; infinity if it is too large for a float."""
     return math.exp(loss) if loss < 700 else loss if math.isnan(loss) else math.inf
 
 
@@ -223,8 +218,8 @@ def accuracy_parts(token_accuracy: float) -> list[str]:
 
 
 def sources_line(sources: Mapping[str, SourceMetrics]) -> str:
-    """Returns the sources of most tokens, `"chats 2.3141 (6 samples, 3,012 tokens), code 1.9020 (2
-    samples, ...)"`.
+    """Returns a line about the sources with the most tokens: `"chats 2.3141 (6 samples, 3,012
+    tokens), code 1.9020 (2 samples, ...)"`.
     """
     most = sorted(sources, key=lambda name: -sources[name].tokens)
     parts = [sources[name].described(name) for name in most[:_MAX_IN_A_LINE]]
@@ -243,15 +238,13 @@ def dropped_line(dropped: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def mean_of_finite(values: Iterable[float]) -> float:
-    """Returns the mean of those that are finite: one step that overflowed shall not hide the
-    others.
-    """
+    """Returns the mean of the finite values. A single step that overflowed does not make it NaN."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else math.nan
 
 
 def answer_line(prompt: str, answer: str) -> str:
-    """Returns `question -> answer`, each at most 100 characters of one line."""
+    """Returns `prompt -> answer`, each cut to 100 characters in one line."""
 
     def short(text: str) -> str:
         line = " ".join(text.split())

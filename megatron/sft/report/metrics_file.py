@@ -1,14 +1,14 @@
-"""pure. `metrics.jsonl`, which `metrics_writer` writes as a run goes; read back for its report.
+"""pure. The format of `metrics.jsonl` in the folder of a run, and reading it. `metrics_writer`
+writes it.
 
-A run's folder holds `metrics.jsonl`, one JSON object per line, distinguished by "kind":
+Each line is a JSON object of one of three kinds:
 
     {"kind": "event", "event": "run", "iteration": 0, "seq_length": 1024, ...}
     {"kind": "train", "iteration": 1, "loss": 5.61, ...}
     {"kind": "evaluation", "iteration": 1, "split": "valid", "loss": 5.2, "num_tokens": 8192}
 
-Lines stand in the order of their steps, and each is written when its call returns. A run that was
-killed and resumed leaves the same steps as one that was never stopped. NaN and infinity are null,
-so that every line is valid JSON.
+Lines are in the order of their steps. A run that was killed and resumed has the same steps as one
+that was never stopped. NaN and infinity are written as null, so that every line is valid JSON.
 """
 
 import json
@@ -32,9 +32,11 @@ from megatron.sft.report.metrics import (
 
 METRICS_FILE = "metrics.jsonl"
 PACKS_FILE = "packs.jsonl"
-"""A line per step with the lengths of its sequences, by data-parallel rank and microbatch:
+"""File with a line per step: the lengths of its sequences, by data-parallel rank and microbatch. If
+some samples are trees, "sizes" has those of all samples in order (`Decision.pack_sizes`).
+
 {"iteration": 1, "capacity": 1024, "packs": [[[700, 300], [512]], [[1000], [600, 424]]]}
-and, where some are trees, "sizes" of all samples, one after the other (`Decision.pack_sizes`)."""
+"""
 
 T = TypeVar("T", StepMetrics, Evaluation)
 
@@ -48,9 +50,8 @@ class Metrics(NamedTuple):
 
 
 def read_metrics(run_dir: Path | str) -> Metrics:
-    """Reads what `MetricsWriter` wrote, null as NaN; ValueError if there is no file. Damaged lines
-    are reported, and left
-    out: a run of weeks is not lost for a line.
+    """Reads `metrics.jsonl`, null as NaN. Damaged lines are reported and skipped: one line must not
+    cost the report of a run of weeks. Raises ValueError if there is no file.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
@@ -70,7 +71,7 @@ def read_metrics(run_dir: Path | str) -> Metrics:
 
 
 def _is_line(record: dict[str, Any]) -> bool:
-    """Returns whether a line of metrics has all that its kind must have, of the right types."""
+    """Returns whether a line has all fields of its kind, in the right types."""
     if record.get("kind") == "event":
         event = record.get("event")
         return isinstance(event, str) and (
@@ -94,8 +95,8 @@ def _has_fields(values: Mapping[str, Any], kind: type) -> bool:
 
 @cache
 def _columns(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Returns type of each field, and whether it may be missing; but for `sources`, which is of a
-    type of its own.
+    """Returns (type, whether it may be missing) by field. `sources` is left out: its values are
+    objects of their own.
     """
     hints = typing.get_type_hints(kind)
     with_default = {
@@ -105,9 +106,7 @@ def _columns(kind: Any) -> dict[str, tuple[Any, bool]]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value of JSON is of a type: counts are at least 0, and null is a number
-    that JSON does not have.
-    """
+    """Returns whether a JSON value has a type. An int must be at least 0; null is a float, NaN."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is list:
         return isinstance(value, list) and all(_fits(part, arguments[0]) for part in value)
@@ -123,7 +122,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def from_record(kind: type[T], record: dict[str, Any]) -> T:
-    """Returns the dataclass instance that a line was written from, null as NaN."""
+    """Returns the object of the class `kind` that a line was written from, null as NaN."""
     record = {FORMER_NAMES.get(name, name): value for name, value in record.items()}
 
     def read(cls: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -138,8 +137,7 @@ def from_record(kind: type[T], record: dict[str, Any]) -> T:
 
 
 def json_line(kind: str, **values: object) -> str:
-    """Returns a line of JSON, its newline included; a number that JSON doesn't have becomes
-    null."""
+    """Returns a line of JSON with its newline. NaN and infinity become null."""
 
     def valid(value: object) -> object:
         if isinstance(value, dict):
@@ -156,7 +154,7 @@ def json_line(kind: str, **values: object) -> str:
 
 
 def is_packs(record: dict[str, Any]) -> bool:
-    """Returns whether a line of packs.jsonl is what `PACKS_FILE` says."""
+    """Returns whether a line of packs.jsonl has the form shown at `PACKS_FILE`."""
     packs: Any = record.get("packs")
     return (
         _fits(packs, list[list[list[int]]])
@@ -167,12 +165,11 @@ def is_packs(record: dict[str, Any]) -> bool:
 
 
 def truncate_after(path: Path, iteration: int) -> None:
-    """Cuts a file of JSON lines behind its lines of steps up to `iteration`; a file that isn't
-    there is left so.
+    """Removes the lines of steps after `iteration` from a file of JSON lines. A missing file is
+    ignored.
 
-    Lines without "iteration" stay with the step that follows them, as damaged ones do. What a
-    killed run left half-written goes too. The cut is one system call, so it happens whole or not at
-    all.
+    Lines without "iteration", and damaged ones, are kept or removed with the step after them. A
+    half-written line at the end is removed. The file is truncated by a single system call.
     """
     if not path.exists():
         return
@@ -194,9 +191,8 @@ def truncate_after(path: Path, iteration: int) -> None:
 def read_jsonl(
     path: Path, is_sound: Callable[[dict[str, Any]], bool] = bool
 ) -> list[dict[str, Any]]:
-    """Reads the lines of a file that may still be written to: what stands after its last newline is
-    left out. So are lines that are no objects of JSON or not `is_sound`, and a note on stderr names
-    them.
+    """Returns the lines of a file that may still be written to: a last line without a newline is
+    ignored. Lines that are not JSON objects, or not `is_sound`, are skipped, with a note on stderr.
     """
     records = []
     damaged = []

@@ -1,5 +1,5 @@
-"""pure. Writes a run's metrics as it goes: to `metrics.jsonl`, to boards, and for the user, as a
-progress bar or lines of a log.
+"""pure. Writes the metrics of a running run: to `metrics.jsonl`, to boards, and to the terminal, as
+a progress bar or as log lines.
 """
 
 import math
@@ -24,10 +24,8 @@ from megatron.sft.report.metrics_file import METRICS_FILE, json_line, truncate_a
 
 
 class MetricsWriter:
-    """Writes a run's metrics to its file and to boards, and shows a progress bar on a terminal or
-    else log lines.
-
-    Made by one process of the run. Price: one small write per call, no host sync.
+    """Writer of a run's metrics, on rank 0. Each call costs one small write, and does not wait for
+    the GPU.
     """
 
     def __init__(
@@ -39,11 +37,13 @@ class MetricsWriter:
         resume_iteration: int | None = None,
         boards: Sequence[Board] = (),
     ) -> None:
-        """Opens the file; `boards` are closed with it.
+        """Opens the file.
 
-        A run that resumes after `resume_iteration` steps drops the lines of later steps; without it
-        the run is a new one and its file starts empty. Where there is no terminal, every
-        `log_interval`-th step gets a line on stdout.
+        Args:
+            log_interval: steps between two log lines, if stderr is not a terminal.
+            resume_iteration: step that the run resumes after; lines of later steps are removed.
+                None for a new run, whose file starts empty.
+            boards: they are closed together with the file.
         """
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class MetricsWriter:
     def step(self, metrics: StepMetrics) -> None:
         """Writes and shows one training step."""
         derived = {name: getattr(metrics, name) for name in DERIVED}
-        # The order of the fields of StepMetrics, those of its packs last.
+        # Columns in the order of StepMetrics; those of its base class PackingStats come last.
         values = dict.fromkeys(StepMetrics.__annotations__) | asdict(metrics) | derived
         if not metrics.delays:
             del values["delays"], values["waiting"]
@@ -89,7 +89,7 @@ class MetricsWriter:
         self._say(evaluation.to_line())
 
     def answers(self, iteration: int, answers: Sequence[tuple[str, str]]) -> None:
-        """Writes and shows (prompt, answer) of the model in training."""
+        """Writes and shows the model's answers, as pairs (prompt, answer)."""
         pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in answers]
         self.event("answers", iteration=iteration, answers=pairs)
         for prompt, answer in answers:
@@ -102,10 +102,9 @@ class MetricsWriter:
             print(line, flush=True)
 
     def event(self, name: str, **fields: object) -> None:
-        """Writes something that happened, `event("run", iteration=0, seq_length=1024,
-        global_batch_size=16)`.
+        """Writes an event: `event("run", iteration=0, seq_length=1024, global_batch_size=16)`.
 
-        With an `iteration` the line lasts or falls with that step when the run is resumed.
+        If it has an `iteration`, a run that resumes before that step removes it.
         """
         self._file.write(json_line("event", event=name, **fields))
 
@@ -114,7 +113,7 @@ class MetricsWriter:
             try:
                 board.add(values, iteration)
             except Exception as error:
-                # Any error of a board's library, files or service is no reason to end a run.
+                # A run must not end for any error of a board's library, files or service.
                 self._boards.remove(board)
                 print(f"note: {_failed(board, error)}; training continues without it", flush=True)
 

@@ -1,5 +1,5 @@
-"""pure. README.md of a folder that a run writes: from which model, on which data and how it was
-trained, and how to load it. Checkpoints have one, too, for a later export.
+"""pure. Writes README.md into a folder with a trained model: its base model, data and training, and
+how to load it. Checkpoints have one, too, for a later export.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""pure. A run as a picture: loss, waste, and the packs of a few steps. Needs matplotlib."""
+"""pure. Draws the picture of a run: loss, waste, and the packs of a few steps. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.sft.report.metrics import Evaluation, StepMetrics, mean_of_finite
 from megatron.sft.report.metrics_file import Metrics
 
 PACKS_DRAWN = 64
-# Okabe and Ito's colours, which colour-blind people tell apart.
+# Colours of Okabe and Ito, which colour-blind people can distinguish.
 BLUE, ORANGE, GREEN, PURPLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 STYLE: Any = {
     "axes.grid": True,
@@ -39,8 +39,11 @@ STYLE: Any = {
 def plot(
     path: Path, metrics: Metrics, packs: Sequence[dict[str, Any]], padding_without_packing: float
 ) -> None:
-    """Draws a PNG of a run; `packs` are the lines of packs.jsonl, and may be none. Shares are in
-    0..1.
+    """Draws a PNG of a run.
+
+    Args:
+        packs: lines of packs.jsonl; may be empty.
+        padding_without_packing: share of padding without packing, 0 to 1.
     """
     with rc_context(STYLE):
         figure = Figure(figsize=(11, 7.6 if packs else 3.8), dpi=130, layout="constrained")
@@ -58,7 +61,7 @@ def plot(
 def plot_series(
     axes: Axes, steps: Sequence[int], values: Sequence[float], color: str, label: str
 ) -> None:
-    """Draws a line over steps; where they are many, its running mean over the faint line itself."""
+    """Draws a faint line over steps, and its running mean over 2 % of the steps."""
     last, reach = len(values) - 1, len(values) // 50
     smooth = []
     for at in range(len(values)):
@@ -70,7 +73,7 @@ def plot_series(
 
 
 def plot_loss(axes: Axes, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> None:
-    """Draws the training loss, smoothed where there are many steps, and the held-out points."""
+    """Draws the training loss, smoothed, and the losses of held-out splits as points."""
     plot_series(
         axes, [step.iteration for step in steps], [step.loss for step in steps], BLUE, "training"
     )
@@ -90,10 +93,10 @@ def plot_loss(axes: Axes, steps: Sequence[StepMetrics], evaluations: Sequence[Ev
 
 
 def plot_waste(axes: Axes, steps: Sequence[StepMetrics], padding_without_packing: float) -> None:
-    """Draws what a step computed in vain, and how much longer than it must its schedule takes; or a
-    pipeline's bubble.
+    """Draws the waste of each step in percent: padding, and the time over the lower bound, or with
+    several pipeline stages the bubble.
 
-    Another curve is another line of `plot_series`.
+    To add a curve, call `plot_series` once more.
     """
     iterations = [step.iteration for step in steps]
     if steps[-1].num_stages == 1:
@@ -124,7 +127,7 @@ def plot_waste(axes: Axes, steps: Sequence[StepMetrics], padding_without_packing
 
 
 def plot_packs(axes: Axes, lines: Sequence[dict[str, Any]], fill: float) -> None:
-    """Draws the packs of a few steps as stacks of sequences under the capacity."""
+    """Draws the packs of a few steps: stacks of sequences, in front of the capacity."""
     drawn = packs_to_draw(lines)
     at = [pack.at for pack in drawn]
     axes.bar(at, [pack.capacity for pack in drawn], width=1, color="#E8E8E8")
@@ -174,8 +177,8 @@ class DrawnPack(NamedTuple):
 
 
 def packs_to_draw(lines: Sequence[dict[str, Any]]) -> list[DrawnPack]:
-    """Returns about `PACKS_DRAWN` packs, of steps evenly spread over the run; gaps part ranks,
-    wider ones the steps.
+    """Returns about `PACKS_DRAWN` packs, from steps that are spread evenly over the run. There is a
+    gap between ranks, and a wider one between steps.
     """
     packs_per_step = max(sum(len(rank) for rank in line["packs"]) for line in lines)
     count = min(len(lines), max(1, PACKS_DRAWN // packs_per_step))

@@ -1,8 +1,8 @@
-"""pure. Results of a run, as a table and a picture: `megatron-sft report RUN_DIR`.
+"""pure. `megatron-sft report RUN_DIR`: the results of a run, as a table and a picture.
 
-It reads `metrics.jsonl`, and `packs.jsonl` where there is one. A new row of the table is a line in
-one of the functions that end in `_rows`. "Without packing" means the same sequences, padded to the
-longest of a microbatch (see `packing.step.stats.padded_rows`).
+It reads `metrics.jsonl`, and `packs.jsonl` if it exists. A row of the table is a pair in one of the
+functions named `..._rows`. "Without packing" stands for the same sequences, each padded to the
+longest one of its microbatch (see `packing.step.stats.padded_rows`).
 """
 
 import importlib.util
@@ -37,12 +37,12 @@ MAX_SOURCES = 10
 MAX_ANSWERS = 8
 
 Rows = list[tuple[str, str]]
-"""(what, how much); a row without a name belongs to the one before it."""
+"""(name, value) of each row; a row without a name belongs to the one before it."""
 
 
 def report(run_dir: Path | str) -> None:
-    """Draws `RUN_DIR/report.png`, where matplotlib is, and prints the table; ValueError without a
-    training step.
+    """Prints the table, and draws `RUN_DIR/report.png` if matplotlib is installed. Raises
+    ValueError for a run without a training step.
     """
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir)
@@ -66,7 +66,7 @@ def report(run_dir: Path | str) -> None:
 
 
 def table(metrics: Metrics, run_dir: Path) -> Rows:
-    """Returns the report of a run in `run_dir`; ValueError if its metrics hold no training step."""
+    """Returns the rows of the table. Raises ValueError if there is no training step."""
     steps, evaluations, _ = metrics
     runs = [event for event in metrics.events if event["event"] in ("run", "resumed")]
     if not steps or not runs:
@@ -86,7 +86,7 @@ def table(metrics: Metrics, run_dir: Path) -> Rows:
 
 
 def loss_rows(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> Rows:
-    """Returns how much was trained, and the losses before and after."""
+    """Returns rows about the amount of training, and the losses at its start and end."""
     sequences, tokens = sum(step.sequences for step in steps), sum(step.tokens for step in steps)
     count = steps_of_mean(len(steps))
     before, after = (
@@ -100,10 +100,10 @@ def loss_rows(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -
 
 
 def _evaluation_rows(evaluations: Sequence[Evaluation]) -> Rows:
-    """Returns the losses of each split, at the first and the last evaluation."""
+    """Returns a row per split with its losses at the first and the last evaluation."""
     rows: Rows = []
     for split in dict.fromkeys(evaluation.split for evaluation in evaluations):
-        # Twice the list, so that one evaluation is both the first and the last.
+        # The list twice, so that a single evaluation is both the first and the last.
         first, *_, last = [each for each in evaluations if each.split == split] * 2
         if first.iteration == last.iteration or split == "test":
             rows.append((f"{split} loss", f"{last.loss:.4f}   (after step {last.iteration})"))
@@ -114,7 +114,7 @@ def _evaluation_rows(evaluations: Sequence[Evaluation]) -> Rows:
 
 
 def source_rows(steps: Sequence[StepMetrics]) -> Rows:
-    """Returns a row for each of the largest sources, where there were several."""
+    """Returns a row for each of the largest sources; none if there is only one source."""
     parts: dict[str, list[SourceMetrics]] = {}
     for step in steps:
         for name, source in step.sources.items():
@@ -141,7 +141,7 @@ def _source_line(parts: Sequence[SourceMetrics], all_tokens: int) -> str:
 
 
 def answer_rows(events: Sequence[Mapping[str, Any]]) -> Rows:
-    """Returns the last answers to --sample-prompts, if there were any."""
+    """Returns a row for each of the last answers to --sample-prompts."""
     found = [event for event in events if event["event"] == "answers"]
     if not found:
         return []
@@ -153,7 +153,7 @@ def answer_rows(events: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def speed_rows(steps: Sequence[StepMetrics]) -> Rows:
-    """Returns how quick the steps were."""
+    """Returns rows about the speed of steps."""
     waited = ratio(
         sum(step.data_seconds for step in steps), sum(step.step_seconds for step in steps)
     )
@@ -173,7 +173,7 @@ def speed_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 
 def padding_rows(metrics: Metrics) -> Rows:
-    """Returns what was computed in vain, and what packing saved of it."""
+    """Returns rows about padding, and the padding that packing has removed."""
     tokens, padded = (
         sum(getattr(step, name) for step in metrics.steps) for name in ("tokens", "padded_tokens")
     )
@@ -195,9 +195,10 @@ def padding_rows(metrics: Metrics) -> Rows:
 
 
 def prefix_rows(steps: Sequence[StepMetrics]) -> Rows:
-    """Returns how many tokens shared prefixes saved, where samples were trees."""
+    """Returns a row about the tokens that shared prefixes have saved; none without trees."""
     computed = sum(step.tokens for step in steps)
-    apart = sum(step.path_tokens or step.tokens for step in steps)  # 0: none was a tree
+    # path_tokens is 0 in a step without trees.
+    apart = sum(step.path_tokens or step.tokens for step in steps)
     if apart == computed:
         return []
     times = f"{ratio(apart, computed):.2f}x the tokens"
@@ -205,19 +206,19 @@ def prefix_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 
 def tokens_without_packing(metrics: Metrics) -> int:
-    """Returns how many tokens training without packing would have computed, padded to the longest
-    of a microbatch.
+    """Returns the number of tokens that training without packing would have computed, padding
+    included.
     """
     return sum(step.row_tokens or step.padded_tokens for step in metrics.steps)
 
 
 def padding_without_packing(metrics: Metrics) -> float:
-    """Returns which share of them would have been padding."""
+    """Returns the share of padding in the tokens of training without packing."""
     return 1 - ratio(sum(step.tokens for step in metrics.steps), tokens_without_packing(metrics))
 
 
 def schedule_rows(steps: Sequence[StepMetrics]) -> Rows:
-    """Returns how good the schedules were; layout and capacity are those of the last step."""
+    """Returns rows about the quality of schedules, for the parallel layout of the last step."""
     mean = statistics.fmean(step.balance for step in steps)
     worst = max(step.balance for step in steps)
     tokens = sum(step.tokens for step in steps)
@@ -240,8 +241,8 @@ def schedule_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 
 def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
-    """Returns what went otherwise than planned: samples left out or late, steps mispredicted or
-    skipped.
+    """Returns rows about deviations: dropped, truncated and delayed samples, mispredicted times,
+    skipped steps.
     """
     reasons: dict[str, Counter[str]] = {}
     for step in steps:
@@ -266,7 +267,7 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 
 def _prediction_rows(steps: Sequence[StepMetrics]) -> Rows:
-    """Returns how well the fitted cost predicted the passes; no row without one."""
+    """Returns a row about the error of predicted times; none without --pack-cost."""
     rows: Rows = []
     error = mean_of_finite(abs(step.prediction_error) for step in steps)
     if math.isfinite(error):
@@ -279,7 +280,7 @@ def _prediction_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 
 def _delay_rows(steps: Sequence[StepMetrics]) -> Rows:
-    """Returns by how many steps sequences were delayed; no row without --outlier-delay-steps."""
+    """Returns a row about delays of sequences; none without --outlier-delay-steps."""
     rows: Rows = []
     delays = [sum(counts) for counts in zip_longest(*(step.delays for step in steps), fillvalue=0)]
     if delays:
@@ -293,7 +294,7 @@ def _delay_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 
 def files_row(run_dir: Path) -> tuple[str, str]:
-    """Returns what lies in the folder of the run."""
+    """Returns a row with the files in the folder of the run."""
     names = ", ".join(
         f"{path.name}/" if path.is_dir() else path.name for path in sorted(run_dir.glob("[!.]*"))
     )
@@ -301,19 +302,19 @@ def files_row(run_dir: Path) -> tuple[str, str]:
 
 
 def steps_of_mean(num_steps: int) -> int:
-    """Returns over how many steps at each end of a run a mean is taken: fewer where they would
-    overlap.
+    """Returns the number of steps in the means at the start and the end of a run: 5, or fewer if
+    the two would overlap.
     """
     return max(1, min(STEPS_PER_MEAN, num_steps // 2))
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Returns NaN rather than an error over zero."""
+    """Returns the ratio; NaN if the denominator is zero."""
     return numerator / denominator if denominator else math.nan
 
 
 def mean_of_tokens(parts: Sequence[SourceMetrics]) -> float:
-    """Returns the mean loss per token: a small step counts for little."""
+    """Returns the mean loss per token. Each step counts by its number of tokens."""
     return ratio(
         sum(part.loss * part.num_loss_tokens for part in parts),
         sum(part.num_loss_tokens for part in parts),

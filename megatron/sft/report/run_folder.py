@@ -1,4 +1,6 @@
-"""mcore. The folders of a run: they are made before any work, and rank 0 writes to them."""
+"""mcore. The folders of a run: creates and checks them before any work, and writes to them on rank
+0.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ RUNS = "runs"
 
 
 def prepare_output(output: OutputConfig) -> None:
-    """Makes the folders that a run writes to; ValueError, before any work is done, where it could
-    not or must not.
+    """Creates the folders that a run writes to. Raises ValueError, before any work is done, if one
+    cannot be written to, or has the checkpoints of another run.
     """
     folders = {
         "--save": output.save,
@@ -62,7 +64,7 @@ def prepare_output(output: OutputConfig) -> None:
 def _check_writable(flag: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permissions alone say nothing of full disks, quotas and root.
+        # Try a write: permissions do not show full disks and quotas, and do not apply to root.
         with TemporaryFile(dir=folder) as file:
             file.write(b"tried")
     except OSError as error:

@@ -1,4 +1,12 @@
-"""mcore. The training loop: steps, evaluations, checkpoints, a clean end on Ctrl-C."""
+"""mcore. The training loop: steps, evaluations, checkpoints, a clean end on Ctrl-C.
+
+    train        all of a run: steps, the last checkpoint, the export
+    _run_steps   step, evaluation if due, checkpoint if due, until the last step or a stop
+    _step        data, forward and backward passes, update, metrics
+
+Ranks must take every decision alike, since nearly all work is collective. So a rank that is asked
+to stop only says so in the reduction of the next step (`Reduction`), and all of them stop after it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +50,7 @@ from megatron.sft.training.update import Updater
 
 
 class Trainer:
-    """Trains to `train_iters`, or to the step at which it is asked to stop."""
+    """Trains up to `train_iters` steps, or until it is asked to stop."""
 
     def __init__(
         self,
@@ -64,7 +72,8 @@ class Trainer:
         )
         dtype = "bfloat16" if config.training.bf16 else "float32"
         companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
-        # Before the model is built: minutes are lost where a folder cannot be written to.
+        # First, because it is quick: building a model only to find a folder that cannot be written
+        # to would waste minutes.
         locks = check_output(companions, run_dir)
         self._build_model(datasets, pretrained)
         self._saved = SavedRun(companions, datasets, self._training, locks)
@@ -74,9 +83,9 @@ class Trainer:
     def _build_model(
         self, datasets: Datasets, pretrained: Pretrained | MegatronCheckpoint | None
     ) -> None:
-        """Builds the model, its passes and its updates; collective."""
-        # Before a checkpoint is loaded: it is copied into the parameters and the optimizer's state
-        # that are built here.
+        """Builds the model, its passes and its updater; collective. A checkpoint is later copied
+        into the parameters and the optimizer state that are allocated here.
+        """
         config, device = self._config, self._device
         self._training = build_training(config, datasets.vocab_size, device, pretrained)
         self._model_config = get_model_config(self._training.model[0])
@@ -89,9 +98,9 @@ class Trainer:
         self._passes = Passes(config, self._training, device)
 
     def _restore(self) -> None:
-        """Loads the checkpoint of --load, if there is one; collective."""
-        # Before the data: its batches begin at the samples that the checkpoint has consumed, with
-        # those that it holds delayed.
+        """Loads the checkpoint of --load, if there is one; collective. It comes before
+        `_build_data`, whose batches start at the checkpoint's position.
+        """
         self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
         self._check_samples_done()
@@ -100,17 +109,20 @@ class Trainer:
         )
 
     def _build_data(self, datasets: Datasets) -> None:
-        """Starts the batches of the training, and makes what evaluates and reports; collective."""
+        """Starts the training batches, and builds the evaluator and the account of steps;
+        collective.
+        """
         if not counts_samples():
-            # Other ranks of the replica load the same samples, and report the same. Before the
-            # batches, whose worker processes inherit the level.
+            # Ranks of a replica load the same samples: let only one of them log warnings about
+            # them. The level must be set before worker processes start, which inherit it.
             logging.getLogger("megatron.blending").setLevel(logging.ERROR)
         config = self._config
         num_records = None if config.data.mock_data else len(datasets.train)
         self._account = StepAccount(
             config, self._share, self._training.flops, self._names, num_records
         )
-        # After loading, which may raise: this starts worker processes and a thread.
+        # After the checkpoint is loaded, which may raise: this starts worker processes and a
+        # thread, which would have to be stopped.
         self._batches = StepBatches(
             config,
             self._model_config,
@@ -146,37 +158,37 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """Steps done and samples consumed."""
+        """Progress of the run: steps done and samples consumed."""
         return self._progress
 
     @property
     def num_steps_done(self) -> int:
-        """Steps taken by this process; those of the loaded checkpoint do not count."""
+        """Number of steps since this process started, without those of the loaded checkpoint."""
         return self._progress.iteration - self._first_iteration
 
     def limit_data_wait(self) -> None:
-        """Limits the wait for data to a few seconds after a stop was requested. A stopped worker
-        would otherwise block this rank until it is killed.
+        """Limits the wait for data to a few seconds. It is called when a stop is requested: the
+        signal may have killed data workers, and this rank would wait for them forever.
         """
         self._batches.limit_data_wait()
 
     def train(self, signals: StopSignals) -> None:
-        """Runs to the end. Saves at intervals, at the end, on a stop signal, and before a data
+        """Trains to the end. Saves at intervals, at the end, on a stop signal, and before a data
         error is raised.
 
-        Raises NonFiniteError where a loss or gradient norm is NaN or infinite, and saves nothing.
-        After any other error, which other ranks may not have, nothing is saved or closed either:
-        both are collective, and would wait for ranks that never come.
+        Raises NonFiniteError if a loss or gradient norm is NaN or infinite, without saving. Any
+        other error may have hit this rank alone. Then nothing is saved or closed, since both are
+        collective and would wait for the other ranks.
         """
         log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
         failure: Exception | None = None
         try:
             self._run_steps(signals, log)
-        # Raised alike on every rank, so all of them go on to save.
+        # These three are raised on every rank alike, so that all ranks go on to save.
         except (Stopped, GlobalBatchError, NonFiniteError) as raised:
             failure = raised
         if failure is None or (self.num_steps_done and not isinstance(failure, NonFiniteError)):
-            self._save(log)  # the failed step has changed nothing
+            self._save(log)  # the state after the last complete step: a failed one changes nothing
         self._saved.finish(log)
         # A stop signal may also kill the data workers. The GlobalBatchError that follows is then
         # not a failure.
@@ -187,7 +199,7 @@ class Trainer:
             failure = None
         elif failure is None:
             self._saved.write_hf(log)
-        signals.agreed.set()  # all that is to stay is written
+        signals.agreed.set()  # every rank has come here: `on_sigterm` need not ask for missing ones
         self._batches.close()
         if log is not None:
             log.close()
@@ -198,9 +210,9 @@ class Trainer:
     def _run_steps(self, signals: StopSignals, log: RunLog | None) -> None:
         config = self._config
         last = config.training.train_iters
-        # A finished run that is started again does not repeat the test split.
+        # A finished run that is started again does not evaluate the test split once more.
         runs_final_test = self._progress.iteration < last or self._progress.evaluation_due
-        # A run that was stopped between a step and its evaluation does that first.
+        # A run that was stopped between a step and its evaluation begins with the evaluation.
         self._evaluate_if_due(signals, log)
         while self._progress.iteration < last and not self._stops_early():
             if self._step(signals, log):
@@ -254,7 +266,7 @@ class Trainer:
             self._saved.note_best(self._progress)
 
     def _note_loss(self, loss: float) -> bool:
-        """Counts evaluations since the lowest validation loss; returns whether it is this one."""
+        """Records a validation loss in the progress; returns whether it is the lowest so far."""
         done = self._progress
         is_best = done.best_loss is None or loss < done.best_loss
         self._progress = (
@@ -265,8 +277,8 @@ class Trainer:
         return is_best
 
     def _evaluate(self, split: Split, signals: StopSignals, log: RunLog | None) -> float | None:
-        """Returns the mean loss per token of a split, None where it has no samples. A stop leaves
-        the evaluation due: a run that continues begins with it.
+        """Returns the mean loss per token of a split; None if it has no samples. If a stop
+        interrupts it, the evaluation stays due, and a run that continues begins with it.
         """
         try:
             found = self._evaluator.evaluate(
@@ -282,16 +294,16 @@ class Trainer:
         return found.loss
 
     def _step(self, signals: StopSignals, log: RunLog | None) -> bool:
-        """Takes one optimizer step; returns whether some rank was asked to stop.
+        """Takes one optimizer step; returns whether any rank was asked to stop.
 
-        On a GPU the host waits for the device once: when megatron-core asks for the norm of the
-        gradients.
+        On a GPU the host waits for the device once per step: when megatron-core reads the norm of
+        the gradients.
         """
         start = time.perf_counter()
         for chunk in self._training.model:
             chunk.zero_grad_buffer()
         self._training.optimizer.zero_grad()
-        # The time of a step includes this wait; the passes' own time begins after it.
+        # The time of the step includes the wait for data; that of the passes begins after it.
         batch = next(self._batches)
         watch = Stopwatch(self._device)
         losses = self._passes.forward_backward(batch, len(self._names), forward_only=False)
@@ -300,7 +312,8 @@ class Trainer:
         stops = (
             signals.requested or self._rules.is_out_of_time() or self._rules.exits_after(iteration)
         )
-        # Before the update, which reads its result; on a GPU it is on its way meanwhile.
+        # Start the reduction before the update: on a GPU both run at the same time, and the update
+        # reads the result at its end.
         reduction = Reduction(
             losses,
             stops,
@@ -321,8 +334,8 @@ class Trainer:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
         )
-        # Only now: a checkpoint of a step that failed must still hold what that step took from the
-        # queue.
+        # Not earlier: if the step fails, the checkpoint that is saved then must still have the
+        # delayed samples that this step took from the queue.
         if self._queue is not None and batch.packed is not None:
             self._queue.finish(batch.packed.delayed)
         seconds = time.perf_counter() - start
@@ -335,8 +348,8 @@ class Trainer:
         )
         if log is not None:
             log.step(self._account.metrics(self._progress, update, reduced, seconds), update.batch)
-        # All ranks know it by the same reduction, so that none waits in a collective of `finish`
-        # alone.
+        # `all_written` comes from the reduction, so that all ranks enter `finish`, which is
+        # collective, in the same step.
         if reduced.all_written:
             self._saved.finish(log)
         if reduced.stop:

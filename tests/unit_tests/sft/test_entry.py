@@ -190,7 +190,7 @@ def test_help_imports_neither_torch_nor_megatron_core():
     [
         ("trian", "did you mean train?"),
         ("bake", "it is one of train, plan, "),
-        ("sft", "what other trainers name so is megatron-sft train here"),
+        ("sft", "the command of other trainers with this name is megatron-sft train"),
         ("run.yaml", "for a file of options, pass --config run.yaml"),
     ],
 )
