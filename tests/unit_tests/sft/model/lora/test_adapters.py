@@ -63,7 +63,7 @@ def test_models_that_adapters_cannot_stand_in_are_refused(
 def test_start_is_kaimings_and_a_function_of_name_and_seed() -> None:
     """Within 1 / sqrt(inputs), as peft's; two layers or seeds that began alike would learn
     alike."""
-    from megatron.sft.model.lora.adapters import _kaiming
+    from megatron.sft.model.lora.adapter import _kaiming
 
     first = _kaiming("decoder.layers.0.mlp.linear_fc2.down_proj", 8, 64, seed=1)
     assert first.shape == (8, 64)
