@@ -1,4 +1,4 @@
-"""mcore. Evaluations of a run in training: losses of held-out data, and answers to prompts."""
+"""mcore. Evaluates the model during training: losses of held-out data, and answers to prompts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Evaluator:
         settle: Callable[[], None],
     ) -> None:
         """Args:
-        settle: waits until no batch of the training is being prepared. Batches of an evaluation
-            are prepared over the same process groups, and collectives of two threads would meet
-            in another order on each rank.
+        settle: function that waits until no training batch is being prepared. An evaluation
+            prepares its batches over the same process groups, and the collectives of two threads
+            would run in another order on each rank.
         """
         self._config = config
         self._model_config = model_config
@@ -58,16 +58,15 @@ class Evaluator:
     def evaluate(
         self, split: Split, iteration: int, is_stopped: Callable[[], bool]
     ) -> Evaluation | None:
-        """Returns the mean loss per token over up to `eval_iters` global batches, always the same
-        ones; None if the split has no samples.
+        """Returns the mean loss per token over the first `eval_iters` global batches of a split,
+        the same in every evaluation; None if the split has no samples.
+
+        Raises Stopped if a rank was asked to stop before the last batch, and NonFiniteError if the
+        loss is NaN or infinite.
 
         Args:
-            iteration: steps that are done.
+            iteration: number of training steps before the evaluation.
             is_stopped: returns whether any rank was asked to stop; collective.
-
-        Raises:
-            Stopped: after a batch in which some rank was asked to stop.
-            NonFiniteError: if the loss is NaN or infinite.
         """
         samples, training = self._samples[split], self._config.training
         num_batches = min(training.eval_iters, -(-len(samples) // training.global_batch_size))
@@ -81,7 +80,7 @@ class Evaluator:
             for number in range(num_batches):
                 batch = next(batches)
                 losses += self._passes.forward_backward(batch, len(names), forward_only=True)
-                # Not after the last batch: a stop would throw a whole evaluation away.
+                # Do not stop after the last batch, when the result is complete.
                 if number < num_batches - 1 and is_stopped():
                     batches.close()
                     raise Stopped

@@ -1,9 +1,9 @@
-"""mcore. Figures of a step of which each rank has a part, with packing and without.
+"""mcore. Further figures of a step, with packing and without: the place to add a metric.
 
-An entry of `FIGURES` is summed up over all ranks, or the largest is taken (see `reduction`). It
-needs nothing else to be part of "figures" in `metrics.jsonl` and to be drawn by TensorBoard and
-Weights & Biases. The log's lines and the report of a run show none of them: what stands there is a
-field of `sft.report.metrics`.
+An entry of `FIGURES` computes this rank's part of a number, and says whether ranks are summed or
+the maximum is taken (see `reduction`). By that alone it is in "figures" of `metrics.jsonl`, in
+TensorBoard and in Weights & Biases. A number for log lines and the report is a field of
+`sft.report.metrics` instead.
 
     "samples_of_one_token": Figure(lambda batch: batch.lengths.count(1), is_max=False)
 """
@@ -21,16 +21,17 @@ class Figure(NamedTuple):
     """A number of a step."""
 
     of: Callable[[StepBatch], float]
-    """Part of this rank. A sum takes that of one rank per data-parallel replica."""
+    """Function from this rank's batch to its part. A sum counts one rank of each replica."""
     is_max: bool
+    """True to take the maximum over ranks, False to sum."""
 
 
 FIGURES = {
     "longest_sequence": Figure(lambda batch: max(batch.lengths, default=0), is_max=True),
 }
-"""longest_sequence: tokens of the longest sequence; of a tree, of its longest path.
+"""longest_sequence: tokens of the longest sequence, or of the longest path of a tree.
 
-No times: lines of equal steps are compared to the bit.
+No entry may be a time: tests compare lines of equal steps to the bit.
 """
 
 

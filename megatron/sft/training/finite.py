@@ -1,8 +1,8 @@
-"""mcore. A loss or gradient norm that is NaN or infinite ends the run, before the optimizer changes
+"""mcore. Ends the run if a loss or gradient norm is NaN or infinite, before the optimizer changes
 anything.
 
-All ranks have both numbers on the host in any case. So all of them raise alike, and a good step
-pays no collective and no wait. Ranks ask each other where it happened only after it has.
+All ranks have both numbers on the host in any case. So all of them raise the same error, and a good
+step needs no further collective or wait. Only after a failure do ranks exchange where it happened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WAY_OUT = (
 
 
 class NonFiniteError(AgreedError):
-    """A loss or gradient norm is NaN or infinite; `what` says where."""
+    """A loss or gradient norm is NaN or infinite. `what` has the step, and the rank."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; {_WAY_OUT}")
@@ -32,13 +32,13 @@ class NonFiniteError(AgreedError):
 
 
 def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], where: str) -> None:
-    """Raises NonFiniteError unless the loss of a pass over a global batch is finite; collective
-    only if it is not.
+    """Raises NonFiniteError unless the loss of a global batch is finite. Collective only if it is
+    not.
 
     Args:
-        losses: this rank's, by microbatch.
-        names: of the sources.
-        where: how the message begins, "step 3".
+        losses: losses of this rank, by microbatch.
+        names: names of the sources.
+        where: beginning of the message, "step 3".
     """
     if math.isfinite(reduced.loss_sum):
         return
@@ -61,21 +61,21 @@ def guard_step(
     where: Callable[[], str],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Makes `optimizer.step` raise NonFiniteError, the weights as they were, if the norm that it
-    clips by is not finite.
+    """Makes `optimizer.step` raise NonFiniteError, with the weights unchanged, if the gradient norm
+    is not finite.
 
-    megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or
-    not, and waits for the device to have it.
+    megatron-core calls `get_grad_norm` of the whole (chained) optimizer in each step, with clipping
+    or without, and waits for the device there. This function wraps that method.
 
     Args:
-        where: returns how the message begins.
-        check: called at that moment; may raise for other reasons not to step.
+        where: returns the beginning of the message.
+        check: called after the norm is known; may raise to prevent the update.
     """
     norm_of = optimizer.get_grad_norm
 
     def finite_norm() -> float:
         norm = norm_of()
-        # After the norm, for which the host has waited: the loss is there as well then.
+        # The host has waited for the norm, so that the loss is known as well.
         check()
         if not math.isfinite(norm):
             found = enumerate(gathered(_first_bad_gradient(model)))

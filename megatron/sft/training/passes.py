@@ -1,4 +1,4 @@
-"""mcore. Forward and backward passes over a global batch, by megatron-core's schedules."""
+"""mcore. Runs the forward and backward passes of a global batch, by megatron-core's schedules."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class Passes:
     def forward_backward(
         self, batch: StepBatch | PromptBatch, num_sources: int, *, forward_only: bool
     ) -> list[Any]:
-        """Returns the losses of each microbatch on the last pipeline stage, [] on others.
-
-        Gradients are added up in the buffers of the model, unless `forward_only`.
+        """Returns the losses of each microbatch on the last pipeline stage, and [] on others.
+        Gradients are added to the model's gradient buffers, unless `forward_only`.
         """
         config = self._config
         return self._schedule(
@@ -47,7 +46,7 @@ class Passes:
 
     @contextmanager
     def without_training(self) -> Iterator[None]:
-        """Turns dropout off, and keeps nothing for a backward pass."""
+        """Context without dropout, and without activations kept for a backward pass."""
         for chunk in self._model:
             chunk.eval()
         with torch.no_grad():

@@ -1,10 +1,10 @@
-"""collective. Numbers of a step that all ranks sum up, or take the largest of, by name.
+"""collective. Sums and maxima of named numbers over all ranks, in one collective each.
 
     slots = SlotReduction({"tokens": 3.0, "counts": table}, {"longest": 812.0}, device)
     slots.result()["tokens"]    ->    the sum over all ranks, float64 [1]
 
-All ranks pass the same names and sizes. Price: one all-reduce of 8 bytes per number for the sums,
-and one for the maxima, if there are any.
+All ranks pass the same names and sizes. It costs one all-reduce of 8 bytes per number for the sums,
+and another one for the maxima if there are any.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class SlotReduction:
-    """A reduction that begins when it is made; `result` waits for it, and for all work that the
-    device was given before.
+    """A reduction that the constructor starts. `result` waits for it, and for all work of the
+    device before it.
     """
 
     def __init__(
         self, sums: Mapping[str, Value], maxima: Mapping[str, Value], device: torch.device
     ) -> None:
         """Takes this rank's part of each slot: a number, an array, or a tensor on `device`."""
-        # The sums first on every rank: two collectives of one group must not change places.
+        # Sums before maxima on every rank: ranks must enter collectives in the same order.
         self._sums = _Vector(sums, dist.ReduceOp.SUM, device)
         self._maxima = _Vector(maxima, dist.ReduceOp.MAX, device) if maxima else None
         self._is_there: torch.cuda.Event | None = None
@@ -53,8 +53,8 @@ class _Vector:
     ) -> None:
         sizes = [_size(value) for value in slots.values()]
         self._ends = dict(zip(slots, np.cumsum(sizes).tolist()))
-        # What is on the host goes to the device in one copy; tensors there are put in afterwards.
-        # In float64, so that sums of tokens and of squared lengths are exact up to 2^53.
+        # Values on the host are copied to the device at once; tensors on the device are added
+        # there. float64 keeps sums of tokens and of squared lengths exact up to 2^53.
         own = torch.zeros(sum(sizes), dtype=torch.float64)
         for (name, value), size in zip(slots.items(), sizes):
             if not isinstance(value, Tensor):
@@ -68,7 +68,7 @@ class _Vector:
                 numbers[self._ends[name] - size : self._ends[name]] = value.double().flatten()
         dist.all_reduce(numbers, op=operation)
         self._numbers = numbers
-        # Back to the host without waiting: `result` waits, a step's work later.
+        # Start the copy back to the host. `result` waits for it, after most work of the step.
         if device.type == "cuda":
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)

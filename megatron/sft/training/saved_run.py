@@ -1,6 +1,4 @@
-"""mcore. The folders that a run saves to and continues from: its checkpoints, and the HuggingFace
-folder at its end.
-"""
+"""mcore. Saves and loads a run: its checkpoints, and the HuggingFace folder at its end."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ from megatron.sft.report.run_folder import RunLog
 
 
 def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
-    """Returns what a checkpoint must share with the run that loads it."""
+    """Returns the options that must be the same in a checkpoint and in the run that loads it."""
     sharded = config.shards_optimizer
     options = {
         **config.model.identity(),
@@ -59,14 +57,15 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None
         options["base_folder"] = config.output.pretrained_checkpoint
-        # 16 of its hex digits tell bases apart, and stay readable in an error.
+        # 16 hex digits: enough to distinguish base models, and readable in an error.
         options["base"] = fingerprint(open_folder(config.output.pretrained_checkpoint))[:16]
     return options
 
 
 class SavedRun:
-    """Saves and loads a run, by its options; everything but `close` and `note_best` is
-    collective."""
+    """The checkpoints of a run, by its options. All methods are collective, except for `close` and
+    `note_best`.
+    """
 
     def __init__(
         self,
@@ -75,9 +74,7 @@ class SavedRun:
         training: Training,
         locks: Locks,
     ) -> None:
-        """`locks`: of the folders that are written to (see `check_output`); released by
-        `close`.
-        """
+        """locks: locks of the folders to write to (see `check_output`); `close` releases them."""
         config = companions.config
         self._output = config.output
         self._lora = config.lora
@@ -86,8 +83,8 @@ class SavedRun:
         self._locks = locks
         self._identity = datasets.train.identity
         self._model_options = model_options(config, datasets)
-        # Losses of other validation data, or of another part of it, are not compared with the best
-        # one.
+        # Identity of the validation data. If it changes, new losses are not compared with the best
+        # one so far.
         num_evaluated = min(
             config.training.eval_iters * config.training.global_batch_size, len(datasets.valid)
         )
@@ -99,8 +96,8 @@ class SavedRun:
         self._save: CheckpointSave | None = None
 
     def load(self) -> Progress | None:
-        """Returns the progress of the checkpoint of --load; None without one, or if only its
-        weights are taken (--finetune).
+        """Loads the checkpoint of --load, and returns its progress. Returns None if there is none,
+        or if only its weights are loaded (--finetune).
         """
         folder, save, takes_weights = self._output.load, self._output.save, self._output.finetune
         if folder is None:
@@ -120,7 +117,7 @@ class SavedRun:
             and save is not None
             and Path(folder).resolve() == Path(save).resolve()
         ):
-            # That step is saved already; a run that is stopped at once must not write it again.
+            # This step is saved already: a run that is stopped at once must not save it again.
             self._saved_iteration = loaded.iteration
             if dist.get_rank() == 0:
                 self._go_back(save, loaded)
@@ -141,13 +138,13 @@ class SavedRun:
         return loaded._replace(best_loss=None, best_iteration=None, evaluations_since_best=0)
 
     def save(self, progress: Progress, queue: DelayQueue | None, log: RunLog | None) -> None:
-        """Writes a checkpoint to --save, unless that step is there; with --async-save, `finish`
-        completes it.
+        """Saves a checkpoint to --save, unless this step is saved already. With --async-save it
+        only starts saving, and `finish` completes it.
         """
         folder = self._output.save
         if folder is None or self._saved_iteration == progress.iteration:
             return
-        self.finish(log)  # one save at a time: the last one must be in its place first
+        self.finish(log)  # one save at a time: complete the last one first
         with written_or_refused(unfinished_path(checkpoint_path(folder, progress.iteration))):
             if self._locks.save is not None:
                 self._locks.save.renew()
@@ -165,7 +162,9 @@ class SavedRun:
             self.finish(log)
 
     def _go_back(self, folder: str, loaded: Progress) -> None:
-        """Points the tracker of the best checkpoint at a step that is continued (--ckpt-step)."""
+        """Corrects the tracker of the best checkpoint when a run goes back to an earlier step
+        (--ckpt-step): it must not name a later one.
+        """
         best = best_iteration(folder)
         if best is None or best <= loaded.iteration:
             return
@@ -179,36 +178,36 @@ class SavedRun:
 
     @property
     def is_written(self) -> bool:
-        """Returns whether `finish` would not wait for this rank."""
+        """True if a save is under way and this rank has written its files."""
         return self._save is not None and self._save.is_written
 
     def finish(self, log: RunLog | None) -> None:
-        """Puts the checkpoint that is being written in its place, then removes those that are not
-        to be kept. Collective.
-        """
+        """Completes a save that is under way, then removes old checkpoints. Collective."""
         folder, save = self._output.save, self._save
         if folder is None or save is None:
             return
         self._save = None
         save.finish()
         if log is not None:
-            # The tracker before the removal, which keeps the checkpoint that it names.
+            # Write the tracker of the best first: the removal keeps the checkpoint that it names.
             if self._best_iteration == save.iteration:
                 track(folder, BEST, save.iteration)
             self._remove_old(folder)
             log.say(f"saved step {save.iteration} to {folder}")
 
     def note_best(self, progress: Progress) -> None:
-        """Points the tracker of the best checkpoint at the one of `progress`, once it is in its
-        place.
+        """Makes the tracker of the best checkpoint name that of `progress`, as soon as it is
+        complete.
         """
         self._best_iteration = progress.iteration
         if self._output.save is not None and self._save is None and dist.get_rank() == 0:
             track(self._output.save, BEST, progress.iteration)
-            self._remove_old(self._output.save)  # the one that was the best until now
+            self._remove_old(self._output.save)  # the former best one may go now
 
     def _remove_old(self, folder: str) -> None:
-        """Removes the checkpoints that are not to be kept; what cannot be removed is said once."""
+        """Removes old checkpoints by --keep-checkpoints. Prints a note, once, for each that cannot
+        be removed.
+        """
         if self._output.keep_checkpoints is None:
             return
         for note in remove_old(folder, self._output.keep_checkpoints):
@@ -256,12 +255,12 @@ class SavedRun:
             )
 
     def _write_companions(self, folder: Path, log: RunLog | None) -> str:
-        """Writes what stands beside the weights; returns the type of the weights."""
+        """Writes the HuggingFace files other than weights; returns the type of the weights."""
         self._write_card(folder, log)
         return self._companions.write(folder)
 
     def _write_card(self, folder: Path, log: RunLog | None) -> None:
-        """Writes README.md; a run whose metrics are gone has one without them."""
+        """Writes README.md, without results if the metrics cannot be read."""
         config = self._companions.config
         try:
             write_card(folder, config, None if log is None else log.run_dir)
@@ -269,5 +268,5 @@ class SavedRun:
             write_card(folder, config, None)
 
     def close(self) -> None:
-        """Lets another run save there."""
+        """Releases the locks, so that another run may save there."""
         self._locks.release()

@@ -1,5 +1,5 @@
-"""mcore. Account of a step: one small reduction, by which all ranks know its loss, its counts and
-who was asked to stop, and the metrics that it is reported by.
+"""mcore. The account of a step: a small reduction, after which all ranks know its loss, its counts
+and whether to stop, and the metrics computed from it.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from megatron.sft.training.reduction import SlotReduction, Value
 
 
 class Reduced(NamedTuple):
-    """Sums and maxima over all ranks after a pass over a global batch."""
+    """Sums and maxima over all ranks after the passes of a global batch."""
 
     loss_sum: float
     num_loss_tokens: int
     stop: bool
     counts: Counts
     source_losses: npt.NDArray[np.float64]
-    """[2, sources]: loss sum without weights and number of loss tokens of each; [2, 0] where there
-    is one source.
+    """[2, sources]: sum of the loss, without weights of samples, and number of tokens with loss;
+    [2, 0] if there is only one source.
     """
     all_written: bool = False
-    """True if every rank has written its part of the checkpoint that is on its way."""
+    """True if all ranks have written their files of the checkpoint that is being saved."""
     num_padded_tokens: int = 0
     """Tokens that all ranks computed without packing, padding included; 0 with packing."""
     num_right_tokens: float = math.nan
-    """Loss tokens whose label is the likeliest word; NaN where nobody looked."""
+    """Tokens with loss that the model predicts best; NaN if they were not counted."""
     figures: Mapping[str, float] = MappingProxyType({})
     """See `sft.training.figures`."""
 
     @property
     def loss(self) -> float:
-        """Per-token mean; 0 where every token is masked."""
+        """Mean per token; 0 if all tokens are masked."""
         return self.loss_sum / self.num_loss_tokens if self.num_loss_tokens else 0.0
 
     @property
     def token_accuracy(self) -> float:
-        """Shares of loss tokens whose label is the likeliest word; NaN where nobody looked."""
+        """Share of tokens with loss that the model predicts best; NaN if they were not counted."""
         return self.num_right_tokens / self.num_loss_tokens if self.num_loss_tokens else math.nan
 
     def by_source(self, names: Sequence[str]) -> dict[str, SourceMetrics]:
@@ -87,12 +87,14 @@ class Reduced(NamedTuple):
 
 
 def counts_samples() -> bool:
-    """Returns whether this rank counts its samples: one rank of all that load the same ones."""
+    """Returns whether this rank counts its samples. Of the ranks that load the same samples, one
+    does.
+    """
     return is_data_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
 
 
 class StepFigures(NamedTuple):
-    """Part of this rank in the figures of a step, by name (see `sft.training.figures`)."""
+    """This rank's part of the figures of a step, by name (see `sft.training.figures`)."""
 
     sums: Mapping[str, float]
     maxima: Mapping[str, float]
@@ -102,11 +104,12 @@ NO_FIGURES = StepFigures({}, {})
 
 
 class Reduction:
-    """Reduces a step over the ranks that hold a part of it: the last stage the loss, the first
-    stage the counts, each rank its stop signal, and whether its part of a checkpoint is written.
+    """The reduction of a step over all ranks. The last pipeline stage contributes the loss, data
+    ranks the counts, and each rank whether it was asked to stop and whether its files of a
+    checkpoint are written.
 
-    It begins when it is made; `result` waits for it. Price: see `SlotReduction`, whose sums are 6
-    numbers, and per source 8, and 2 more where there are several.
+    The constructor starts it, and `result` waits for it. It is a `SlotReduction` of 6 sums, and 8
+    for each source, 10 if there are several sources.
     """
 
     def __init__(
@@ -119,10 +122,10 @@ class Reduction:
         num_padded_tokens: int = 0,
         figures: StepFigures = NO_FIGURES,
     ) -> None:
-        """Takes this rank's parts.
+        """Starts the reduction with this rank's parts.
 
         Args:
-            losses: results of the passes, an entry per microbatch; [] but on the last stage.
+            losses: results of the passes, an entry per microbatch; [] except on the last stage.
             stop: True if this rank was asked to stop.
             counts: counts of the samples that this rank loaded.
             is_written: True if this rank's part of a checkpoint is written.
@@ -138,11 +141,12 @@ class Reduction:
         loss: dict[str, Value] = dict.fromkeys(("loss_sum", "num_loss_tokens", "right_tokens"), 0.0)
         by_source: Value = np.zeros(2 * num_sources if num_sources > 1 else 0)
         if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
-            # The last pipeline stage has them; tensor-parallel ranks have copies.
+            # Only the last pipeline stage has losses. Its tensor-parallel ranks have equal copies,
+            # of which one is counted.
             for name, place in (("loss_sum", 0), ("num_loss_tokens", 1)):
                 loss[name] = torch.stack([each["lm loss"][place].double() for each in losses]).sum()
             right = [each.get("right tokens") for each in losses]
-            # NaN makes the sum over ranks NaN: known of all tokens, or of none.
+            # NaN on one rank makes the sum NaN: the accuracy is known for all tokens or not at all.
             is_known = all(each is not None for each in right)
             loss["right_tokens"] = torch.stack(right).sum() if is_known else math.nan
             if num_sources > 1:
@@ -175,9 +179,9 @@ class Reduction:
 
 
 class Stopwatch:
-    """Seconds of the device's work between its making and `stop`.
+    """Measures the time of the device's work from the constructor to `stop`.
 
-    On a GPU `seconds` waits for that work; after the step's reduction it is done already.
+    On a GPU `seconds` waits for that work, which is done already after the step's reduction.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -204,7 +208,7 @@ class Stopwatch:
 
 
 class Update(NamedTuple):
-    """A pass over a global batch, and what the optimizer made of it."""
+    """Results of the passes and of the update of a step, for its metrics."""
 
     batch: GlobalBatch | None
     """Statistics of the packs; None without packing."""
@@ -218,7 +222,7 @@ class Update(NamedTuple):
 
 
 class StepAccount:
-    """Holds what the metrics of a step need beside it: the layout, the cost of work, names of
+    """Computes the metrics of steps, from constants of the run: parallel layout, FLOPs, names of
     sources.
     """
 
@@ -230,7 +234,7 @@ class StepAccount:
         names: Sequence[str],
         num_records: int | None = None,
     ) -> None:
-        """num_records: of the training data, which are an epoch; None for data without end."""
+        """num_records: number of training records, which are one epoch; None for mock data."""
         self._config = config
         self._share = share
         self._cost = cost
@@ -240,7 +244,7 @@ class StepAccount:
     def metrics(
         self, progress: Progress, update: Update, reduced: Reduced, seconds: float
     ) -> StepMetrics:
-        """Returns the metrics of the step that led to `progress` and took `seconds` in all."""
+        """Returns the metrics of a step. `progress` includes it; `seconds` is its whole time."""
         batch = update.batch
         stats = self.padded_stats(reduced) if batch is None else batch.stats
         flops = self._cost.of_batch(
@@ -277,8 +281,8 @@ class StepAccount:
         )
 
     def padded_stats(self, reduced: Reduced) -> PackingStats:
-        """Returns the account of a step without packing, which nothing balances: as if ranks and
-        microbatches were even.
+        """Returns the statistics of a step without packing, as if all ranks and microbatches were
+        equal: nothing balances them, and their differences are not measured.
         """
         counts = reduced.counts
         idle = self._config.parallel.pipeline_model_parallel_size - 1

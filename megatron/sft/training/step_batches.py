@@ -1,8 +1,9 @@
-"""mcore. The global batches of a split of the data, each prepared before its step asks for it:
-packed, or padded rows.
+"""mcore. The global batches of a split, packed or as padded rows. A thread prepares them ahead of
+their steps.
 
-Everything that preparing a batch changes (counts, delayed sequences) comes with the batch, and so
-belongs to the step that takes it: checkpoints are the same however far ahead batches are prepared.
+State that changes when a batch is prepared (counts, delayed sequences) is returned with the batch,
+and takes effect in the step that uses it. So a checkpoint does not depend on the number of batches
+that were prepared ahead.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from megatron.sft.options.config import SFTConfig
 
 
 class StepBatch(NamedTuple):
-    """One global batch, as this rank will run it."""
+    """This rank's part of a global batch."""
 
     packed: GlobalBatch | None
     """None without packing."""
     rows: list[PaddedBatch]
-    """On the host; [] with packing."""
+    """Microbatches without packing, in host memory; [] with packing."""
     counts: Counts
-    """Counts of the samples that this rank loaded for it."""
+    """Counts of the samples that this rank loaded for the batch."""
     seconds_waited: float = 0.0
+    """Time that the step waited for the batch."""
 
     @property
     def num_microbatches(self) -> int:
@@ -52,8 +54,8 @@ class StepBatch(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Real tokens of each sequence of this data-parallel rank; of a tree, of each path from
-        its root to a leaf: the sequences that were merged, as they would be without merging.
+        """Lengths of this data-parallel rank's sequences, without padding. A tree counts as its
+        paths from the root to the leaves, the sequences that it was merged from.
         """
         if self.packed is None:
             return [length for row in self.rows for length in row.lengths]
@@ -66,8 +68,8 @@ class StepBatch(NamedTuple):
         return sum(row.tokens.numel() for row in self.rows)
 
     def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
-        """Returns what megatron-core's schedules iterate over: with virtual stages a list, an
-        iterator for each.
+        """Returns the data iterator for megatron-core's schedules; with virtual stages a list of
+        them, one for each.
         """
         if self.packed is not None:
             return self.packed.iterators(num_virtual_stages, device)
@@ -76,11 +78,14 @@ class StepBatch(NamedTuple):
 
 
 def _path_lengths(microbatch: Microbatch) -> Tensor:
-    """Returns the real tokens of each path of a pack, [paths]; 0 for the padding at its end."""
+    """Returns the tokens of each path in a pack, [paths], without padding. The padding at the end
+    of the pack is a path of 0 tokens.
+    """
     lengths = microbatch["cu_seqlens"].diff()
     if "parents" not in microbatch:  # without trees each segment is a sequence
         return lengths
-    # Nodes 4 2 3 and padding, parents -1 0 0 -1, depths 0 4 4 0 -> paths 6 7, and 0.
+    # Nodes of 4, 2 and 3 tokens and the padding, with parents -1 0 0 -1 and depths 0 4 4 0: paths
+    # of 4 + 2 = 6 and 4 + 3 = 7 tokens, and 0.
     parents = microbatch["parents"]
     is_leaf = torch.ones(lengths.shape, dtype=torch.bool)
     is_leaf[parents[parents >= 0]] = False
@@ -88,8 +93,7 @@ def _path_lengths(microbatch: Microbatch) -> Tensor:
 
 
 class StepBatches(Iterator[StepBatch]):
-    """Iterator over the global batches of a stream; see `Prefetcher` for what holds of its
-    thread."""
+    """Iterator over the global batches of a split. `Prefetcher` documents its thread."""
 
     def __init__(
         self,
@@ -102,13 +106,13 @@ class StepBatches(Iterator[StepBatch]):
         progress: Progress | None = None,
         queue: DelayQueue | None = None,
     ) -> None:
-        """Prepares the first batches. Collective if it is the first of this process.
+        """Starts preparing batches. The first call in a process is collective: it makes groups.
 
         Args:
-            num_batches: batches that are asked for, at most; the last one leaves nothing in
-                `queue`.
-            progress: where a training continues; None reads the samples once, from the start.
-            queue: the delayed sequences of the checkpoint; it is copied.
+            num_batches: maximum number of batches. The last one takes all delayed sequences.
+            progress: position in the training data to start at; None to read the samples once,
+                from the start (evaluation).
+            queue: delayed sequences of the checkpoint; it is copied.
         """
         data = config.data
         self._stream = SampleStream(
@@ -129,16 +133,17 @@ class StepBatches(Iterator[StepBatch]):
             prepare = self._packed
             self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
             reads = is_data_rank(self._groups)
-            # Made here, not by the thread that prefetches: it is collective over the world, and
-            # would meet the model's collectives in another order on each rank.
+            # Groups are made here and not in the prefetching thread: making them is collective,
+            # and would run in another order with the model's collectives on each rank.
             groups = data_groups(self._groups)
             for group in (groups.data_ranks_group, groups.replica):
-                if group is not None:  # instead of torch's own 30 minutes
+                if group is not None:  # torch's default is 30 minutes
                     _set_pg_timeout(
                         timedelta(minutes=config.parallel.distributed_timeout_minutes), group
                     )
         self._source = self._stream if reads else None
-        # Before the prefetching thread: a fork while it holds a lock would copy the lock.
+        # Fork the workers before the prefetching thread starts: a fork copies locks that a thread
+        # holds, and nobody would release the copies.
         if reads and num_batches > 0:
             self._stream.start()
         self._rows = padded_batches(
@@ -156,7 +161,9 @@ class StepBatches(Iterator[StepBatch]):
         return self._stream.counts
 
     def limit_data_wait(self) -> None:
-        """Lets data that does not come be an error within seconds; called from any thread."""
+        """Limits the wait for data to a few seconds, after which it is an error. Any thread may
+        call it.
+        """
         self._stream.limit_data_wait()
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -185,10 +192,11 @@ class StepBatches(Iterator[StepBatch]):
         try:
             rows = list(islice(self._rows, self._share.num_fetches))
         except Exception as failure:  # the user's data and code may raise anything
-            # The other ranks have not failed, and a save would wait for them.
+            # Other ranks have not failed. GlobalBatchError would make this rank save, which is
+            # collective and would wait for them.
             if dist.get_world_size() > 1:
                 raise
-            is_worded = isinstance(failure, ValueError)  # its message names the file or the option
+            is_worded = isinstance(failure, ValueError)  # a message for users, with file or option
             message = str(failure) if is_worded else f"{type(failure).__name__}: {failure}"
             raise GlobalBatchError(message) from failure
         return StepBatch(None, rows, self._stream.counts - before)

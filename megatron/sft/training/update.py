@@ -1,5 +1,5 @@
-"""mcore. The update of a step: the optimizer and the learning rate's schedule, or none where the
-loss or the gradient norm is not finite (--skip-nan-steps).
+"""mcore. Updates the weights at the end of a step: optimizer and learning rate schedule. A step
+whose loss or gradient norm is not finite is an error, or skipped (--skip-nan-steps).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.sft.training.step_account import Reduction
 
 
 class UpdateResult(NamedTuple):
-    """Outcome of a step's gradients."""
+    """Result of an update."""
 
     lr: float
     """Learning rate of this step."""
     grad_norm: float
-    """Norm before clipping; NaN in a step that --skip-nan-steps left out."""
+    """Norm before clipping; NaN in a step that --skip-nan-steps has skipped."""
     skipped: bool
     """True if the weights are unchanged."""
 
@@ -29,7 +29,7 @@ class Updater:
     """Updates the weights of a run; each call is collective."""
 
     def __init__(self, training: Training, config: TrainingConfig, names: Sequence[str]) -> None:
-        """names: of the sources, for errors."""
+        """names: names of the sources, for errors."""
         self._optimizer = training.optimizer
         self._scheduler = training.scheduler
         self._global_batch_size = config.global_batch_size
@@ -41,14 +41,16 @@ class Updater:
     def update_weights(
         self, iteration: int, reduction: Reduction, losses: Sequence[Any], say: Callable[[str], Any]
     ) -> UpdateResult:
-        """Takes step `iteration`, or leaves it out and says so.
+        """Updates the weights for step `iteration`, or skips the step and says so.
+
+        Raises NonFiniteError, with the weights unchanged, if --skip-nan-steps steps were skipped
+        already.
 
         Args:
-            reduction: the step's, already under way. Its result is read in the middle of the
-                optimizer's step, where the host waits for the device in any case.
-            losses: this rank's, by microbatch.
-
-        Raises NonFiniteError, with the weights unchanged, after --skip-nan-steps skips.
+            reduction: reduction of the step, which was started before. Its result is read in the
+                middle of the optimizer's step, where the host waits for the device in any case.
+            losses: losses of this rank, by microbatch.
+            say: prints a line.
         """
         # Fields, not variables: `_check_loss` reads them from inside the optimizer's step.
         self._step_name, self._reduction, self._losses = f"step {iteration}", reduction, losses

@@ -1,4 +1,12 @@
-"""mcore. The adapter of one linear layer: parameters as ranks share them, and the forward pass."""
+"""mcore. The adapter of one linear layer: its parameters, shared over ranks, and its forward pass.
+
+A layer of several HuggingFace modules (linear_qkv: q_proj, k_proj, v_proj) has one A and one B per
+module. The A are stacked, and multiplied with the input at once. The rows of the B are in the order
+of the layer's rows:
+
+    rank 4, on all modules: A x is [tokens, 12], 4 numbers for each of q_proj, k_proj, v_proj
+    blocks (0, 8) (1, 2) (2, 2) (0, 8) ...: 8 rows of q_proj, 2 of k_proj, 2 of v_proj, per group
+"""
 
 from __future__ import annotations
 
@@ -21,16 +29,16 @@ from megatron.sft.model.lora.layers import Adapted
 from megatron.sft.options.lora import LoraConfig
 
 Product = Callable[[Tensor, Callable[["Adapter"], Tensor]], Tensor]
-"""Multiplies rows [..., in] with the transpose of what a function gives of an adapter [out, in]."""
+"""Function (rows [..., in], function from an adapter to a weight [out, in]) -> rows [..., out]."""
 
 
 class Adapter(torch.nn.Module):
-    """Parameters that are learned beside one linear layer.
+    """Trained parameters beside one linear layer.
 
-    lora_A: [rank * number of modules, in] (or this rank's columns); lora_B: [rows of these modules
-    on this rank, rank].
-    blocks: the layer's rows on this rank, in order: (number of the module, or None for one without
-    adapter; rows).
+    lora_A: [rank * number of modules, in], or this rank's columns of it.
+    lora_B: [rows of these modules on this rank, rank].
+    blocks: rows of the layer on this rank, in order, as (number of the module, number of rows). The
+        module is None for rows without an adapter.
     """
 
     def __init__(
@@ -43,8 +51,9 @@ class Adapter(torch.nn.Module):
         lora: LoraConfig,
         seed: int,
     ) -> None:
-        """`name`: the layer's, in the whole model; `layers` of the HuggingFace model: those with an
-        adapter.
+        """Args:
+        name: name of the layer in the whole model.
+        layers: HuggingFace modules of the layer that have an adapter.
         """
         super().__init__()
         self.is_row_parallel = isinstance(layer, RowParallelLinear)
@@ -77,28 +86,29 @@ class Adapter(torch.nn.Module):
         self._mark(layer)
 
     def _sizes(self) -> list[int]:
-        """Rows of each block that has an adapter."""
+        """Returns the numbers of rows of the blocks with an adapter."""
         return [num_rows for module, num_rows in self.blocks if module is not None]
 
     def _mark(self, layer: Any) -> None:
-        """Tells megatron-core who shares what, as the layer's own weight does."""
+        """Sets the attributes by which megatron-core knows how ranks share each parameter."""
         cut, whole = (
             (self.lora_A, self.lora_B) if self.is_row_parallel else (self.lora_B, self.lora_A)
         )
         set_tensor_model_parallel_attributes(cut, True, 1 if self.is_row_parallel else 0, 1)
-        # The tensors of experts are whole, but no two ranks' are the same ones.
+        # An expert's tensors are whole on their rank, but differ between expert-parallel ranks: so
+        # they count as split, or the gradient norm would count only one rank's.
         set_tensor_model_parallel_attributes(whole, layer.is_expert, 0, 1)
         for parameter in (cut, whole):
             parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
-        # Each rank sees its share of the tokens only, so megatron-core sums the gradients as it
-        # does a norm's.
+        # Under sequence parallel each rank sees a share of the tokens: megatron-core then sums the
+        # gradients over ranks, as it does for the weights of norms.
         whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, product: Product | None = None) -> Tensor:
-        """Returns what the layer's output [tokens, batch, out on this rank] gains from its input.
+        """Returns the addition to the layer's output, [tokens, batch, out on this rank].
 
-        product: multiplies rows with a weight of their own expert's adapter, where `x` has those of
-        several experts; this adapter then stands for all of them.
+        product: for grouped experts, whose adapters are applied together: multiplies each row of
+            `x` with the weight of its own expert's adapter. This adapter then stands for all.
         """
         product = product or self._product
         reduced = product(self._dropped(x), lambda adapter: adapter.lora_A.to(x.dtype))
@@ -126,8 +136,8 @@ class Adapter(torch.nn.Module):
         return linear(x, weight_of(self))
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Drops inputs of A. Tensor-parallel ranks that see different numbers must drop different
-        ones, and others the same.
+        """Applies dropout to the input of A. Tensor-parallel ranks with different inputs must use
+        different random states, and ranks with the same input the same one.
         """
         if not self._dropout or not self.training:
             return x
@@ -137,14 +147,15 @@ class Adapter(torch.nn.Module):
         return dropout(x, self._dropout)
 
     def _expanded(self, reduced: Tensor, product: Product) -> Tensor:
-        """[..., rank * modules] -> [..., out on this rank]: B of each module times its part of
-        A x."""
+        """Returns [..., out on this rank] from A x, [..., rank * modules]: each module's B times
+        its part of A x, block by block, with zeros in blocks without an adapter.
+        """
         if self.num_modules == 1 and all(module == 0 for module, _ in self.blocks):
             return product(reduced, lambda adapter: adapter.lora_B.to(reduced.dtype))
         outputs = []
         for number, x in enumerate(reduced.chunk(self.num_modules, -1)):
             sizes = [size for module, size in self.blocks if module == number]
-            if sizes:  # or all rows of this module are another rank's
+            if sizes:  # empty if other ranks have all rows of this module
                 rows = product(x, partial(Adapter._rows_of, module=number, dtype=x.dtype))
                 outputs.append(iter(rows.split(sizes, -1)))
             else:
@@ -158,24 +169,27 @@ class Adapter(torch.nn.Module):
         return torch.cat(pieces, -1)
 
     def _rows_of(self, module: int, dtype: torch.dtype) -> Tensor:
-        """Returns [out of this module on this rank, rank]: its rows of B."""
+        """Returns a module's rows of B, [out of the module on this rank, rank]."""
         blocks = zip((m for m, _ in self.blocks if m is not None), self.lora_B.split(self._sizes()))
         return torch.cat([rows for number, rows in blocks if number == module]).to(dtype)
 
     @torch.no_grad()
     def update(self) -> Tensor:
-        """Returns what the layer's weight on this rank gains by merging, in the adapter's type."""
+        """Returns scale * B A, which merging adds to the layer's weight on this rank, in the type
+        of the adapter.
+        """
         if self.is_row_parallel:
             return self.lora_B @ self.lora_A * self.scale
-        # Each unit vector as a token gives a column of the product.
+        # B A applied to the unit vectors, which gives the product column by column.
         return self._expanded(self.lora_A.T, self._product).T * self.scale
 
 
 def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
-    """Returns A as PEFT begins with it: uniform within 1 / sqrt(inputs); a function of the module's
-    name and the seed.
+    """Returns the initial A, [rank, inputs], as PEFT has it: uniform within 1 / sqrt(inputs).
+
+    It is a function of the seed and of the module's name in the whole model, so that it does not
+    depend on the parallel layout.
     """
-    # Seeds of a Generator have 64 bits; crc32 gives 32 that depend on all of the name.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module}".encode()))
     bound = 1 / math.sqrt(num_inputs)
     return (

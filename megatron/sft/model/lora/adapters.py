@@ -1,18 +1,18 @@
-"""mcore. Low-rank adapters beside megatron-core's parallel linear layers, exact in any layout.
+"""mcore. Puts low-rank adapters beside megatron-core's parallel linear layers, exact in any
+parallel layout.
 
-A layer that computes W x then gives W x + scale * B A x. W is frozen; A [rank, in] starts random, B
-[out, rank] zero. Where megatron-core joins several layers in one (queries, keys and values; gate
-and up), each layer of the HuggingFace model has an A and a B of its own (see `layers`): the A are
-stacked, and the rows of the B stand in the order of the layer's own.
+A layer that computes W x then returns W x + scale * B A x. W is frozen. A [rank, in] starts random,
+B [out, rank] zero. megatron-core joins several HuggingFace modules in one layer (q, k, v; gate,
+up). Each of these modules has an A and a B of its own, as in PEFT (see `layers` and `adapter`).
 
-Tensor parallel ranks share A and B as they share the layer. Only tensors that are as wide as the
-rank travel:
+Tensor-parallel ranks share A and B as they share the layer. Only tensors with the small rank as
+their width are exchanged:
 
-    layer                    A                     B                      what travels
-    linear_qkv, linear_fc1   whole on each rank    cut like the rows of   A x, gathered under
-                                                   W                      sequence parallel
-    linear_proj, linear_fc2  cut like the columns  whole on each rank     A x, summed (or reduced
-                             of W                                         and scattered)
+    layer                    A                     B                      exchanged
+    linear_qkv, linear_fc1   whole on each rank    split like the rows    A x, gathered under
+                                                   of W                   sequence parallel
+    linear_proj, linear_fc2  split like the        whole on each rank     A x, summed (or reduced
+                             columns of W                                 and scattered)
     layers of an expert      whole                 whole                  nothing
 """
 
@@ -42,18 +42,17 @@ from megatron.sft.options.lora import LINEARS, LoraConfig
 def add_adapters(
     gpt: GPTModel, lora: LoraConfig, seed: int = 1234, tensors: Tensors | None = None
 ) -> None:
-    """Freezes a model but for `lora_modules_to_save`, and puts an adapter beside each layer that is
-    asked for.
+    """Freezes a model except for `lora_modules_to_save`, and puts an adapter beside each target
+    layer.
 
-    Before DistributedDataParallel and the optimizer are made, after Float16Module: adapters are
-    float32 at least. What they start from is a function of `seed`, the layer and its place in the
-    model, whatever the layout.
+    Call it after Float16Module, so that adapters stay float32, and before DistributedDataParallel
+    and the optimizer are made. Initial values depend on `seed` and on the layer's name in the whole
+    model, and not on the parallel layout.
+
+    Raises ValueError for a model that cannot have exact adapters.
 
     Args:
-        tensors: of the folder that the model is from, which say what layers ours are made of; None:
-            of Llama's kind.
-
-    Raises ValueError for a model that adapters cannot stand in exactly.
+        tensors: table of the HuggingFace tensors of each layer; None for a Llama.
     """
     config = gpt.config
     lora.check_layout(config.tensor_model_parallel_size, config.num_query_groups)
@@ -75,13 +74,14 @@ def add_adapters(
         layer.register_forward_hook(_add_update)
         layer.sharded_state_dict = MethodType(_sharded_state_dict, layer)
     if config.recompute_granularity == "full" and gpt.pre_process:
-        # Without it no input of the first layer has a gradient, and recomputation gives none.
+        # With a frozen embedding the first layer's input needs no gradient, and full recomputation
+        # would then compute no gradients at all.
         gpt.embedding.register_forward_hook(_require_grad)
 
 
 def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
-    """Lets the embeddings of `lora_modules_to_save` have gradients: tied ones are one weight by two
-    names, of which the last stage has a copy.
+    """Makes the embeddings of `lora_modules_to_save` trainable. Tied embeddings are one weight with
+    two names, and the last stage has a copy of it, so that either name makes both trainable.
     """
     names = set(lora.lora_modules_to_save)
     is_tied = gpt.share_embeddings_and_output_weights
@@ -96,14 +96,15 @@ def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
 
 
 class _Targeted(NamedTuple):
-    """A linear layer of ours that gets an adapter."""
+    """A linear layer that gets an adapter."""
 
     name: str
-    """Name in the whole model, not in this rank's part of it."""
+    """Name in the whole model."""
     layer: Any
     weight: Weight
     layers: tuple[Adapted, ...]
-    """Layers of the HuggingFace model that it is made of: q_proj, k_proj, v_proj of linear_qkv."""
+    """Its HuggingFace modules that have an adapter: q_proj and v_proj of linear_qkv, for example.
+    """
 
 
 def _targeted(gpt: GPTModel, lora: LoraConfig, tensors: Tensors | None) -> Iterator[_Targeted]:
@@ -131,8 +132,8 @@ def _targeted(gpt: GPTModel, lora: LoraConfig, tensors: Tensors | None) -> Itera
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:
-    """Returns the rows of a layer as `huggingface.tensors` describes them, of a model without a
-    table of its own; a row-parallel rank has them all.
+    """Returns the weight of a layer for a model without a table of tensors. Its parts have numbers
+    of rows only.
     """
     modules = LINEARS[linear_name]
     sizes: tuple[int, ...] = (output_size,)
@@ -173,7 +174,9 @@ def _sharded_state_dict(
     sharded_offsets: tuple[Any, ...] = (),
     metadata: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns megatron-core's own of the layer, with its adapter as ranks share it."""
+    """Returns the layer's own sharded state with that of its adapter added. It replaces the
+    layer's method of this name.
+    """
     adapter = layer.adapter
     own = type(layer).sharded_state_dict(layer, prefix, sharded_offsets, metadata)
     name = "lora_A" if adapter.is_row_parallel else "lora_B"

@@ -1,18 +1,20 @@
-"""pure. The layers of a HuggingFace model that adapters stand beside, in each of our linear layers.
+"""pure. The HuggingFace modules in each linear layer of megatron-core, and those of them that have
+an adapter.
 
-PEFT puts an adapter beside a layer of the HuggingFace model, which may be several parts of ours:
+PEFT puts an adapter beside a module of the HuggingFace model. A megatron-core layer consists of
+several such modules, and families divide it differently:
 
-    ours       HuggingFace's, of most      Phi-3           Qwen3.5
+    layer      most families               Phi-3           Qwen3.5
     qkv        q_proj | k_proj | v_proj    qkv_proj        q_proj (queries, gates) | k_proj | v_proj
     fc1        gate_proj | up_proj         gate_up_proj    gate_proj | up_proj
                                            Qwen3-Next
     in_proj of a delta net                 in_proj_qkvz    in_proj_qkv | in_proj_z
                                            | in_proj_ba    | in_proj_b | in_proj_a
 
-The parts of one such layer share its A.
+All rows of one module share its A.
 
-Experts that a folder holds as one tensor are one parameter in the HuggingFace model. Beside it PEFT
-(`target_parameters`) has an adapter for each expert, all of which are one tensor in its files.
+If a family has the experts of a layer as one stacked parameter, PEFT (`target_parameters`) has an
+adapter for each expert, and stacks all of them in one tensor.
 """
 
 from __future__ import annotations
@@ -24,24 +26,25 @@ from megatron.sft.options.lora import FUSED, LINEARS, LoraConfig
 
 
 class Adapted(NamedTuple):
-    """A layer with an adapter."""
+    """A HuggingFace module with an adapter."""
 
     module: str
-    """PEFT's name of it: q_proj."""
+    """Its name in PEFT: q_proj."""
     tensor: str
-    """Name of its weight in a folder."""
+    """Name of its weight in a HuggingFace folder."""
     parts: tuple[int, ...]
-    """Numbers of the parts of our layer's weight that it computes."""
+    """Numbers of its parts in the `Weight.parts` of the megatron-core layer."""
 
 
 def adapted_layers(linear: str, weight: Weight, lora: LoraConfig) -> tuple[Adapted, ...]:
-    """Returns the layers with adapters that make up a linear layer of ours.
+    """Returns the HuggingFace modules of a megatron-core layer that have an adapter.
 
-    ValueError where some of the modules of --lora-target-modules are one layer with others.
+    Raises ValueError if --lora-target-modules names only some of several modules that this family
+    has as one (q_proj of Phi-3's qkv_proj).
 
     Args:
-        linear: kind of layer, as `LINEARS` has it.
-        weight: of our layer; each part's name is that of the tensor which it is in.
+        linear: kind of the layer, a key of `LINEARS`.
+        weight: weight of the layer; the name of each part is that of its HuggingFace tensor.
     """
     modules = LINEARS[linear]
     tensors = tuple(dict.fromkeys(part.name for part in weight.parts))
@@ -51,7 +54,7 @@ def adapted_layers(linear: str, weight: Weight, lora: LoraConfig) -> tuple[Adapt
     for (name, own), tensor in zip(stand_for.items(), tensors, strict=True):
         chosen = [module for module in own if module in lora.targets]
         parts = tuple(n for n, part in enumerate(weight.parts) if part.name == tensor)
-        # An MLP that is not gated has a gate of no rows.
+        # An MLP without a gate has a gate with 0 rows, which needs no adapter.
         if not chosen or not any(weight.parts[n].shape[0] for n in parts):
             continue
         if len(chosen) < len(own):

@@ -1,4 +1,8 @@
-"""pure. Tensors of a PEFT adapter as parameters of ours, by the table of its model."""
+"""pure. Maps the parameters of adapters to the tensors of a PEFT folder, by the table of the base
+model.
+
+    ...linear_qkv.adapter.lora_A  <->  base_model.model....q_proj.lora_A.weight, k_proj, v_proj
+"""
 
 from __future__ import annotations
 
@@ -13,33 +17,33 @@ from megatron.sft.options.lora import LINEARS, LoraConfig
 
 _PREFIX = "base_model.model."
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""PEFT's names of parameters that hold the experts of a layer, in their order."""
+"""Names in PEFT of the stacked parameters of a layer's experts, in order."""
 _WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT}
 
 
 class AdapterWeights:
-    """The tensors of the adapter that `lora` describes, for the model of `weights`."""
+    """Table of the tensors of an adapter with the options `lora`, for the model of `weights`."""
 
     def __init__(self, weights: Weights, lora: LoraConfig) -> None:
         self._weights = weights
         self._lora = lora
         self._whole = {_WHOLE[module] for module in lora.lora_modules_to_save}
         self.tied = None
-        # Of tied weights PEFT wants both, or it leaves one of them as the base has it.
+        # PEFT needs both names of tied embeddings, or it leaves one of them as in the base model.
         if weights.tied is not None and self._whole:
             self._whole = set(_WHOLE.values())
             self.tied = (_PREFIX + weights.tied[0], _PREFIX + weights.tied[1])
 
     def concerns(self, name: str) -> bool:
-        """Returns whether a parameter is an adapter's, or trained as a whole."""
+        """Returns whether a parameter belongs to an adapter, or is in `lora_modules_to_save`."""
         return is_of_adapter(name) or self._is_whole(name)
 
     def of_parameter(self, name: str) -> Weight:
-        """Returns the weight behind a parameter's name; KeyError where no tensor stands for it."""
+        """Returns the weight of a parameter; raises KeyError if the folder has no tensor for it."""
         if self._is_whole(name):
             return _renamed(self._weights.of_parameter(name))
         if not is_of_adapter(name):
-            raise KeyError(name)  # of the frozen base, such as a router's bias
+            raise KeyError(name)  # a parameter of the frozen base model
         layer, which = name.split(ADAPTER)
         return self._of_layer(self._weights.of_parameter(f"{layer}.weight"), which)
 
@@ -56,7 +60,7 @@ class AdapterWeights:
                 yield self._of_layer(weight, "lora_B")
 
     def is_carried(self, name: str) -> bool:
-        """Returns whether a tensor is kept as it is: none of an adapter's."""
+        """Returns False: an adapter has no tensors that an export copies."""
         return False
 
     def _is_whole(self, name: str) -> bool:
@@ -68,19 +72,17 @@ class AdapterWeights:
             return False
 
     def written_as(self, part: Part) -> tuple[Part, ...]:
-        """Returns the names that a tensor of `of_parameter` is written by: two for embeddings that
-        are tied.
-        """
+        """Returns the tensors to write for a part: two, with both names, for tied embeddings."""
         if self.tied is None or part.name != self.tied[1]:
             return (part,)
         return (part, part._replace(name=self.tied[0]))
 
     def modules_to_save(self) -> list[str]:
-        """Returns PEFT's names of the layers that are trained as a whole."""
+        """Returns PEFT's `modules_to_save`: embeddings that are trained without adapters."""
         return sorted(module for module, name in _WHOLE.items() if name in self._whole)
 
     def target_modules(self) -> list[str]:
-        """Returns PEFT's names of the layers with adapters, as this family's files have them."""
+        """Returns PEFT's `target_modules`: modules with adapters, by their names in this family."""
         names = {
             part.name.split(".lora_A.")[0]
             for weight in self.all()
@@ -90,7 +92,7 @@ class AdapterWeights:
         return sorted({name.rsplit(".", 1)[1] for name in names})
 
     def target_parameters(self) -> list[str]:
-        """Returns PEFT's names of the parameters that are experts and have adapters."""
+        """Returns PEFT's `target_parameters`: stacked experts with adapters."""
         stacked = {
             linear
             for weight in self._weights.all()
@@ -101,7 +103,7 @@ class AdapterWeights:
         return [name for number, name in enumerate(STACKED, 1) if f"fc{number}" in stacked]
 
     def _of_layer(self, weight: Weight, which: str) -> Weight:
-        """Returns A or B of the modules that a layer's weight is made of and that have adapters."""
+        """Returns the weight of A or of B (`which`) of a layer's modules with adapters."""
         linear, rank = _linear(weight), self._lora.lora_rank
         is_cut_by_columns = weight.sharding == "columns"
         sharding: Sharding
@@ -136,7 +138,7 @@ class AdapterWeights:
         return Weight(sharding, tuple(parts), weight.is_expert, num_groups, weight.part)
 
     def _of_stack(self, part: Part, which: str) -> Part:
-        """Returns A or B of an expert's adapter, where all are one tensor in PEFT's files: A
+        """Returns A or B of one expert in a stack. PEFT's file has all experts in one tensor: A
         [experts * rank, in], B [out, rank * experts].
         """
         rank, experts = self._lora.lora_rank, part.stored[0]
@@ -145,7 +147,8 @@ class AdapterWeights:
             rows, columns = part.stored[2], part.stored[1]
         else:
             rows, columns = part.stored[1], part.stored[2]
-        # PEFT wraps a module once for each of its parameters: the first is the innermost.
+        # PEFT wraps the module once for each target parameter. With two of them, the first has
+        # "base_layer" in its name, being the inner one.
         is_inner = part.name.endswith(STACKED[0]) and self._lora.targets_in("fc2")
         name = f"{_PREFIX}{module}{'.base_layer' if is_inner else ''}.{which}.weight"
         if which == "lora_A":
@@ -156,7 +159,7 @@ class AdapterWeights:
 
 
 def _linear(weight: Weight) -> str:
-    """`attention.qkv.weight` -> `qkv`; empty for what is no linear layer's weight."""
+    """Returns the kind of a linear layer, else "": `attention.qkv.weight -> qkv`."""
     return weight.part.rsplit(".", 2)[-2] if weight.part.endswith(".weight") else ""
 
 
@@ -167,7 +170,7 @@ def _renamed(weight: Weight) -> Weight:
 
 
 def summary_of_adapters(weights: Weights, lora: LoraConfig) -> str:
-    """Returns a line for the user: how many weights are trained, and how many are not."""
+    """Returns a line for the user with the numbers of trained and of frozen weights."""
     trained, frozen = (
         sum(math.prod(part.shape) for weight in tensors.all() for part in weight.parts)
         for tensors in (AdapterWeights(weights, lora), weights)

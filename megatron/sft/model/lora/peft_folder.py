@@ -1,4 +1,6 @@
-"""pure. The folder of a PEFT adapter: adapter_config.json and adapter_model.safetensors."""
+"""pure. Reads and writes the folder of a PEFT adapter: adapter_config.json and the header of
+adapter_model.safetensors.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from megatron.sft.options.lora import MODULES, LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# What says that something else is computed, or beside other weights than the base's, unless it is
-# empty.
+# Keys of adapter_config.json that, unless empty, change what is computed, or what the adapter is
+# added to. Such adapters are refused.
 _MUST_BE_EMPTY = (
     *(
         "use_dora",
@@ -37,8 +39,8 @@ _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def open_adapter(folder: str | Path) -> Folder:
-    """Reads the header of an adapter's weights; ValueError where there are none, or they are not
-    whole.
+    """Reads the header of an adapter's weights. Raises ValueError if the file is missing or
+    damaged.
     """
     path = Path(folder) / WEIGHTS
     if not path.is_file():
