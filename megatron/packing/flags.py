@@ -19,7 +19,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from datetime import date
 from functools import cache
@@ -168,30 +168,41 @@ def build_parser(groups: Sequence[type], command: Command, *, shows_help: bool) 
     )
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
-        helps = field_docstrings(group) if shows_help else {}
-        hints = _type_hints(group)
-        for field in fields(group):
-            required = field.default is MISSING
-            help_text = helps.get(field.name, "").replace("%", "%%")
-            help_text = help_text.replace("NAMES", ", ".join(field.metadata.get("names", ())))
-            if not required and field.default not in (None, False, ()):
-                help_text += f" (default: {field.default})"
-            if field.metadata.get("positional"):
-                section.add_argument(field.name, nargs="?", default=field.default, help=help_text)
-                continue
-            kind = _argument_kind(hints[field.name])
-            if field.metadata.get("is_json"):
-                kind |= {"type": _json_text, "metavar": "JSON"}
-            if field.metadata.get("repeatable"):
-                kind["action"] = _Extend
-            section.add_argument(
-                flag_of(field.name),
-                default=None if required else field.default,
-                required=required,
-                help=help_text,
-                **kind,
-            )
+        add_fields(section, group, shows_help=shows_help)
     return parser
+
+
+def add_fields(
+    section: argparse._ActionsContainer,
+    group: type,
+    *,
+    shows_help: bool = True,
+    skipped: Container[str] = (),
+) -> None:
+    """Adds the flag of each field of a dataclass to a parser, or a section of one.
+
+    shows_help: whether the flags have help texts. skipped: flags that are not added.
+    """
+    helps = field_docstrings(group) if shows_help else {}
+    hints = _type_hints(group)
+    for field in fields(group):
+        required = field.default is MISSING
+        help_text = helps.get(field.name, "").replace("%", "%%")
+        help_text = help_text.replace("NAMES", ", ".join(field.metadata.get("names", ())))
+        if not required and field.default not in (None, False, ()):
+            help_text += f" (default: {field.default})"
+        if field.metadata.get("positional"):
+            section.add_argument(field.name, nargs="?", default=field.default, help=help_text)
+            continue
+        kind = _argument_kind(hints[field.name])
+        if field.metadata.get("is_json"):
+            kind |= {"type": _json_text, "metavar": "JSON"}
+        if field.metadata.get("repeatable"):
+            kind["action"] = _Extend
+        flag = flag_of(field.name)
+        if flag not in skipped:
+            default = None if required else field.default
+            section.add_argument(flag, default=default, required=required, help=help_text, **kind)
 
 
 def _argument_kind(hint: Any) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron.packing.batch.layout import OverLengthPolicy
+from megatron.packing.flags import add_fields
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.step.delay import DelayQueue
 
@@ -20,11 +22,10 @@ if TYPE_CHECKING:
 _OPTIONS = (
     "over_length_policy",
     "pack_cost",
-    "outlier_delay_steps",
     "prefetch_global_batches",
     "logits_of_masked_tokens",
 )
-"""Arguments that become `PackingOptions`."""
+"""Arguments that become `PackingOptions`, beside those of `SchedulerOptions`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -56,13 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "help": "what megatron-sft calibrate wrote: schedule by measured times "
             "(default: by FLOPs)",
         },
-        "--outlier-delay-steps": {
-            "type": int,
-            "default": 0,
-            "metavar": "K",
-            "help": "hold an unusually long sequence for up to K steps, to schedule several "
-            "together (default: 0)",
-        },
         "--prefetch-global-batches": {
             "type": int,
             "default": 0,
@@ -79,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for flag, settings in options.items():
         if flag not in parser._option_string_actions:
             section.add_argument(flag, **settings)
+    add_fields(section, SchedulerOptions, skipped=parser._option_string_actions)
     return parser
 
 
@@ -131,6 +126,7 @@ def _options(options: PackingOptions, config: Any, arguments: object) -> Packing
         )
     if given["pack_cost"] is not None:
         changes["cost"] = measured_cost(read_fitted_cost(given["pack_cost"]), config)
-    if given["outlier_delay_steps"] and options.delay_queue is None:
-        changes["delay_queue"] = DelayQueue(given["outlier_delay_steps"])
-    return replace(options, **changes)
+    scheduling = options.scheduling.updated(arguments)
+    if scheduling.outlier_delay_steps and options.delay_queue is None:
+        changes["delay_queue"] = DelayQueue(scheduling.outlier_delay_steps)
+    return replace(options, scheduling=scheduling, **changes)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import given_flags, parse_flags
 from megatron.packing.scheduling.cost import PackCost, launch_seconds
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.planner.advice import Adviser, RunFacts
 from megatron.planner.compare import Comparison, compare, outcome_of
 from megatron.planner.lengths import LengthOptions, LengthReader, Lengths
@@ -125,9 +126,9 @@ def _plan(
     found = lengths_from(lengths, model.vocab_size, needed)
     if found.record is not None:
         return _plan_of_step(found, found.record, lengths.source, given)
-    remarks: list[str] = []
+    remarks, scheduling = list[str](), SchedulerOptions()
     if found.run is not None:
-        model, layout, remarks = as_in_run(found.run, model, layout, given)
+        model, layout, remarks, scheduling = as_in_run(found.run, model, layout, given)
     layout.check(model)
     found, notes = _fitted(found, lengths, layout)
     cost, seconds = _cost_of_pack(found, model, layout, options)
@@ -141,7 +142,8 @@ def _plan(
         sync_below=-(-layout.ep // layout.tp),
     )
     lead = [*lead_of(found, model, layout, options, capacity, count), *remarks, *notes]
-    return Plan(found, batches, layout.step_layout(model, capacity, cost, seconds), facts, lead)
+    step_layout = replace(layout.step_layout(model, capacity, cost, seconds), options=scheduling)
+    return Plan(found, batches, step_layout, facts, lead)
 
 
 def _plan_of_step(

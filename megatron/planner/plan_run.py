@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.packing.flags import flag_of
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.user_files import read_json
 from megatron.planner.lengths import OPTIONS_FILE, RunSource
 from megatron.planner.plan_options import (
@@ -23,6 +24,7 @@ class Planned(NamedTuple):
     model: ModelOptions
     layout: LayoutOptions
     remarks: list[str]
+    scheduling: SchedulerOptions = SchedulerOptions()
 
 
 def as_in_run(
@@ -49,6 +51,8 @@ def as_in_run(
         options = read_json(path)
         model = _model_of(options) if takes["model"] else model
         layout = _layout_of(options, run) if takes["layout"] else layout
+        # Older versions had these options among those of packing.
+        scheduling = SchedulerOptions(**options.get("scheduling", {}))
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path}: not the options of a run: {type(error).__name__}: {error}; give model and "
@@ -61,7 +65,7 @@ def as_in_run(
             "note      the run's options leave the vocabulary to its data: no output layer in the "
             "cost"
         )
-    return Planned(model, layout, remarks)
+    return Planned(model, layout, remarks, scheduling)
 
 
 def _model_of(options: Mapping[str, Any]) -> ModelOptions:

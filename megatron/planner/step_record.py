@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest, check_schedule
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.stats import PackingStats, packing_stats
@@ -40,6 +41,7 @@ class StepLayout:
     cost: PackCost
     microbatch_multiple: int = 1
     model: StepModel
+    options: SchedulerOptions = field(default_factory=SchedulerOptions)
     seconds_per_unit: float | None = None
     """Seconds that all devices of a data-parallel rank take for a unit of `cost`; None where only
     ratios are known.
@@ -68,6 +70,7 @@ class StepLayout:
             cost=self.cost,
             microbatch_multiple=self.microbatch_multiple,
             model=self.model,
+            options=self.options,
         )
 
 
@@ -201,6 +204,7 @@ class StepRecord:
                 alignment=Alignment(**alignment),
                 cost=PackCost(**cost, windows=windows),
                 model=StepModel(**model, shares=shares),
+                options=SchedulerOptions(**values.get("options", {})),
                 seconds_per_unit=values.get("seconds_per_unit"),
             )
             if model.get("num_stages", 1) * model.get("num_virtual_stages", 1) > _MAX_STAGES:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from megatron.packing.former_names import with_former_names
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.step_time import StepModel, step_bound
 
 IntArray = npt.NDArray[np.int64]
@@ -91,6 +92,8 @@ class ScheduleRequest:
     """
     step: int = 0
     """Number of the optimizer step that the batch is for, from 0."""
+    options: SchedulerOptions = field(default_factory=SchedulerOptions)
+    """What the user says of scheduling."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "capacity", "microbatch_multiple"):

@@ -337,6 +337,7 @@ def _request(
         microbatch_multiple=settings.microbatch_multiple,
         cost=settings.cost,
         model=settings.model,
+        options=settings.options,
         seed=settings.seed,
         step=settings.step,
     )

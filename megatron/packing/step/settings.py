@@ -5,7 +5,7 @@ Megatron-LM's names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.packing.scheduling.cost import (
     part_shares,
 )
 from megatron.packing.scheduling.fitted_cost import FittedCost
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.stages import StageLayers
 from megatron.packing.step.delay import DelayQueue
@@ -52,6 +53,7 @@ class PackingOptions:
 
     over_length_policy: OverLengthPolicy = "error"
     """Treatment of a sample that no pack can hold."""
+    scheduling: SchedulerOptions = field(default_factory=SchedulerOptions)
     cost: PackCost | None = None
     """Cost of packs; None takes FLOPs."""
     delay_queue: DelayQueue | None = None
@@ -100,6 +102,8 @@ class PackingSettings:
     cost: PackCost
     model: StepModel
     """Step-time model: data-parallel ranks and pipeline stages wait for one another."""
+    options: SchedulerOptions = field(default_factory=SchedulerOptions)
+    """What the user says of scheduling."""
     seed: int = 0
     step: int = 0
     """See `PackingOptions`."""
@@ -155,6 +159,7 @@ class PackingSettings:
             over_length_policy=options.over_length_policy,
             microbatch_multiple=multiple,
             cost=cost,
+            options=options.scheduling,
             seed=options.seed,
             step=options.step if step is None else step,
             paths_apart=why_paths_stay_apart(config),

@@ -23,6 +23,7 @@ from megatron.packing.scheduling.cost import (
     layers_pack_cost,
     part_shares,
 )
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import modelled_cost
@@ -64,6 +65,7 @@ class TimeModel:
     """LoRA: weights have neither gradients nor an optimizer's state."""
     measured: PackCost | None = None
     """Seconds of a pack on one device, in place of the arithmetic and its memory traffic."""
+    scheduling: SchedulerOptions = field(default_factory=SchedulerOptions)
     _scheduled: dict[Candidate, float] = field(default_factory=dict, init=False, repr=False)
     """Seconds of scheduled steps. The optimizer's sharding does not change a schedule."""
     _works: dict[tuple[object, ...], _Work] = field(default_factory=dict, init=False, repr=False)
@@ -257,6 +259,7 @@ class TimeModel:
                 sync_every_microbatch=waits,
                 shares=self._shares(candidate),
             ),
+            options=self.scheduling,
         )
 
     def _shares(self, candidate: Candidate) -> tuple[float, ...]:

@@ -93,6 +93,7 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
         scheduler=get_scheduler(base.packing.sequence_packing_scheduler or "default"),
         has_adapters=base.lora.lora,
         measured=None if base.packing.fitted_cost is None else base.packing.fitted_cost.cost,
+        scheduling=base.scheduling,
     )
     candidates = enumerated(
         options.world_size,

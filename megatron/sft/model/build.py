@@ -189,7 +189,9 @@ def build_transformer_config(
         scheduler = packing.sequence_packing_scheduler or "default"
         transformer_config.sequence_packing_scheduler = scheduler  # type: ignore[attr-defined]
         options = PackingOptions(
-            over_length_policy=packing.over_length_policy, seed=config.training.seed
+            over_length_policy=packing.over_length_policy,
+            scheduling=config.scheduling,
+            seed=config.training.seed,
         )
         transformer_config.sequence_packing_options = options  # type: ignore[attr-defined]
     return transformer_config

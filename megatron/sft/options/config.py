@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.flags import FlagError
+from megatron.packing.flags import FlagError, flag_of
 from megatron.packing.model.shape import Split, check_splits
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.sft.options.data import DataConfig
 from megatron.sft.options.kernels import KernelConfig
 from megatron.sft.options.lora import LoraConfig
@@ -29,6 +30,7 @@ GROUPS = (
     ModelConfig,
     ParallelConfig,
     PackingConfig,
+    SchedulerOptions,
     DataConfig,
     TrainingConfig,
     OptimizerStateConfig,
@@ -46,6 +48,7 @@ class SFTConfig:
     model: ModelConfig
     parallel: ParallelConfig
     packing: PackingConfig
+    scheduling: SchedulerOptions = field(default_factory=SchedulerOptions)
     data: DataConfig
     training: TrainingConfig
     optimizer: OptimizerStateConfig = field(default_factory=OptimizerStateConfig)
@@ -113,6 +116,7 @@ class SFTConfig:
         try:
             data_parallel_size = self.parallel.data_parallel_size(world_size)
             self._check_batch(data_parallel_size)
+            self._check_scheduling()
             self._check_model()
             self._check_rank_order()
             self._check_context()
@@ -146,6 +150,17 @@ class SFTConfig:
                 f"an interleaved pipeline of {stages} stages needs a multiple of {stages} "
                 f"microbatches, but --global-batch-size {self.training.global_batch_size} makes "
                 f"{num_microbatches}"
+            )
+
+    def _check_scheduling(self) -> None:
+        for name in self.scheduling.given:
+            if not self.packing.sequence_packing:
+                raise ValueError(f"{flag_of(name)} needs --sequence-packing")
+        is_fixed = self.packing.sequence_packing_scheduler == "empty"
+        if self.scheduling.outlier_delay_steps and is_fixed:
+            raise ValueError(
+                "--outlier-delay-steps needs a scheduler that mixes what was loaded; pass "
+                "--sequence-packing-scheduler default"
             )
 
     def _check_model(self) -> None:

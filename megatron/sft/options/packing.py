@@ -29,24 +29,12 @@ class PackingConfig:
     """File of megatron-sft calibrate: schedule by measured times, and predict the step's
     (default: by FLOPs).
     """
-    outlier_delay_steps: int = 0
-    """Hold an unusually long sequence for up to N steps, to schedule several together (default:
-    0, never).
-    """
 
     def __post_init__(self) -> None:
         for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pack_cost"):
             if getattr(self, name) is not None and not self.sequence_packing:
                 raise ValueError(f"{flag_of(name)} needs --sequence-packing")
-        if self.outlier_delay_steps and not self.sequence_packing:
-            raise ValueError("--outlier-delay-steps needs --sequence-packing")
-        if self.outlier_delay_steps and self.sequence_packing_scheduler == "empty":
-            raise ValueError(
-                "--outlier-delay-steps needs a scheduler that mixes what was loaded; pass "
-                "--sequence-packing-scheduler default"
-            )
         check_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
-        check_range(self, 0, None, "outlier_delay_steps")
         if self.sequence_packing_scheduler is not None:
             get_scheduler(self.sequence_packing_scheduler)
         _ = self.fitted_cost

@@ -108,6 +108,7 @@ def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord
         ),
         microbatch_multiple=settings.microbatch_multiple,
         model=settings.model,
+        options=settings.options,
         seconds_per_unit=1.0 if in_seconds else None,
     )
     return StepRecord(

@@ -105,7 +105,11 @@ class Trainer:
         self._first_iteration = self._progress.iteration
         self._check_samples_done()
         self._queue = restored_queue(
-            self._config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks
+            self._config.packing,
+            self._config.scheduling,
+            self._progress.waiting,
+            self._share.rank,
+            self._share.num_ranks,
         )
 
     def _build_data(self, datasets: Datasets) -> None:

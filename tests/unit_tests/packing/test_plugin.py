@@ -19,7 +19,8 @@ from megatron.packing.model import get_batch, pipeline
 from megatron.packing.model.loss.auxiliary_losses import TokenCounts
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
-from megatron.packing.step.settings import PackingOptions, model_of
+from megatron.packing.scheduling.options import SchedulerOptions
+from megatron.packing.step.settings import PackingOptions, PackingSettings, model_of
 from tests.unit_tests.packing.plugged import (
     Model,
     forward_step,
@@ -27,6 +28,7 @@ from tests.unit_tests.packing.plugged import (
     parse,
     state_of_megatron_core,
 )
+from tests.unit_tests.packing.stubs import Ranks
 
 pytestmark = pytest.mark.usefixtures("taken_back")
 
@@ -110,6 +112,11 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
     assert config.sequence_packing_options.delay_queue is queue
     assert queue.max_steps == 3
+    plugin.install(config, parse("--sequence-packing"))  # the config's own are kept
+    given = SchedulerOptions(outlier_delay_steps=3)
+    assert config.sequence_packing_options.scheduling == given
+    one: Any = SimpleNamespace(tp=Ranks(), cp=Ranks(), pp=Ranks(), dp=Ranks())
+    assert PackingSettings.of(config, one).options == given
     stats = SimpleNamespace(microbatches=1, tokens=0, square_sum=0)
     used = []
 

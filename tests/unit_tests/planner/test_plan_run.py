@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.planner.lengths import RunSource
 from megatron.planner.plan import plan
 from megatron.planner.plan_options import STAGE_OPTIONS, LayoutOptions, ModelOptions
@@ -31,8 +32,9 @@ def run_of(folder, arguments="", num_ranks=2):
 def test_model_and_layout_of_a_run(tmp_path):
     """`to_dict` writes the options, and nothing else would notice that one is renamed."""
     layers = "--moe-layer-freq 0 1 1 1 1 1 1 1 --moe-shared-expert-intermediate-size 32"
-    run = run_of(tmp_path, f"{LAYOUT} {EXPERTS} {layers} --vocab-size 1000 --geglu")
-    model, layout, remarks = as_in_run(run, *NONE_GIVEN, ["--scheduler"])
+    others = "--vocab-size 1000 --geglu --outlier-delay-steps 3"
+    run = run_of(tmp_path, f"{LAYOUT} {EXPERTS} {layers} {others}")
+    model, layout, remarks, scheduling = as_in_run(run, *NONE_GIVEN, ["--scheduler"])
     assert model == ModelOptions(
         num_layers=8,
         hidden_size=64,
@@ -59,6 +61,7 @@ def test_model_and_layout_of_a_run(tmp_path):
         f"run       model and layout of {tmp_path / 'options.json'}; flags of either replace all "
         "of it"
     ]
+    assert scheduling == SchedulerOptions(outlier_delay_steps=3)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_flags_win(tmp_path):
     assert as_in_run(run, model, layout, ["--dp"])[0] != model
     assert as_in_run(run, model, layout, ["--num-experts"])[0] == model
     (tmp_path / "options.json").write_text("broken")
-    assert as_in_run(run, model, layout, ["--num-experts", "--dp"]) == (model, layout, [])
+    assert as_in_run(run, model, layout, ["--num-experts", "--dp"])[:3] == (model, layout, [])
 
 
 def test_measured_cost_of_a_run(tmp_path):

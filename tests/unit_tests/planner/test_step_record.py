@@ -10,6 +10,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.default import default
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import compare
 from megatron.planner.sequences import Sequences
@@ -42,7 +43,9 @@ def test_json_gives_the_same_step():
     """What is drawn later must be what ran."""
     assert StepRecord.from_dict(json.loads(RECORD.to_json())) == RECORD
     model = replace(LAYOUT.model, shares=(0.2, 0.3, 0.1, 0.4))
-    uneven = replace(RECORD, layout=replace(LAYOUT, model=model))
+    options = SchedulerOptions(outlier_delay_steps=2)
+    uneven = replace(RECORD, layout=replace(LAYOUT, model=model, options=options))
+    assert uneven.request.options == options
     assert StepRecord.from_dict(json.loads(uneven.to_json())) == uneven
 
 

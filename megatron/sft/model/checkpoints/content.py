@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies import common as common_strateg
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
@@ -81,7 +82,11 @@ class Wanted(NamedTuple):
 
 
 def restored_queue(
-    packing: PackingConfig, delayed: Sequence[dict[str, Any]], rank: int, num_ranks: int
+    packing: PackingConfig,
+    scheduling: SchedulerOptions,
+    delayed: Sequence[dict[str, Any]],
+    rank: int,
+    num_ranks: int,
 ) -> DelayQueue | None:
     """Returns the queue of delayed samples of data-parallel rank `rank`, filled with its part of
     those in the loaded checkpoint (`delayed`). Returns None if the run delays nothing and the
@@ -94,9 +99,9 @@ def restored_queue(
         raise ValueError(
             "the checkpoint holds sequences that wait for a later step; pass --sequence-packing"
         )
-    if not packing.outlier_delay_steps and not delayed:
+    if not scheduling.outlier_delay_steps and not delayed:
         return None
-    queue = DelayQueue(packing.outlier_delay_steps)
+    queue = DelayQueue(scheduling.outlier_delay_steps)
     if delayed:
         queue.load_state_dict(delayed, rank, num_ranks)
     return queue

@@ -14,6 +14,7 @@ from megatron.packing.batch.columns import LABELS, TOKEN, Column
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.decide import GlobalBatchError, RankReport, decide
@@ -76,9 +77,13 @@ def test_a_scheduler_receives_all_that_is_known() -> None:
     with mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler):
         counts = {"num_loss_tokens": np.array([3, 1]), "steps_delayed": np.array([2, 0])}
         decide(
-            [report(5, 2, **counts), report(7)], 1, replace(SETTINGS, seed=8, step=31), max_delay=2
+            [report(5, 2, **counts), report(7)],
+            1,
+            replace(SETTINGS, seed=8, step=31, options=SchedulerOptions(outlier_delay_steps=9)),
+            max_delay=2,
         )
     (request,) = received
+    assert request.options == SchedulerOptions(outlier_delay_steps=9)
     assert (request.seed, request.step) == (8, 31)
     assert request.loss_tokens is not None
     assert request.steps_delayed is not None

@@ -76,6 +76,7 @@ def test_config_of_every_layout_suits_packing(arguments, device):
     assert built.max_seqlen_per_dp_cp_rank == 128 // config.parallel.context_parallel_size
     assert built.sequence_packing_scheduler == "default"
     assert built.sequence_packing_options.over_length_policy == "error"
+    assert built.sequence_packing_options.scheduling is config.scheduling
     assert built.virtual_pipeline_model_parallel_size == config.num_virtual_stages
 
 

@@ -8,6 +8,7 @@ import pytest
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.model.checkpoints.content import (
     METADATA,
@@ -35,8 +36,8 @@ def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch,
         load_checkpoint(tmp_path, training, model_options={}, data={}, wanted=Wanted())
 
 
-OFF = PackingConfig(sequence_packing=True)
-ON = PackingConfig(sequence_packing=True, outlier_delay_steps=4)
+PACKING = PackingConfig(sequence_packing=True)
+OFF, ON = SchedulerOptions(), SchedulerOptions(outlier_delay_steps=4)
 
 
 @pytest.fixture
@@ -52,20 +53,20 @@ def delayed():
 
 def test_without_waiting():
     """A queue where none was asked for would add to logs and checkpoints of all runs."""
-    assert restored_queue(OFF, (), 0, 2) is None
-    assert restored_queue(PackingConfig(), (), 0, 2) is None
+    assert restored_queue(PACKING, OFF, (), 0, 2) is None
+    assert restored_queue(PackingConfig(), OFF, (), 0, 2) is None
     assert gather_delayed(None) == []
-    queue = restored_queue(ON, (), 0, 2)
+    queue = restored_queue(PACKING, ON, (), 0, 2)
     assert queue is not None
     assert (queue.max_steps, len(queue)) == (4, 0)
 
 
-@pytest.mark.parametrize(("packing", "max_steps"), [(OFF, 0), (ON, 4)])
-def test_what_waits_is_taken_over(delayed, packing, max_steps):
+@pytest.mark.parametrize(("scheduling", "max_steps"), [(OFF, 0), (ON, 4)])
+def test_what_waits_is_taken_over(delayed, scheduling, max_steps):
     """Also by a run that lets nothing wait any more: it would leave out what an earlier one
     drew."""
     for rank, length in enumerate((3, 5)):
-        queue = restored_queue(packing, delayed, rank, 2)
+        queue = restored_queue(PACKING, scheduling, delayed, rank, 2)
         assert queue is not None
         assert queue.max_steps == max_steps
         assert queue.begin(is_repeated=False).samples.lengths.tolist() == [length]
@@ -76,7 +77,7 @@ def test_padded_training_refuses_to_forget_what_waits(delayed):
     with pytest.raises(
         ValueError, match="holds sequences that wait for a later step; pass --sequence-packing"
     ):
-        restored_queue(PackingConfig(), delayed, 0, 2)
+        restored_queue(PackingConfig(), OFF, delayed, 0, 2)
 
 
 BYTES = {"num_layers": 2, "vocab_size": 264, "tokenizer": "ByteLevelTokenizer 264"}
