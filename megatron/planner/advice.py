@@ -1,6 +1,8 @@
-"""pure. Advice on capacity, layout and size of the global batch, in sentences with a figure each.
+"""pure. Advice about capacity, parallel layout and global batch size, in sentences with a figure
+each.
 
-Every figure is a global batch scheduled again by `default` and modelled, not a rule of thumb.
+Each figure comes from scheduling the global batches again, with the scheduler `default`, and from
+the modelled time of the result. There are no rules of thumb.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout
 
 MIN_SAID = 0.01
-"""Share of the step's time, below which a gain is not mentioned."""
+"""Smallest gain that is mentioned, as a share of the step's time."""
 MAX_SEQUENCES = 30_000
-"""Sequences that are scheduled again for each figure, at most; at least one global batch."""
+"""Maximum number of sequences that are scheduled for a figure; at least one global batch is."""
 
 
 class RunFacts(NamedTuple):
@@ -29,12 +31,12 @@ class RunFacts(NamedTuple):
 
     context_parallel_size: int
     num_layers: int | None = None
-    """None where it is not known."""
+    """None if it is not known."""
     has_equal_stages: bool = True
-    """True if all pipeline stages have as many layers, and so may be divided alike."""
+    """True if all pipeline stages have the same number of layers."""
     sync_below: int | None = None
-    """Context-parallel size from which experts lie within a data-parallel rank, so that ranks do
-    not wait for one another at each microbatch; None where it is not known.
+    """Smallest context-parallel size at which all experts are within a data-parallel rank. Below
+    it, data-parallel ranks wait for one another at each microbatch. None if it is not known.
     """
 
 
@@ -49,8 +51,8 @@ class Adviser:
         self._now = modelled_cost(self._batches, layout, default)
 
     def advice(self, comparison: Comparison) -> list[str]:
-        """Returns sentences on the schedulers, the capacity, the layout and the batch, each if its
-        gain is worth one.
+        """Returns sentences about schedulers, capacity, parallel layout and batch. Changes with a
+        small gain are left out.
         """
         best = next((outcome for outcome in comparison.outcomes if outcome.name == "default"), None)
         sentences = self._on_schedulers(comparison, best)
@@ -61,7 +63,7 @@ class Adviser:
         return sentences
 
     def _change(self, layout: StepLayout, batches: Sequence[Sequences] | None = None) -> float:
-        """Returns the share of the time that this saves (negative: costs), per token."""
+        """Returns the share of the time per token that a layout saves; below 0 if it costs."""
         return 1 - modelled_cost(batches or self._batches, layout, default) / self._now
 
     def _on_schedulers(self, comparison: Comparison, best: Outcome | None) -> list[str]:
@@ -98,7 +100,7 @@ class Adviser:
         return sentences
 
     def _on_capacity(self, best: Outcome | None) -> list[str]:
-        """Says what 0.5 to 2 times the capacity would change, where the longest sequence fits."""
+        """Returns sentences about 0.5 to 2 times the capacity, where all sequences fit."""
         layout, longest = self._layout, max(int(batch.lengths.max()) for batch in self._batches)
         needed, unit = layout.alignment.padded_length(np.int64(longest)), layout.alignment.pack
         tried = [int(layout.capacity * times) // unit * unit for times in (0.5, 0.75, 1.5, 2.0)]
@@ -142,7 +144,7 @@ class Adviser:
         return f"{capacity // self._context:,} tokens per rank would"
 
     def _on_context(self) -> list[str]:
-        """Says what twice the context parallel would bring on as many devices."""
+        """Returns a sentence about twice the context-parallel size on as many devices."""
         layout = self._layout
         _, length, cost = layout.request(self._batches[0]).sorted
         share = float(cost[0] / (cost.sum() / layout.num_ranks))
@@ -166,11 +168,12 @@ class Adviser:
         return [f"{reason}{flags}, on as many devices, would {_percent(saved)}."]
 
     def _on_bubble(self, best: Outcome) -> list[str]:
-        """Says what helps devices that wait."""
+        """Returns a sentence about ways to shorten the bubble of a pipeline."""
         layout, model = self._layout, self._layout.model
         # Twice the batch, rounded up to a multiple of the ranks, as training needs it.
         size = -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks
-        stream = Sequences.joined(self._pairs)  # batches joined two by two; a lone one, with itself
+        # Join batches two by two; a single batch is joined with itself.
+        stream = Sequences.joined(self._pairs)
         count = max(1, stream.size // size)
         ids = np.resize(np.arange(stream.size), count * size)
         larger = [stream.take(each) for each in np.split(ids, count)]
@@ -210,8 +213,8 @@ def _cost_per_token(batches: Sequence[Sequences], layout: StepLayout) -> float:
 
 
 def _shorter_last_stage(model: StepModel, facts: RunFacts) -> tuple[int, tuple[float, ...]] | None:
-    """Returns the layers of a last stage that leaves one more to each other stage, and the shares
-    then; None where stages are not of equally many layers, or have too few.
+    """Returns the layers of a shorter last stage, with one layer more on each other stage, and the
+    shares of the stages then. Returns None if stages differ in layers, or have too few.
 
         4 stages of 8 layers and an output layer    ->    5, shares of 9 9 9 and 5 layers
     """
@@ -227,8 +230,8 @@ def _shorter_last_stage(model: StepModel, facts: RunFacts) -> tuple[int, tuple[f
 
 
 def _divided_shares(model: StepModel, num_virtual_stages: int) -> tuple[float, ...]:
-    """Returns the shares of equally many layers in so many chunks of each stage; the output layer
-    stays with the last one.
+    """Returns the shares of chunks of layers if each stage is divided into `num_virtual_stages`
+    chunks. The output layer stays in the last one.
 
         2 stages, shares 0.4 0.6, 2 chunks    ->    0.2 0.2 | 0.2 0.4
     """
@@ -240,10 +243,10 @@ def _divided_shares(model: StepModel, num_virtual_stages: int) -> tuple[float, .
 
 
 def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None:
-    """Returns the next larger number of virtual stages that divides the layers of a stage; None
-    without one.
+    """Returns the next larger number of virtual stages that divides the layers of a stage; None if
+    there is none.
 
-    12 layers per stage, 2 virtual stages    ->    3
+        12 layers per stage, 2 virtual stages    ->    3
     """
     if model.num_stages == 1 or model.sync_every_microbatch:
         return None
@@ -263,7 +266,7 @@ def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None
 def _with_twice_the_context(layout: StepLayout, facts: RunFacts) -> StepLayout:
     """Returns the parallel layout with half the ranks, each with twice the devices for a sequence.
 
-    A microbatch moves as many weights per device as before, so that `fixed` stays.
+    Each device still reads as many weights per microbatch, so that `fixed` stays the same.
     """
     alignment, num_ranks = layout.alignment, layout.num_ranks // 2
     context = 2 * facts.context_parallel_size

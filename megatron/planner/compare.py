@@ -1,10 +1,10 @@
-"""pure. Schedulers side by side on the same global batches, with padding as the baseline.
+"""pure. Compares schedulers on the same global batches, with padding as the baseline.
 
-The baselines model training without packing like any schedule:
+Two baselines model training without packing:
 
-    padding, to the longest          one sequence per microbatch, each padded to the longest of all
-    padding, to the microbatch's     consecutive sequences of a rank, each padded to the longest of
-                                     its microbatch, as many as then fit the capacity
+    padding, to the longest          one sequence per microbatch, padded to the longest sequence
+    padding, to the microbatch's     as many consecutive sequences of a rank per microbatch as fit
+                                     the capacity, padded to the longest of them
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Outcome:
     microbatches: float
     """Microbatches of each rank."""
     fill: float
-    """Share of the packs' capacity that holds real tokens."""
+    """Tokens without padding over the capacity of the packs."""
     padding: float
     """Share of the computed tokens that are padding."""
     balance: float
     """Modelled time over the lower bound."""
     bubble: float
-    """Share of the modelled time of all devices in which nothing is computed."""
+    """Share of the modelled time of all devices in which they wait."""
     step_cost: float
     """Modelled time of a step, in units of the cost model."""
     schedule_seconds: float | None
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Failed(NamedTuple):
-    """A scheduler that gave no valid schedule, with the reason."""
+    """A scheduler that raised or returned an invalid schedule, with the reason."""
 
     name: str
     reason: str
@@ -66,7 +66,7 @@ class Comparison(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A global batch, and the request to schedulers for it."""
+    """A global batch, and the request for its schedule."""
 
     title: str
     batch: Sequences
@@ -74,7 +74,7 @@ class _Asked(NamedTuple):
 
 
 class _Account(NamedTuple):
-    """One scheduled batch, summed up."""
+    """Sums over one scheduled batch."""
 
     microbatches: int
     tokens: int
@@ -92,11 +92,9 @@ def compare(
     schedulers: Mapping[str, Scheduler],
     longest: int,
 ) -> Comparison:
-    """Schedules each of `batches` by each of `schedulers`.
+    """Schedules each global batch with each scheduler.
 
-    Args:
-        batches: the samples of each.
-        longest: length to which the first baseline pads.
+    longest: length that the first baseline pads to.
     """
     asked = [
         _Asked(_title_of(number, len(batches), batch.size), batch, layout.request(batch))
@@ -119,7 +117,7 @@ def compare(
         try:
             ran = [_run(name, scheduler, layout, each) for each in asked]
         except (Exception, SystemExit) as error:
-            # A scheduler may be the user's and raise anything. The others are still compared.
+            # A user's scheduler may raise anything. The others are still compared.
             failed.append(Failed(name, f"{type(error).__name__}: {error}"))
             continue
         outcomes.append(_outcome(name, [account for account, _ in ran]))
@@ -128,12 +126,12 @@ def compare(
 
 
 def outcome_of(name: str, records: Sequence[StepRecord]) -> Outcome:
-    """Returns the account of steps as they were scheduled."""
+    """Returns the outcome of steps that were scheduled by a run."""
     return _outcome(name, [_account(record.stats, None) for record in records])
 
 
 def modelled_cost(batches: Sequence[Sequences], layout: StepLayout, scheduler: Scheduler) -> float:
-    """Returns the modelled time of all `batches`, in units of the cost model."""
+    """Returns the modelled time of all batches together, in units of the cost model."""
     total = 0.0
     for batch in batches:
         request = layout.request(batch)
@@ -142,7 +140,7 @@ def modelled_cost(batches: Sequence[Sequences], layout: StepLayout, scheduler: S
 
 
 def _title_of(number: int, count: int, size: int) -> str:
-    """Returns the title of a batch in pictures, which says if the table has means of several."""
+    """Returns the title of a batch in pictures: `"batch 1 of 8, 256 sequences"`."""
     sequences = "1 sequence" if size == 1 else f"{size:,} sequences"
     return sequences if count == 1 else f"batch {number} of {count:,}, {sequences}"
 
@@ -172,7 +170,7 @@ def _account(stats: PackingStats, seconds: float | None) -> _Account:
 
 
 def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
-    """Returns means over global batches; of shares, the share of the sums."""
+    """Returns the means over global batches. Shares are computed from sums, not averaged."""
     tokens, cost = sum(each.tokens for each in accounts), sum(each.time for each in accounts)
     seconds = [each.seconds for each in accounts if each.seconds is not None]
     return Outcome(
@@ -190,9 +188,7 @@ def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
 def _padded_per_microbatch(
     request: ScheduleRequest, batch: Sequences, layout: StepLayout
 ) -> _Account:
-    """Pads each rank's sequences in the order loaded; as many to a microbatch as fit, padded to
-    the longest of them.
-    """
+    """Returns the account of the second baseline: see the module."""
     shapes_of = [
         padded_rows(request.lengths[request.source_rank == rank].tolist(), layout.capacity)
         for rank in range(layout.num_ranks)
@@ -209,12 +205,12 @@ def _padded_to(
     batch: Sequences,
     layout: StepLayout,
 ) -> _Account:
-    """Accounts for microbatches [ranks, microbatches] of `count` sequences, each padded to
-    `longest`.
+    """Returns the account of padded microbatches, [ranks, microbatches]: each has `count`
+    sequences, padded to `longest`.
     """
     pack = layout.alignment.pack
     longest = -(-longest // pack) * pack
-    # Empty microbatches make up the multiple: 5 of them, multiple 4 -> 3 more
+    # Add empty microbatches up to the multiple: 5 microbatches and a multiple of 4 need 3 more.
     more = -longest.shape[1] % layout.microbatch_multiple
     work = np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more)))
     costs = np.maximum(work + layout.cost.fixed, layout.cost.least)
@@ -232,9 +228,10 @@ def _padded_to(
 
 
 def _time_of(costs: npt.NDArray[np.float64], layout: StepLayout) -> float:
-    """Returns the modelled time of packs [ranks, microbatches].
+    """Returns the modelled time of packs, [ranks, microbatches].
 
-    The steady state of a pipeline with equal packs is not simulated: each microbatch adds its cost.
+    A long pipeline of equal packs is not simulated to its end: once it is in its steady state, each
+    further microbatch adds its cost.
     """
     model = layout.model
     few = 4 * model.num_stages * layout.microbatch_multiple

@@ -1,4 +1,4 @@
-"""pure. Lengths that a plan is made for, and the options that name them;
+"""pure. The lengths that a plan is made for, and the options that name their source.
 `sft.commands.length_sources` reads them.
 """
 
@@ -17,7 +17,7 @@ from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepRecord
 
 OPTIONS_FILE = "options.json"
-"""In the folder of a run: the options that it was started with."""
+"""File with the options of a run, in its folder."""
 IntArray = npt.NDArray[np.int64]
 TokenizerType = Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"]
 
@@ -30,17 +30,17 @@ class RunSource:
     num_ranks: int
     """Data-parallel ranks."""
     capacity: int | None
-    """Tokens that a pack could hold; None where the run did not write it."""
+    """Capacity of its packs in tokens; None if the run did not write it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Samples in the source's order, and facts about them."""
+    """The samples of a source, in its order."""
 
     sequences: Sequences
     described: str
     dropped: int = 0
-    """Records without a token to train on, or broken and skipped."""
+    """Number of records that were skipped: broken, or without a token to train on."""
     record: StepRecord | None = None
     """The step, if the source is a scheduled step."""
     run: RunSource | None = None
@@ -48,7 +48,7 @@ class Lengths:
 
     @property
     def lengths(self) -> IntArray:
-        """Real tokens of each sample, int64 [N]."""
+        """Tokens of each sample without padding, int64 [N]."""
         return self.sequences.lengths
 
 
@@ -95,9 +95,8 @@ class LengthOptions:
 
 
 class LengthReader(Protocol):
-    """Reads the lengths that the options name; mock data gives `needed` of them.
-
-    Raises ValueError for a source that cannot be read.
+    """Function that reads the lengths of `options.source`. Mock data has `needed` of them. It
+    raises ValueError if the source cannot be read.
     """
 
     def __call__(self, options: LengthOptions, vocab_size: int | None, needed: int) -> Lengths: ...

@@ -1,5 +1,6 @@
-"""pure. The planner's options: Megatron's names where Megatron has one, short ones for the
-layout."""
+"""pure. Options of the planner: Megatron's names if there is one, and short names for the parallel
+layout.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ STAGE_OPTIONS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Options of the planner and of runs alike that say how many layers a pipeline stage has."""
+"""Options about the layers of pipeline stages, which the planner and runs have alike."""
 _PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -83,8 +84,8 @@ class ModelOptions(ModelShape):
             raise ValueError("pass either --pack-cost or a model's shape")
 
     def shape(self) -> ModelShape:
-        """Returns the shape; the default model's where none was given, a measured cost's where its
-        file has one.
+        """Returns the shape of the model: that of the flags, or of the file of --pack-cost, or of
+        the default model.
         """
         if self.pack_cost is not None:
             said = read_fitted_cost(self.pack_cost).model
@@ -106,7 +107,7 @@ class ModelOptions(ModelShape):
 
     @property
     def origin(self) -> str:
-        """Source of the shape in messages; empty for flags."""
+        """Source of the shape, for messages; empty if it comes from flags."""
         if self.pack_cost is not None:
             return f" (of --pack-cost {self.pack_cost})"
         return " (the default model's)" if self.num_layers is None else ""
@@ -128,7 +129,7 @@ class ModelOptions(ModelShape):
         )
 
     def cost(self) -> PackCost:
-        """Returns the cost of a pack: in FLOPs, or in seconds of one device where it was fitted."""
+        """Returns the cost of a pack: in FLOPs, or with --pack-cost in seconds of one device."""
         if self.pack_cost is not None:
             return read_fitted_cost(self.pack_cost).cost
         shape = self.shape()
@@ -143,7 +144,7 @@ class ModelOptions(ModelShape):
         return cost.at_loss_share(self.loss_share)
 
     def shares(self, stages: StageLayers) -> tuple[float, ...]:
-        """Returns the share of a pack's time of each part of a pipeline; () where the shape is not
+        """Returns the share of each pipeline part in the time of a pack; () if the shape is not
         known.
         """
         shape = self.shape()
@@ -257,7 +258,7 @@ class LayoutOptions:
 
     @property
     def alignment(self) -> Alignment:
-        """Lengths that sequences and packs are multiples of in this layout."""
+        """Alignment of sequences and packs in this parallel layout."""
         return Alignment.for_layout(
             context_parallel_size=self.cp,
             tensor_parallel_size=self.tp,
@@ -265,8 +266,8 @@ class LayoutOptions:
         )
 
     def capacity(self, longest: int) -> int:
-        """Returns the tokens of a pack, whole alignment units; by default what a sequence of
-        `longest` tokens needs.
+        """Returns the capacity of a pack in tokens, a multiple of the alignment. The default is
+        room for a sequence of `longest` tokens.
         """
         pack = self.alignment.pack
         if self.max_seqlen_per_dp_cp_rank is None:
@@ -346,7 +347,7 @@ class PlanOptions:
 
 
 def scheduler_of(name: str) -> Scheduler:
-    """Returns the scheduler that the planner's own flag names."""
+    """Returns a scheduler by its name. Errors name the planner's flag instead of the trainer's."""
     try:
         return get_scheduler(name)
     except ValueError as error:

@@ -30,9 +30,10 @@ class Planned(NamedTuple):
 def as_in_run(
     run: RunSource, model: ModelOptions, layout: LayoutOptions, given: Sequence[str]
 ) -> Planned:
-    """Returns `model` and `layout`; the run's instead of each that has no flag among `given`.
+    """Returns the model and the parallel layout to plan with. Each is the run's, unless the user
+    gave a flag of it (`given`).
 
-    Raises ValueError for a file that does not hold a run's options.
+    Raises ValueError if the file does not have the options of a run.
     """
     path = run.folder / OPTIONS_FILE
     takes = {
@@ -69,8 +70,8 @@ def as_in_run(
 
 
 def _model_of(options: Mapping[str, Any]) -> ModelOptions:
-    """Returns the model by the cost file that the run was scheduled by; by its shape if that file
-    is missing.
+    """Returns the model of a run: the cost file that it was scheduled with, or if that file is
+    missing, its shape.
     """
     measured = options["packing"]["pack_cost"]
     if measured is not None and _is_readable(measured):

@@ -1,5 +1,5 @@
-"""pure. Samples that are scheduled: lengths of sequences, sizes of trees among them, and what
-payloads cost.
+"""pure. The samples that a plan schedules: lengths of sequences, sizes of trees, costs of payloads
+(images).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ class Sequences:
     """N samples; int64 [N] each."""
 
     lengths: IntArray
-    """Real tokens."""
+    """Tokens without padding."""
     trees: SampleSizes | None = None
-    """Sizes of each sample in the layout where they were read; None where all are sequences."""
+    """Sizes of trees, in the parallel layout that they were read in; None without trees."""
     loss_tokens: IntArray | None = None
-    """Rows of the output layer; None where only lengths are known."""
+    """Tokens with loss, which are rows of the output layer; None if only lengths are known."""
     payload_costs: FloatArray | None = None
     """float64 [N], see `ScheduleRequest`; None without payloads."""
 
     @property
     def size(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return self.lengths.size
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens of all."""
+        """Tokens of all samples, without padding."""
         return int(self.lengths.sum())
 
     @property
     def squares(self) -> IntArray | None:
-        """Twice the pairs of tokens that attend in each; None where they are L^2."""
+        """Twice the number of attending pairs of tokens in each sample; None if it is L^2."""
         return None if self.trees is None else self.trees.squares
 
     def take(self, ids: npt.NDArray[Any]) -> Sequences:
@@ -57,9 +57,10 @@ class Sequences:
         )
 
     def truncated(self, limit: int) -> Sequences:
-        """Returns all samples with at most `limit` tokens.
+        """Returns all samples, truncated to at most `limit` tokens.
 
-        Trees are not truncated: their paths may be shorter, and the trainer cuts trees into parts.
+        Trees are not truncated: the limit is for their paths, which may be shorter, and the trainer
+        cuts larger trees into parts.
         """
         if self.trees is not None:
             return self
@@ -71,9 +72,10 @@ class Sequences:
         )
 
     def padded(self, alignment: Alignment) -> tuple[IntArray, IntArray | None]:
-        """Returns the tokens that each occupies, and the squares where they are not L^2.
+        """Returns the padded tokens of each sample, and the padded squares; None if they are L^2.
 
-        A tree whose layout padded less is padded like one sequence: its nodes are not known.
+        The nodes of a tree are not known, only its padded size in the parallel layout it was read
+        in. If that padded less, the tree is padded like one sequence.
         """
         tokens = alignment.padded_length(self.lengths)
         if self.trees is None:
@@ -107,7 +109,7 @@ class Sequences:
 
 
 def sizes_of(sequences: Sequences) -> dict[str, list[Any]] | None:
-    """Returns the sizes of trees and the costs of payloads as JSON holds them; None without any."""
+    """Returns the sizes of trees and the costs of payloads as JSON values; None without any."""
     arrays: dict[str, npt.NDArray[Any] | None] = {"payload_costs": sequences.payload_costs}
     if sequences.trees is not None:
         arrays |= {**sequences.trees._asdict(), "loss_tokens": sequences.loss_tokens}
@@ -115,9 +117,8 @@ def sizes_of(sequences: Sequences) -> dict[str, list[Any]] | None:
 
 
 def sequences_of(lengths: IntArray, sizes: Any) -> Sequences:
-    """Returns samples of these lengths, and of the sizes that `sizes_of` gave.
-
-    Raises ValueError for sizes of other samples.
+    """Returns samples of these lengths, with the sizes that `sizes_of` returned. Raises ValueError
+    if the sizes are not those of these samples.
     """
     if sizes is None:
         return Sequences(lengths)

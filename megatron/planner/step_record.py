@@ -1,5 +1,5 @@
-"""pure. A scheduled step as one value: sequences, layout, and the place of each sequence. It can be
-written as JSON, read again, accounted for and drawn, without the data or the model.
+"""pure. A scheduled step as one value: sequences, parallel layout, and the place of each sequence.
+It can be written as JSON and read again, measured and drawn, without the data or the model.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ _MAX_NUMBER, _MAX_STAGES = 1 << 62, 4096
 _FORMER_NAMES = {"ranks_meet": "sync_every_microbatch"}
 """Keys of the model in records that were written before the field was renamed."""
 Packs = list[list[list[int]]]
-"""[rank][microbatch] -> real lengths of its sequences."""
+"""packs[rank][microbatch]: lengths of its sequences, without padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """All that a schedule depends on besides the lengths."""
+    """Everything that a schedule depends on, apart from the sequences."""
 
     num_ranks: int
     """Data-parallel ranks."""
     capacity: int
-    """Tokens that a pack may hold."""
+    """Maximum number of tokens of a pack."""
     alignment: Alignment
     cost: PackCost
     microbatch_multiple: int = 1
     model: StepModel
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
     seconds_per_unit: float | None = None
-    """Seconds that all devices of a data-parallel rank take for a unit of `cost`; None where only
-    ratios are known.
+    """Seconds of the devices of one data-parallel rank for a unit of `cost`; None if only ratios
+    are known.
     """
 
     def request(self, sequences: Sequences) -> ScheduleRequest:
-        """Returns the request to a scheduler; ranks load equal parts of the samples, one per
-        `next`.
+        """Returns the request to a scheduler, as if ranks load equal parts of the samples, one per
+        fetch.
+
+        Of 5 samples, rank 0 of 2 loads the first 2 and rank 1 the other 3.
         """
         size = sequences.size
         starts = np.array(
@@ -83,8 +85,8 @@ class StepRecord:
     layout: StepLayout
     packs: Packs
     sizes: dict[str, list[Any]] | None = None
-    """Of all samples, by rank and microbatch: fields of `SampleSizes` and `loss_tokens` where any
-    is a tree, `payload_costs` where any has payloads.
+    """Lists with a value per sample, by rank and microbatch: the fields of `SampleSizes` and
+    `loss_tokens` if there are trees, `payload_costs` if there are payloads. None without both.
     """
 
     @classmethod
@@ -96,11 +98,7 @@ class StepRecord:
         sequences: Sequences,
         schedule: Schedule,
     ) -> StepRecord:
-        """Returns the record of a schedule.
-
-        Args:
-            sequences: the samples that it places.
-        """
+        """Returns the record of a schedule of `sequences`."""
         in_order = sequences.take(np.argsort(schedule.pack, kind="stable"))
         by_pack = in_order.lengths.tolist()
         ends = np.cumsum(
@@ -124,7 +122,7 @@ class StepRecord:
 
     @cached_property
     def lengths(self) -> IntArray:
-        """int64 [N], real ones, by rank and microbatch."""
+        """Lengths without padding, by rank and microbatch, int64 [N]."""
         return np.array(
             [length for rank in self.packs for pack in rank for length in pack], np.int64
         )
@@ -136,7 +134,7 @@ class StepRecord:
 
     @cached_property
     def request(self) -> ScheduleRequest:
-        """Request for these sequences. The ranks that loaded them are not known any more."""
+        """Request for these sequences. The ranks that loaded them are not recorded."""
         return self.layout.request(self.sequences)
 
     @cached_property
@@ -160,7 +158,7 @@ class StepRecord:
 
     @cached_property
     def stats(self) -> PackingStats:
-        """Account of the step, without tokens moved, samples dropped and samples truncated."""
+        """Statistics of the step, without moved tokens, dropped and truncated samples."""
         return packing_stats(
             request=self.request,
             schedule=self.schedule,
@@ -170,7 +168,7 @@ class StepRecord:
         )
 
     def to_json(self) -> str:
-        """Returns one JSON object."""
+        """Returns the record as a JSON object."""
         layout = {name: value for name, value in asdict(self.layout).items() if name != "num_ranks"}
         return json.dumps(
             {
@@ -185,7 +183,7 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """Reads the object that `to_json` wrote; raises ValueError for another one."""
+        """Returns the record of an object that `to_json` wrote. Raises ValueError for any other."""
         try:
             packs = _checked_packs(values["packs"])
             windows = _checked_windows(values["cost"].get("windows", []))
@@ -230,7 +228,7 @@ class StepRecord:
 
 
 def _checked_windows(values: Any) -> tuple[tuple[int, float], ...]:
-    """Reads (window, factor) pairs of a cost."""
+    """Returns the (attention window, factor) pairs of a cost."""
     for window, factor in values:
         is_window = type(window) is int and 1 <= window < _MAX_NUMBER
         if not is_window or type(factor) not in (int, float) or not 0 <= factor < _MAX_NUMBER:
@@ -242,7 +240,7 @@ def _checked_windows(values: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _checked_shares(values: Any) -> tuple[float, ...]:
-    """Reads the shares of a step-time model."""
+    """Returns the shares of a step-time model."""
     if not isinstance(values, list) or any(type(share) not in (int, float) for share in values):
         raise ValueError(f"shares must be a list of numbers, but are {values!s:.60}")
     return tuple(map(float, values))
