@@ -1,5 +1,5 @@
-"""pure. All options of a run, with Megatron's names and meanings; contradictions are refused before
-anything is built.
+"""pure. All options of a run, with Megatron's names and meanings. Contradictions between groups are
+found here, before anything is built.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class SFTConfig:
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> SFTConfig:
-        """Returns the options of one instance of each of `GROUPS`, which are not checked against
-        one another.
+        """Returns the options with one instance of each of `GROUPS`, in order. `check` must be
+        called afterwards.
         """
         return cls(**dict(zip((field.name for field in fields(cls)), parts)))
 
@@ -74,7 +74,7 @@ class SFTConfig:
 
     @property
     def smallest_capacity_per_rank(self) -> int:
-        """Tokens of each rank, of a pack that holds one sequence of --seq-length."""
+        """Smallest capacity of a pack, in tokens per rank: one sequence of --seq-length."""
         padded = int(self.alignment.padded_length(np.int64(self.model.seq_length)))
         return (
             -(-padded // self.alignment.pack)
@@ -84,13 +84,13 @@ class SFTConfig:
 
     @property
     def capacity_per_rank(self) -> int:
-        """Tokens that one rank may hold of a pack."""
+        """Capacity of a pack, in tokens per rank."""
         return self.packing.max_seqlen_per_dp_cp_rank or self.smallest_capacity_per_rank
 
     @property
     def shards_optimizer(self) -> bool:
-        """--use-distributed-optimizer, or what needs it: megatron-core's other optimizer of
-        bfloat16 weights cannot save the state of float32 ones, as adapters are.
+        """True with --use-distributed-optimizer, and for adapters with --bf16: megatron-core's
+        other optimizer cannot save the state of float32 parameters beside bfloat16 ones.
         """
         return self.parallel.use_distributed_optimizer or (self.lora.lora and self.training.bf16)
 
@@ -241,7 +241,7 @@ class SFTConfig:
         if not self.packing.sequence_packing and seq_length % self.alignment.pack:
             raise ValueError(
                 f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this "
-                "layout without packing"
+                "parallel layout without packing"
             )
 
     def _check_dump(self) -> None:
@@ -256,7 +256,7 @@ class SFTConfig:
             )
 
     def for_records(self, num_records: int) -> SFTConfig:
-        """Returns the options for training data of so many records; see
+        """Returns the options for training data of `num_records` records; see
         `TrainingConfig.for_records`.
         """
         config = replace(self, training=self.training.for_records(num_records))

@@ -1,4 +1,4 @@
-"""pure. Options of what a run leaves behind: checkpoints, logs, pictures."""
+"""pure. Options of the output of a run: checkpoints, logs, pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OutputConfig:
     save: str | None = None
     """Folder to save checkpoints to."""
     load: str | None = None
-    """Folder of checkpoints to continue from. It may hold none yet where it is that of --save."""
+    """Folder of checkpoints to continue from. If it is that of --save, it may be empty."""
     ckpt_step: int | None = None
     """Step of the checkpoint of --load to take (default: the newest)."""
     finetune: bool = False
@@ -27,13 +27,13 @@ class OutputConfig:
     rate of its step.
     """
     load_rng: bool = True
-    """Load the random states (of dropout) of --load, in the same layout. With --no-load-rng
-    they restart.
+    """Load the random states (dropout) of --load, if the parallel layout is the same. With
+    --no-load-rng they restart.
     """
     pretrained_checkpoint: str | None = None
-    """HuggingFace model folder to start from. It gives weights, architecture, tokenizer and
-    chat template, unless others are given. Or a folder of Megatron-LM's checkpoints
-    (torch_dist), whose model the options describe. Where --load has a checkpoint, that one is
+    """HuggingFace model folder to start from, with weights, architecture, tokenizer and chat
+    template (options take precedence over the last two). Or a folder of Megatron-LM's checkpoints
+    (torch_dist), whose model the options describe. If --load has a checkpoint, its weights are
     used.
     """
     save_hf: str | None = None
@@ -41,8 +41,8 @@ class OutputConfig:
     save_interval: int | None = None
     """Steps between checkpoints (default: only at the end)."""
     async_save: bool = False
-    """Write checkpoints in the background, from a copy in host memory. A later step puts each
-    in its place.
+    """Write checkpoints in the background, from a copy in host memory. A later step completes
+    them.
     """
     keep_checkpoints: int | None = None
     """Newest checkpoints to keep (default: all)."""
@@ -51,9 +51,7 @@ class OutputConfig:
     best_checkpointed_iteration.txt beside the checkpoints names it.
     """
     dry_run: bool = False
-    """Check options, data and every place that will be written, print what the run would do, and
-    exit.
-    """
+    """Check options, data and all output folders, print what the run would do, and exit."""
     log_interval: int = 1
     """Steps between log lines."""
     run_dir: str | None = None
@@ -85,7 +83,7 @@ class OutputConfig:
             )
 
     def saves_after(self, iteration: int) -> bool:
-        """Returns whether a checkpoint follows that step, beside the last one of a run."""
+        """Returns whether --save-interval saves after a step. The last step is always saved."""
         return self.save_interval is not None and iteration % self.save_interval == 0
 
     def num_saves(self, done: int, last: int) -> int:

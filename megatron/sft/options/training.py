@@ -75,11 +75,11 @@ class TrainingConfig:
     eval_iters: int = 100
     """Global batches per evaluation (0 disables)."""
     sample_prompts: str | None = None
-    """File of prompts that the model answers at each evaluation, as in --data-path; answers that it
-    has are not read.
+    """File of prompts that the model answers at each evaluation, in a format of --data-path.
+    Answers in it are ignored.
     """
     sample_tokens: int = 64
-    """Tokens of an answer to --sample-prompts, at most. Each is a forward pass of all prompts."""
+    """Maximum tokens of an answer to --sample-prompts. Each is a forward pass of all prompts."""
     early_stopping: int | None = None
     """Stop after this many evaluations in a row without a lower validation loss."""
     exit_interval: int | None = None
@@ -167,8 +167,8 @@ class TrainingConfig:
 
     @property
     def decay_samples(self) -> int:
-        """Samples until the learning rate is lowest; 0 where --train-epochs are not known as steps
-        yet.
+        """Samples until the learning rate is lowest; 0 as long as the steps of --train-epochs are
+        not known.
         """
         return (
             self.lr_decay_samples
@@ -177,20 +177,20 @@ class TrainingConfig:
 
     @property
     def warmup_samples(self) -> int:
-        """Samples in which the learning rate rises."""
+        """Samples of the linear warmup."""
         if self.lr_warmup_fraction is not None:
             return int(self.lr_warmup_fraction * self.decay_samples)
         return self.lr_warmup_samples or self.lr_warmup_iters * self.global_batch_size
 
     def for_records(self, num_records: int) -> TrainingConfig:
-        """Returns these options for training data of so many records: --train-epochs as steps, the
-        last one whole.
+        """Returns these options for training data of `num_records` records, with --train-epochs
+        turned into whole steps.
 
-        ValueError where other options contradict that number of steps.
+        Raises ValueError if other options contradict that number of steps.
         """
         if self.train_epochs is None:
             return self
         steps = math.ceil(self.train_epochs * num_records / self.global_batch_size)
-        # Samples are noted too: a run continued with another batch size is recognised by them.
+        # Set the samples as well, by which a run continued with another batch size is recognised.
         samples = steps * self.global_batch_size
         return replace(self, train_iters=steps, train_samples=samples, train_epochs=None)

@@ -1,6 +1,6 @@
-"""pure. Samples with lengths as asked for and no meaning, to train and to measure without data.
+"""pure. Mock data: samples of random tokens with given lengths, to train and measure without data.
 
-Invariant: sample i is a function of (configuration, seed, i) alone, whatever was read before.
+Invariant: sample i is a function of (configuration, seed, i) alone.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ from megatron.sft.data.mock.lengths import (
 IntArray = npt.NDArray[np.int64]
 UintArray = npt.NDArray[np.uint64]
 
-# Streams of random numbers that a sample draws from, after its tokens', which take 1, 2, 3, ...
+# Numbers of the random streams of a sample. Its tokens use the streams 1, 2, 3, ...
 _LENGTH_STREAM = np.uint64(2**63)
 _START_STREAM = np.uint64(2**63 + 1)
 _MAX_BYTES_OF_LENGTHS = 1 << 28
 
 
 class LengthSource(Protocol):
-    """Lengths of the samples at `indices`, int64 of the same shape."""
+    """Function from indices to the lengths of these samples, int64 of the same shape."""
 
     def __call__(self, seed: int, indices: IntArray) -> IntArray: ...
 
 
 class TokenSource(Protocol):
-    """`count` tokens of sample `index`, int64 [count]."""
+    """Function that returns `count` tokens of sample `index`, int64 [count]."""
 
     def __call__(self, seed: int, index: int, count: int) -> IntArray: ...
 
 
 class MockSFTDataset(RecordSource):
-    """Map-style data set of `num_samples` mock samples of at most `seq_length` tokens, in a
-    vocabulary of `vocab_size`.
+    """Map-style data set of `num_samples` mock samples with at most `seq_length` tokens each, from
+    a vocabulary of `vocab_size`.
 
-    `config_json` is a JSON object or the path of a file that holds one. By "mode":
+    `config_json` is a JSON object, or the path of a file with one; None is `{"mode":
+    "distribution"}`. Its "mode" is one of:
 
-    - `distribution`: "type" of lengths.DISTRIBUTIONS and its keys; random tokens. Without
-      keys, lognormal from seq_length / 2 to seq_length, mean 3/4 seq_length, sigma 1.1.
-    - `file`: "path" of a file of lengths, one per line; sample i has the length in line i modulo
-      their number; random tokens. A relative path is relative to the folder of the JSON file.
-    - `verification`: "data_path", the prefix of a .bin/.idx pair, whose tokens fill lengths drawn
-      as in `distribution`; without "type" lognormal, from 100 to 4096 but at most seq_length, mean
-      2048, sigma 1.1, or as the keys say.
+    - `distribution`: random tokens, with lengths from the distribution that "type" and its keys
+      describe (lengths.DISTRIBUTIONS). The default is lognormal from seq_length / 2 to seq_length,
+      with mean 3/4 seq_length and sigma 1.1.
+    - `file`: random tokens, with lengths from the file "path", one per line, in turns. A relative
+      path is relative to the folder of the JSON file.
+    - `verification`: tokens of the .bin/.idx pair "data_path", with lengths as in `distribution`.
+      The default is lognormal from 100 to min(4096, seq_length), with mean 2048 and sigma 1.1.
 
-    In all of them "format" may be "thd", as Megatron-LM's recipes have it. None is `{"mode":
-    "distribution"}`.
+    "format" may be "thd" in all of them, as in Megatron-LM's recipes.
 
     A sample is a dict of `tokens` and `labels` (the next tokens), int64 [L], and `loss_mask`,
-    float32 [L], all ones. ValueError for a configuration that is wrong or could give a sample
-    longer than `seq_length`.
+    float32 [L], all ones. Raises ValueError for a wrong configuration, and for one that could give
+    a sample longer than `seq_length`.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class MockSFTDataset(RecordSource):
         return self._num_samples
 
     def lengths(self, indices: IntArray) -> IntArray:
-        """Returns the tokens of each of these samples (int64, same shape), without making them."""
+        """Returns the lengths of these samples, int64 of the same shape, without making them."""
         return self._lengths(self._seed, indices)
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
         check_index(index, self)
         length = int(self.lengths(np.array([index]))[0])
         stream = self._tokens(self._seed, index, length + 1)
-        labels = stream[1:].copy()  # else writing to tokens would change labels
+        labels = stream[1:].copy()  # a copy, so that writing to tokens does not change labels
         return {"tokens": stream[:-1], "labels": labels, "loss_mask": np.ones(length, np.float32)}
 
     def describe(self, index: int) -> str:
@@ -142,7 +142,7 @@ class MockSFTDataset(RecordSource):
 
 @dataclass(frozen=True)
 class DrawnLengths:
-    """Each sample draws its length from a distribution."""
+    """Lengths drawn from a distribution."""
 
     distribution: LengthDistribution
 
@@ -152,7 +152,7 @@ class DrawnLengths:
 
 @dataclass(frozen=True)
 class ListedLengths:
-    """Sample i has length `listed[i % len(listed)]`."""
+    """Lengths from a list: that of sample i is `listed[i % len(listed)]`."""
 
     listed: IntArray
 
@@ -162,7 +162,7 @@ class ListedLengths:
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Tokens uniform over 0..vocab_size-1."""
+    """Random tokens, uniform over 0 to vocab_size - 1."""
 
     vocab_size: int
 
@@ -172,10 +172,10 @@ class RandomTokens:
 
 
 class IndexedTokens:
-    """Tokens of a Megatron .bin/.idx pair: from the start of a document that the sample draws
-    through the next ones.
+    """Tokens of a Megatron .bin/.idx pair. A sample starts at a random document, and continues with
+    the next ones; after the last document comes the first.
 
-    After the last document comes the first. ValueError for a token outside the vocabulary.
+    Raises ValueError for a token outside the vocabulary.
     """
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
@@ -212,11 +212,11 @@ class IndexedTokens:
 
 
 def read_lengths(path: Path, seq_length: int) -> IntArray:
-    """Reads the lengths in a text file, int64, one per line; ValueError with file and line for a
-    bad one.
+    """Returns the lengths in a text file, one per line, as int64. Raises ValueError, with file and
+    line, for a line that is no length.
 
-    A first line that begins with a letter or a quote, `#` or `_` is a header. Blank lines at the
-    end are ignored.
+    A first line that begins with a letter, a quote, `#` or `_` is a header. Blank lines at the end
+    are ignored.
     """
     try:
         lines = read_text(path, _MAX_BYTES_OF_LENGTHS).rstrip().splitlines()
@@ -230,7 +230,7 @@ def read_lengths(path: Path, seq_length: int) -> IntArray:
     listed = []
     for number, line in enumerate(lines[has_header:], start=1 + has_header):
         text = line.strip()
-        # Python refuses to make numbers of over 4300 digits.
+        # Python refuses to parse numbers of over 4300 digits.
         if not (text.isascii() and text.isdecimal() and len(text) < 100):
             raise config_error(
                 f"{path}:{number}: must be one length, a whole number, but is {shown(line)}"
@@ -247,7 +247,7 @@ def read_lengths(path: Path, seq_length: int) -> IntArray:
 
 
 def _load(config_json: str | None) -> tuple[dict[str, Any], Path]:
-    """Returns the configuration, and the folder that relative paths in it are relative to."""
+    """Returns the configuration, and the folder for relative paths in it."""
     if config_json is None:
         return {"mode": "distribution"}, Path()
     folder, text, where = Path(), config_json, "the JSON"
@@ -271,7 +271,7 @@ def _load(config_json: str | None) -> tuple[dict[str, Any], Path]:
 
 
 def _lognormal_of_verification(seq_length: int) -> dict[str, Any]:
-    """Returns Megatron-LM's own values, as far as samples may be so long."""
+    """Returns the values of Megatron-LM, lowered to `seq_length` where they are above it."""
     longest = min(4096, seq_length)
     shortest = min(100, longest)
     mean = min(2048, (shortest + longest) / 2)

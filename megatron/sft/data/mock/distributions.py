@@ -1,12 +1,11 @@
 """pure. Distributions of sequence lengths, in tokens.
 
-A distribution maps uniform numbers in [0, 1) to lengths, so that one number per sample decides its
-length:
+A distribution is its quantile function: it maps uniform numbers in [0, 1) to lengths.
 
     UniformLengths(3, 6).quantile(np.array([0.0, 0.5, 0.99]))    ->    3 5 6
 
-Invariants: every length lies between the ends asked for, and no end collects what lies beyond it
-(truncated, not clipped).
+Invariants: every length lies between the given ends. Distributions are truncated there, not
+clipped, so that no length at an end is more frequent than its neighbours.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ class LengthDistribution(Protocol):
         ...
 
     def quantile(self, uniform: FloatArray) -> IntArray:
-        """Returns the length (int64) that each number in [0, 1) (float64) draws."""
+        """Returns the length, int64, for each uniform number in [0, 1), float64."""
         ...
 
 
 @dataclass(frozen=True)
 class LognormalLengths:
-    """Lognormal density at the integers `shortest..longest`, located so that the mean of those
-    lengths is `mean`.
+    """Lognormal density at the integers from `shortest` to `longest`, shifted so that the mean
+    length is `mean`.
 
-    `sigma` is the standard deviation of the logarithm before truncation. O(longest - shortest) time
-    and memory, once.
+    `sigma` is the standard deviation of the logarithm before truncation. The first use takes
+    O(longest - shortest) time and memory.
     """
 
     shortest: int
@@ -58,10 +57,11 @@ class LognormalLengths:
 
     @cached_property
     def _cumulative(self) -> FloatArray:
-        """Probability of a length of at most shortest + i; the last is 1.
+        """Entry i is the probability of a length of at most shortest + i; the last is 1.
 
-        To move the location of a lognormal density is to multiply it by a power of the length. The
-        mean grows with that power, from `shortest` to `longest`, so that bisection finds it.
+        Shifting a lognormal density multiplies it by a power of the length, up to a constant. The
+        mean grows with that power, from `shortest` to `longest`, so that bisection finds the power
+        for `mean`.
         """
         tokens = np.arange(self.shortest, self.longest + 1, dtype=np.float64)
         log_tokens = np.log(tokens / math.sqrt(self.shortest * self.longest))
@@ -72,7 +72,7 @@ class LognormalLengths:
             weights = np.exp(log_weights - log_weights.max())
             return weights / weights.sum()
 
-        low, high = -1.0, 1.0  # doubled until the mean lies between those of both
+        low, high = -1.0, 1.0  # doubled until `mean` lies between the means of both powers
         while probabilities(low) @ tokens > self.mean:
             low *= 2
         while probabilities(high) @ tokens < self.mean:
@@ -99,8 +99,8 @@ class UniformLengths:
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Between quantiles (`shares`, `tokens`, both strictly ascending) lengths are interpolated
-    linearly.
+    """Lengths by a table of quantiles, interpolated linearly. `shares` and `tokens` are strictly
+    ascending.
     """
 
     shares: FloatArray
@@ -116,7 +116,9 @@ class EmpiricalLengths:
 
 @dataclass(frozen=True)
 class MixtureLengths:
-    """A sample is of `first` with probability `first_share`, else of `second`."""
+    """A mixture: a length is drawn from `first` with probability `first_share`, else from
+    `second`.
+    """
 
     first: LengthDistribution
     second: LengthDistribution

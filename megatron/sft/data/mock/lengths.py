@@ -59,10 +59,10 @@ _JSON_NAMES = {int: "an integer", float: "a number", str: "a string", list: "a l
 
 
 def parse_distribution(config: Mapping[str, Any], path: str = "") -> LengthDistribution:
-    """Returns the distribution that a JSON object names by "type" and describes by its other keys.
+    """Returns the distribution of a JSON object: "type" names it, the other keys are its
+    parameters. Raises ValueError, naming flag and key, if one is wrong.
 
-    ValueError naming flag and key. `path` stands before keys in errors, for an object inside
-    another.
+    path: text before keys in errors, for an object inside another: "components[0].".
     """
     name, keys = take_key(config, "type", str, path)
     if name not in DISTRIBUTIONS:
@@ -76,11 +76,10 @@ def read_keys(
     optional: Mapping[str, type] | None = None,
     path: str = "",
 ) -> dict[str, Any]:
-    """Returns `config` if its keys and their types are those declared; else ValueError with flag,
-    key and the nearest.
+    """Returns `config` after checking its keys and their types. Raises ValueError, with flag, key
+    and the most similar known key, if one is wrong.
 
-    An int passes where a float is declared. Numbers are finite, integers at least 1 and floats
-    above 0.
+    Integers must be at least 1, floats finite and above 0. An int is accepted as a float.
     """
     known = {**required, **(optional or {})}
     for key in config:
@@ -96,8 +95,8 @@ def read_keys(
 def take_key(
     config: Mapping[str, Any], key: str, kind: type, path: str = ""
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the value of `key`, and the other keys; ValueError if it is missing or of another
-    type.
+    """Returns the value of `key`, and a dict of the other keys. Raises ValueError if the key is
+    missing, or its value has another type.
     """
     if key not in config:
         raise config_error(f"key {path}{key} is missing; {nearest(key, config, 'given here')}")
@@ -108,7 +107,7 @@ def take_key(
 
 
 def config_error(text: str) -> ValueError:
-    """Returns an error that names the flag first."""
+    """Returns an error that begins with the flag."""
     return ValueError(f"{FLAG}: {shortened(text)}")
 
 
@@ -201,7 +200,8 @@ def _parse_empirical(config: Mapping[str, Any], path: str) -> LengthDistribution
             f"{path}max_seq_len must be above {tokens[0]:.0f} and at most {tokens[-1]:.0f}, the "
             f"ends of the table, but is {longest}"
         )
-    # Cut at `longest`, not clipped: shares below it are scaled to end at 1.
+    # Truncate at `longest`: scale the shares below it so that they end at 1. Clipping would instead
+    # make many samples exactly `longest` tokens long.
     share_kept = np.interp(longest, tokens, shares)
     inside = tokens < longest
     return EmpiricalLengths(

@@ -1,8 +1,12 @@
-"""pure. A Jinja template that tells where each message's turn stands in what it writes.
+"""pure. Renders a Jinja template, and records the place of each message in the text.
 
-Calls are put into its syntax tree: they write nothing, and note how many characters were written
-when they were reached, at the beginning of each pass of a loop, after each loop, and around what {%
-generation %} encloses. So one rendering tells all places.
+Calls of a function are inserted into the template's syntax tree: at the start of each loop pass,
+after each loop, and at both ends of {% generation %}. The function writes nothing. It records how
+many characters were written so far, and the message that the loop is at. A single rendering thus
+gives all places:
+
+    {% for m in messages %}{{ MARK(m) }}<{{ m.role }}>{{ m.content }}{% endfor %}{{ MARK(none) }}
+    "<user>hi<assistant>yo": marks at 0 (message 0), 8 (message 1), 21: turns [0, 8) and [8, 21)
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from megatron.sft.data.templates.sandbox import (
 
 _MARK = "mark_place"
 _MAX_PASSES = 1_000_000
-"""Rounds of all loops of a rendering, at most."""
+"""Maximum number of loop passes in one rendering."""
 
 
 class Written(NamedTuple):
@@ -32,20 +36,20 @@ class Written(NamedTuple):
 
     text: str
     turns: Mapping[int, Sequence[tuple[int, int]]]
-    """Number of a message -> where the loop was at it, [start, end), those that wrote nothing left
-    out.
+    """Number of a message -> spans [start, end) that the loop wrote while it was at this message.
+    Empty spans are left out.
     """
     generated: Sequence[tuple[int, int, int | None]]
-    """Span that {% generation %} encloses, and the message that it is in."""
+    """(start, end, number of the message) of each {% generation %}; None outside of messages."""
     loop_end: int
-    """End of the last loop over messages ended; 0 if there was none."""
+    """End of the last loop over messages; 0 if there was none."""
 
 
 class MarkedTemplate:
     """A template with marks; `write` renders it."""
 
     def __init__(self, source: str) -> None:
-        """TemplateError where `source` is no template, or uses names that lead out of a sandbox."""
+        """Compiles the template. Raises TemplateError if it is not valid, or uses private names."""
         self._sandbox = environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -56,7 +60,7 @@ class MarkedTemplate:
         )
 
     def write(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Written:
-        """Renders `messages`; TemplateError where the template refuses them."""
+        """Renders `messages`. Raises TemplateError if the template refuses them."""
         marks = _Marks(messages, self._sandbox.check_time)
         self._sandbox.begin()
         for part in self._compiled.generate(
@@ -67,9 +71,7 @@ class MarkedTemplate:
 
 
 class _Place(NamedTuple):
-    """A mark that the template reached: where in the text, in which loop, at which message (None:
-    at none).
-    """
+    """A recorded mark: position in the text, number of the loop, number of the message or None."""
 
     position: int
     loop: int
@@ -77,7 +79,7 @@ class _Place(NamedTuple):
 
 
 class _Marks:
-    """Text of a rendering, and the places at which its marks were reached."""
+    """The text of a rendering so far, and its marks."""
 
     def __init__(
         self, messages: Sequence[Mapping[str, Any]], check_time: Callable[[], None]
@@ -98,7 +100,7 @@ class _Marks:
             raise TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
 
     def reach(self, kind: str, loop: int = 0, item: object = None) -> str:
-        """Marks a place, called from the template; returns what it writes, which is nothing."""
+        """Records a mark. The template calls it, and writes the empty string that it returns."""
         self._num_reached += 1
         if self._num_reached > _MAX_PASSES:
             raise EndlessTemplateError("it never ends")
@@ -129,8 +131,8 @@ class _Marks:
 
 
 class _MarkTurns(NodeTransformer):
-    """Puts a mark at the beginning of each loop's body, and after each loop; and has joined texts
-    counted.
+    """Inserts marks at the start of each loop's body and after each loop. Also replaces `a ~ b` by
+    a call, so that the sandbox can bound its size.
     """
 
     def __init__(self) -> None:
@@ -152,8 +154,8 @@ class _MarkTurns(NodeTransformer):
 
 
 def _item_of(loop: nodes.For) -> nodes.Expr:
-    """Returns what a loop is at: `m` of {% for m in messages %}, and `messages[i]` of {% for i in
-    range(messages | length) %}, as EXAONE 4 goes through them.
+    """Returns the item of a loop: `m` in {% for m in messages %}, and `messages[i]` in {% for i in
+    range(messages | length) %}, the form of EXAONE 4.
     """
     target = loop.target.name  # type: ignore[attr-defined]
     counted = {name.name for name in loop.iter.find_all(nodes.Name)} - {"range"}
@@ -170,9 +172,7 @@ def _item_of(loop: nodes.For) -> nodes.Expr:
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, as transformers has it: a mark at its beginning and
-    one at its end.
-    """
+    """The tag {% generation %} ... {% endgeneration %} of transformers, with a mark at each end."""
 
     tags = {"generation"}  # noqa: RUF012
 

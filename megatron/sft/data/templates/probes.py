@@ -1,4 +1,6 @@
-"""pure. Conversations that tell how a template renders turns."""
+"""pure. Short conversations, by which `ChatTemplate.contexts` finds out how a template renders
+turns.
+"""
 
 from __future__ import annotations
 
@@ -27,4 +29,4 @@ PROBES: Sequence[Sequence[Message]] = (
         _ANSWER,
     ),
 )
-"""Conversations that templates may render again as more follows."""
+"""Conversations whose earlier turns some templates render in another way as more turns follow."""

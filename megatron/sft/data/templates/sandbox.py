@@ -1,9 +1,9 @@
-"""pure. Chat templates come with the files of others: they run in Jinja's sandbox, which here has
-bounds of memory.
+"""pure. Jinja's sandbox with bounds on memory and time: chat templates are code from files of
+others.
 
-Each template ends in its text or in one line. What it makes on the way is bounded before it is
-made: products, sums, joined and replaced texts, widths of formats; and so is all of that together,
-in one rendering.
+A template either renders or fails with one line. The size of each text is checked before it is made
+(products, sums, joined and replaced texts, widths of formats), and so is the sum of all sizes in
+one rendering.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 23
-"""Characters that a template writes at most, and of any text that it makes on the way."""
+"""Maximum number of characters of a rendering, and of any text that a template makes."""
 _MAX_MADE = 1 << 29
-"""Characters of all that it makes in one rendering at most: some tenths of a second."""
+"""Maximum sum of the characters of all texts in one rendering: some tenths of a second."""
 MAX_SECONDS = 10.0
 """Seconds of processor time that one rendering may take; released templates take milliseconds."""
 _LARGEST, _LARGEST_OF_POWERS, _WIDEST_INDENT = 10_000, 100, 100
 _MAX_PARTS = 100_000
 _POINTER = 8
-"""Characters that any other value counts for."""
+"""Characters that a value other than a text counts as."""
 _WIDE_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^}]*\{")
-"""A width of five digits, or one that an argument says."""
-# No chat template needs them, and their widths are bounded by nothing.
+"""A width of five digits, or a width that is an argument."""
+# Methods and filters that no chat template needs, and whose width has no bound.
 _NO_METHODS = frozenset("center expandtabs format_map ljust rjust translate zfill".split())
 _NO_FILTERS = frozenset("batch center pprint slice urlize wordwrap xmlattr".split())
 
 
 class EndlessTemplateError(TemplateError):
-    """A template that takes too long, which it will do with other conversations, too."""
+    """A template takes too long."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's own, whose loops are bounded one by one; and which refuses what fills the memory."""
+    """Jinja's immutable sandbox, which also refuses texts that are too large and renderings that
+    take too long.
+    """
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
@@ -55,18 +57,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def begin(self) -> None:
-        """Count from zero: what one rendering makes, and how long it takes, is not the next
-        one's."""
+        """Resets the counts of characters and of time for the next rendering."""
         self._made = 0
         self._started = time.thread_time()
         self._next_look = time.monotonic() + MAX_SECONDS
 
     def check_time(self) -> None:
-        """Raises EndlessTemplateError after MAX_SECONDS; called in each pass of a loop, at each
-        call and each text made.
+        """Raises EndlessTemplateError after MAX_SECONDS of processor time. It is called in each
+        loop pass, at each call and for each text.
 
-        Processor time is asked for only after as much real time, which is cheap to ask for: a
-        process that was stopped for a while has done nothing wrong.
+        Real time, which is cheap to read, is checked first. Processor time decides, so that a
+        process that was stopped for a while does not fail.
         """
         if time.monotonic() < self._next_look:
             return
@@ -76,8 +77,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._next_look = time.monotonic() + MAX_SECONDS - taken
 
     def make(self, size: int) -> None:
-        """Notes that a text, or a list, of that size is about to be made; TemplateError if that is
-        too much.
+        """Counts a text or list of `size` characters that is about to be made. Raises TemplateError
+        if it is too large, or all together are.
         """
         self.check_time()
         self._made += size
@@ -85,22 +86,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateError(f"it makes a text of {size:,} characters, or one again and again")
 
     def counted(self, value: object) -> Any:
-        """Returns a value that is about to be written."""
+        """Counts a value that is about to be written, and returns it."""
         self.make(len(value) if type(value) is str else size_of(value))
         return value
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
-        """Joins what a block or a macro wrote."""
+        """Joins the parts that a block or a macro has written."""
         parts = list(parts)
         self.make(sum(map(len, parts)))
         return "".join(parts)
 
     def joined(self, *parts: object) -> str:
-        """Returns `a ~ b`, which no hook of Jinja's meets."""
+        """Returns `a ~ b`. Jinja has no hook for this operator; `marked` replaces it by a call."""
         return self.concat(str(self.counted(part)) for part in parts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is type(right) is str:  # by far most, so without the rest
+        if operator == "+" and type(left) is type(right) is str:  # the common case, made fast
             self.make(len(left) + len(right))
             return left + right
         if operator == "%" and isinstance(left, str):
@@ -160,7 +161,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.make(len(text) + (text.count("{") + text.count("%")) * sum(map(size_of, values)))
 
     def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a filter that takes no value too large to be written."""
+        """Returns a filter that refuses values that are too large."""
         at = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
@@ -179,8 +180,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def size_of(value: object) -> int:
-    """Returns about how many characters a value takes where it is written; it stops where that is
-    too many.
+    """Returns approximately the number of characters of a value when it is written. It stops
+    counting once that is too many.
     """
     if isinstance(value, str):
         return len(value)
@@ -191,14 +192,14 @@ def size_of(value: object) -> int:
         if isinstance(one, (str, bytes, list, tuple)):
             size += len(one)
             pending += one if isinstance(one, (list, tuple)) else ()
-        elif isinstance(one, Mapping):  # a slow question
+        elif isinstance(one, Mapping):  # last, as this check is slow
             size += len(one)
             pending += [*one.keys(), *one.values()]
     return size
 
 
 def check_private_names(tree: nodes.Template) -> None:
-    """Refuses names that lead out of a sandbox; no chat template needs them."""
+    """Raises TemplateError for names with an underscore, by which code can leave the sandbox."""
     attributes: Iterable[Any] = tree.find_all((nodes.Getattr, nodes.NSRef))
     private = next((node.attr for node in attributes if node.attr.startswith("_")), None)
     if private is not None:
@@ -241,7 +242,7 @@ def _indent(
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any
 ) -> str:
-    """Writes JSON as it is: Jinja's own filter escapes what HTML must not hold."""
+    """Returns plain JSON. Jinja's own filter escapes characters for HTML."""
     if indent is not None and (len(indent) if isinstance(indent, str) else indent) > _WIDEST_INDENT:
         raise TemplateError(f"it indents JSON by more than {_WIDEST_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

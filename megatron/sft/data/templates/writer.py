@@ -1,7 +1,7 @@
-"""pure. Writes conversations by a chat template, as it is released or as in training.
+"""pure. Renders conversations by a chat template, either as released or in its training variant.
 
-A template that asks for today's date gets the one of --template-date: a sample is the same on every
-day.
+A template that asks for today's date gets that of --template-date, so that samples do not change
+from day to day.
 """
 
 from __future__ import annotations
@@ -26,50 +26,49 @@ WAY_OUT = (
     "is to be trained"
 )
 TRAINING_VARIANTS: Mapping[str, str] = {
-    # Qwen3 leaves out the thoughts of all turns but the last ones, and writes an empty thought only
-    # into the last.
+    # Qwen3 writes the thoughts of the last turns only, and an empty thought only in the last turn.
     "loop.index0 > ns.last_query_index": "true",
     "loop.last or (not loop.last and reasoning_content)": "true",
-    # Mistral 0.3 and Nemo write the system prompt into the user's turn that is the last message: in
-    # training, none is.
+    # Mistral 0.3 and Nemo write the system prompt into the last message if it is the user's. In
+    # training the last message is the assistant's.
     "loop.last and system_message is defined": "loop.first and system_message is defined",
 }
-"""Conditions of released templates under which a conversation cannot be trained -> what they are in
-training.
+"""Condition in a released template that prevents training on a whole conversation -> its
+replacement in training.
 
-They are recognised by their text, whatever else a release changed. The template that is exported
-stays as released.
+Conditions are recognised by their text, so that other changes of a release do not matter. Exports
+have the released template.
 """
 _NEEDS_CALL_IDS = re.compile(r"\.id\s*\|\s*length\s*\)?\s*!=\s*9")
-"""Text of templates that refuse calls without an id of nine characters: Mistral 0.3 and later."""
+"""Text in templates that require call ids of nine characters: Mistral 0.3 and later."""
 _PART_OF_THOUGHTS = re.compile(r"type['\"]?\]?\s*==\s*['\"]thinking['\"]")
 _UNSAFE_FORM = re.compile(r"%(?!-?[A-Za-z%])")
-"""Parts of a date's format with a width, which could be any."""
+"""Parts of a date format with a width, which could be arbitrarily large."""
 
 
 class SlowTemplateError(SampleError):
-    """A template that takes too long with one conversation: no other need be tried."""
+    """A template takes too long. It will with other conversations, too, so that none is tried."""
 
 
 @dataclass(eq=False)
 class TemplateWriter:
-    """A chat template, compiled when it is first needed."""
+    """A chat template. It is compiled when it is first used."""
 
     source: str
     special_tokens: Mapping[str, str]
     """Variables such as bos_token."""
     today: date | None = None
-    """The date that the template is given; None for none."""
+    """Date that the template may ask for; None if it may not."""
     variables: Mapping[str, Any] | None = None
-    """Further ones of every conversation, where it has none of its own by that name."""
+    """Further variables. A conversation's own variables of the same name go first."""
 
     @cached_property
     def has_marks(self) -> bool:
-        """True if the template says itself what is trained."""
+        """True if the template marks trained text by {% generation %}."""
         return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
 
     def as_needed(self, conversation: Conversation) -> Conversation:
-        """Returns the conversation with the ids of calls that the template asks for."""
+        """Returns the conversation with call ids if the template requires them."""
         if not _NEEDS_CALL_IDS.search(self.source):
             return conversation
         return conversation._replace(messages=with_call_ids(conversation.messages))
@@ -82,8 +81,8 @@ class TemplateWriter:
     ) -> Written:
         """Returns the rendering of a conversation.
 
-        SampleError where the template refuses it or fails; SlowTemplateError where it takes too
-        long; ValueError for a template that cannot be read.
+        Raises SampleError if the template refuses it or fails, SlowTemplateError if it takes too
+        long, and ValueError if the template is not valid.
         """
         template = self._released if as_released else self._in_training
         variables = {
@@ -114,7 +113,7 @@ class TemplateWriter:
                     "--template-date YYYY-MM-DD"
                 )
             raise SampleError(said) from None
-        except Exception as error:  # a program of others
+        except Exception as error:  # the template may raise anything
             said = f"{type(error).__name__}: {error}"
             raise SampleError(f"the chat template fails on the conversation: {said:.300}") from None
 
@@ -130,9 +129,11 @@ class TemplateWriter:
         return _compiled(self.source)
 
     def _as_dict(self, message: Message) -> dict[str, Any]:
-        """Returns a message as the template reads it: its thoughts stand under each of the names
-        that templates know, or are parts of its content, also those that the data have in <think>
-        tags and the template expects apart (gpt-oss).
+        """Returns a message as the template reads it.
+
+        Thoughts are given under all names that templates know, or as a part of the content if the
+        template reads parts. If it reads thoughts in a field of their own (gpt-oss), thoughts in
+        <think> tags in the content are moved there.
         """
         thoughts = message.fields.get("reasoning_content")
         if thoughts is None and self._reads_thoughts_apart and message.role == "assistant":
