@@ -66,20 +66,14 @@ def spread(values: list[float], unit: str, digits: int = 0) -> str:
 
 
 def parquet(folder: Path) -> None:
-    """Rows of 1 kB, one by one: 100 MB in row groups of 1,000 rows and in one; 400 MB, which is
-    more than a process keeps decoded.
+    """Rows of 1 kB, one by one, and as training reads them. A process keeps 256 MB decoded: 100 MB
+    fit, 400 MB and 4 GB do not.
     """
-    import pyarrow
-    import pyarrow.parquet
-
     from megatron.blending.formats.sources import open_source
 
     draws = np.random.default_rng(0)
     for num_rows, group in ((100_000, 1000), (100_000, 100_000), (400_000, 1000)):
-        texts = [draws.bytes(500).hex() for _ in range(num_rows)]
-        path = folder / f"{num_rows}-{group}.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=group)
-        del texts
+        path = write_rows(folder, num_rows, group)
         order = draws.permutation(num_rows)[:20_000].tolist()
         costs = {}
         for name, indices in (("in order", list(range(20_000))), ("in random order", order)):
@@ -87,6 +81,55 @@ def parquet(folder: Path) -> None:
             costs[name] = cpu_of_each(source.read, [[index] for index in indices])
         both = ", ".join(f"{1e6 * cost:,.0f} us {name}" for name, cost in costs.items())
         print(f"parquet, {num_rows:,} rows in row groups of {group:,}: {both}, CPU per row")
+        path.unlink()
+    for num_rows, group in (
+        (100_000, 1000),
+        (400_000, 1000),
+        (400_000, 100_000),
+        (4_000_000, 1000),
+        (4_000_000, 100),
+    ):
+        path = write_rows(folder, num_rows, group)
+        first, planned = (1e6 * cost for cost in cpu_of_samples(path))
+        path.unlink()
+        print(
+            f"parquet in training, {num_rows:,} rows in row groups of {group:,}: "
+            f"{planned:,.0f} us, CPU per sample ({first:,.0f} of the first 30,720)"
+        )
+
+
+def write_rows(folder: Path, num_rows: int, group: int) -> Path:
+    """Rows of 1 kB; a million of them repeat 100,000."""
+    import pyarrow
+    import pyarrow.parquet
+
+    draws = np.random.default_rng(1)
+    table = pyarrow.table({"text": [draws.bytes(500).hex() for _ in range(100_000)]})
+    path = folder / f"{num_rows}-{group}.parquet"
+    with pyarrow.parquet.ParquetWriter(path, table.schema) as file:
+        for _ in range(num_rows // len(table)):
+            file.write_table(table, row_group_size=group)
+    return path
+
+
+def cpu_of_samples(path: Path) -> list[float]:
+    """Seconds of a sample in random order by a worker: of 30,720, and of the next 32,768, which
+    are planned together.
+    """
+    from megatron.blending import RepeatDataset, SourceDataset, open_source
+    from megatron.blending.loading.chunk_loader import ChunkLoader
+    from megatron.blending.streams.chunk import ChunkDataset
+    from megatron.blending.streams.worker_config import WorkerConfig
+
+    samples = RepeatDataset(SourceDataset(open_source(path)))
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=0, seed=1)
+    loader = ChunkLoader(ChunkDataset(samples, 32), workers)
+
+    def draw(num_samples: int) -> None:
+        for _ in range(num_samples // 32):
+            next(loader)
+
+    return [cpu_of(draw, count) / count for count in (30_720, 32_768)]
 
 
 def aux(folder: Path) -> None:

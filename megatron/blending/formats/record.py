@@ -9,7 +9,7 @@ unusable record raises `RecordError` when it is read, so that a caller may skip 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron.blending.formats.files import File, read_ranges
@@ -21,6 +21,10 @@ _PROBE_BYTES = 4096
 
 class RecordError(ValueError):
     """A record cannot be used. The message starts with its place: "train.jsonl:17: ..."."""
+
+
+ReadRecords = Callable[[Sequence[int]], "list[Record | RecordError]"]
+"""Reads many records, as `RecordSource.read` does."""
 
 
 class RecordSource(Protocol):
@@ -93,15 +97,26 @@ def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | Rec
     return records
 
 
-def read_records(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:
+def planned_read(source: RecordSource, indices: Sequence[int]) -> ReadRecords:
+    """Returns `source.read` for a plan that reads these records in this order, a few with each
+    call. A source whose records are decoded many at once has a method `planned_read` for it.
+    """
+    # Of its class: a wrapper that passes on attributes must not lose a `read` of its own.
+    of_class = getattr(type(source), "planned_read", None)
+    return source.read if of_class is None else of_class(source, indices)
+
+
+def read_records(
+    source: RecordSource, indices: Sequence[int], read: ReadRecords | None = None
+) -> list[Record | RecordError]:
     """Reads many records of any source. Any exception of a record becomes a RecordError with its
-    place: libraries raise dozens of kinds for damaged bytes.
+    place: libraries raise dozens of kinds for damaged bytes. `read` replaces `source.read`.
     """
     try:
-        return source.read(indices)
+        return (read or source.read)(indices)
     except Exception as error:
         if len(indices) != 1:  # find the record that failed by reading them one by one
-            return [record for index in indices for record in read_records(source, [index])]
+            return [record for index in indices for record in read_records(source, [index], read)]
         if isinstance(error, RecordError):
             return [error]
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "

@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 
-from megatron.blending.formats.record import Record, RecordError, RecordSource, check_indices
+from megatron.blending.formats.record import (
+    ReadRecords,
+    Record,
+    RecordError,
+    RecordSource,
+    check_indices,
+    planned_read,
+)
 
 
 class SourcePart(RecordSource):
@@ -16,8 +23,17 @@ class SourcePart(RecordSource):
         return len(self._records)
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
+        return self._read(indices, self._source.read)
+
+    def planned_read(self, indices: Sequence[int]) -> ReadRecords:
+        if not hasattr(type(self._source), "planned_read"):
+            return self.read
+        of_source = planned_read(self._source, [self._records[index] for index in indices])
+        return lambda indices: self._read(indices, of_source)
+
+    def _read(self, indices: Sequence[int], read: ReadRecords) -> list[Record | RecordError]:
         check_indices(indices, self)
-        return self._source.read([self._records[index] for index in indices])
+        return read([self._records[index] for index in indices])
 
     def num_bytes(self, records: range) -> int | None:
         """Returns the bytes of consecutive records in sum; None if the source does not know."""

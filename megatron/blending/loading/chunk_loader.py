@@ -18,9 +18,12 @@ from megatron.blending.streams.failures import Failure, FailureLog
 from megatron.blending.streams.node import Binding, PlanBatch
 from megatron.blending.streams.worker_config import WorkerConfig
 
-_FIRST_SAMPLES = 256
-_MAX_SAMPLES = 8192
-"""Samples planned in one call: few at first, so that the first chunk comes soon, then ever more."""
+_FIRST_SAMPLES = 2048
+_MAX_SAMPLES = 32768
+"""Samples planned in one call: few at first, so that the first chunk comes soon, then ever more.
+Parquet in random order is decoded once per plan: 8,192 would cost 400 MB of it 38 microseconds per
+sample, instead of 14.
+"""
 
 
 class _Begin(NamedTuple):

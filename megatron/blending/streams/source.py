@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from megatron.blending.arguments import check_whole
-from megatron.blending.formats.record import Record, RecordError, RecordSource, read_records
+from megatron.blending.formats.record import (
+    ReadRecords,
+    Record,
+    RecordError,
+    RecordSource,
+    planned_read,
+    read_records,
+)
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.items import SkipMarker, failed
 from megatron.blending.streams.node import (
@@ -124,6 +131,7 @@ class SourcePlan:
         self._plan_batch = plan_batch
         self._records: Any = None
         self._lists: tuple[list[int], list[int]] | None = None
+        self._read: ReadRecords | None = None
         plan_batch.add(self)
 
     def set_records(self, records: Ints) -> None:
@@ -139,9 +147,10 @@ class SourcePlan:
         if self._lists is None:
             self.record(0)
             self._lists = self.positions.tolist(), self._records.tolist()
+            self._read = planned_read(self._node.source, self._lists[1])
         node = self._node
         numbers = self._lists[1][start:end]
-        records = read_records(node.source, numbers)
+        records = read_records(node.source, numbers, self._read)
         is_whole = RecordError not in map(type, records)
         if node.load is None and is_whole:
             return records

@@ -6,8 +6,10 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron.blending.formats.files import open_file
 from megatron.blending.formats.prepared.sample_index import SampleIndexWriter
@@ -80,4 +82,10 @@ def write_texts(root: Path, name: str, count: int, subflavors: str = "") -> Path
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: Sequence[Any], row_group_size: int) -> Path:
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=row_group_size)
     return path

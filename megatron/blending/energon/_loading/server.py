@@ -31,8 +31,8 @@ from megatron.blending.streams.items import (
 from megatron.blending.streams.node import Plan, PlanBatch
 from megatron.blending.streams.seeding import BATCH_INDEX
 
-_FIRST_PLANNED = 256
-_MAX_PLANNED = 8192
+_FIRST_PLANNED = 2048
+_MAX_PLANNED = 32768
 
 
 class _Cell(NamedTuple):

@@ -9,21 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.blending.formats import jsonl, parquet
+from megatron.blending.formats import jsonl
 from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.formats.sources import SOURCES, open_source
+from tests.unit_tests.blending.folders import write_parquet
 
 RECORDS = [{"text": "a"}, {"text": "é\u2028\n"}, {"n": [1, None]}]
 
 
 def write(path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
-
-
-def write_parquet(path, rows, row_group_size):
-    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
-    pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=row_group_size)
     return path
 
 
@@ -96,18 +91,6 @@ def test_json_array(tmp_path):
         source[3]
 
 
-def test_parquet_rows_across_row_groups(tmp_path, monkeypatch):
-    """A wrong border of row groups, or an evicted one that is looked up, would give another row
-    than asked for.
-    """
-    monkeypatch.setattr(parquet, "_DECODED", parquet._DecodedRowGroups(most_bytes=300))
-    rows = [{"id": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(10)]
-    source = open_source(write_parquet(tmp_path / "x.parquet", rows, row_group_size=3))
-    order = [9, 0, 3, 2, 6, 8, 1, 5, 4, 7, 0]
-    assert [source[i] for i in order] == [rows[i] for i in order]
-    assert source.describe(5) == f"{tmp_path / 'x.parquet'} row 5"
-
-
 def test_each_read_of_a_json_array_gives_objects_of_its_own(tmp_path):
     """An encoder that changes its record changed the data: 2, 3 and 4 turns in epochs 1, 2 and
     3."""
@@ -118,40 +101,6 @@ def test_each_read_of_a_json_array_gives_objects_of_its_own(tmp_path):
         (record,) = read_records(source, [0])
         assert record == source[0] == {"turns": ["a", "b"], "n": 10**30}
         record["turns"].append("c")
-
-
-def test_row_groups_are_decoded_once_while_there_is_room(tmp_path, monkeypatch):
-    """In random order each row cost the decoding of its row group: 885 microseconds for 10."""
-    rows = [{"id": i, "text": str(i) * 10} for i in range(60)]
-    sources = [
-        open_source(write_parquet(tmp_path / name, rows, row_group_size=3))
-        for name in ("a.parquet", "b.parquet")
-    ]
-    decoded = []
-    pyarrow = pytest.importorskip("pyarrow.parquet") and pytest.importorskip("pyarrow")
-    decode = pyarrow.parquet.ParquetFile.read_row_group
-
-    def noted_decode(self, *arguments, **options):
-        decoded.append(arguments)
-        return decode(self, *arguments, **options)
-
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", noted_decode)
-    order = [7 * place % 60 for place in range(60)]
-    for source in sources:
-        assert [source[i] for i in order] == [rows[i] for i in order]
-    assert len(decoded) == 2 * 20
-    copy = pickle.loads(pickle.dumps(sources[0]))  # in another process it has nothing yet
-    assert copy[0] == rows[0]
-    assert len(decoded) == 41
-
-
-def test_large_row_groups_are_told(tmp_path, monkeypatch):
-    """Training would wait for data, by seconds for each sample, and nobody knew why."""
-    monkeypatch.setattr(parquet, "_CACHED_BYTES", 1000)
-    monkeypatch.setattr(parquet, "_LARGE_ROW_GROUP", 1000)
-    path = write_parquet(tmp_path / "a.parquet", [{"id": i} for i in range(900)], 900)
-    with pytest.warns(UserWarning, match=r"a\.parquet: has row groups of .* row_group_size=1000"):
-        open_source(path)
 
 
 @pytest.fixture(params=["a.jsonl", "a.json", "a.parquet"])
