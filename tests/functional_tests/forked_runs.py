@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import importlib
 import json
 import logging
@@ -36,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.sft.__main__ import main
 from tests.functional_tests.fault_injection import Fault
+from tests.functional_tests.forks import before_fork
 
 # What a run imports as it goes, a sixth of its time: forked ranks have it.
 for name in (
@@ -137,7 +137,7 @@ def command_forked(
             script()
 
         sys.stdout.flush()
-        gc.freeze()
+        before_fork()
         process = os.fork()
         if not process:
             _end_after(run)
@@ -162,7 +162,7 @@ def launch(
     rank*.log there.
     """
     sys.stdout.flush()
-    gc.freeze()  # a collection in a fork would copy each page that holds an object of the parent's
+    before_fork()
     process = os.fork()
     if process:
         return process

@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -26,6 +25,8 @@ import megatron.core.dist_checkpointing.strategies.filesystem_async
 import megatron.core.optimizer
 import torch
 import torch.distributed as dist
+
+from tests.functional_tests.forks import before_fork
 
 TIMEOUT_SECONDS = 90.0
 torch.set_num_threads(
@@ -52,8 +53,7 @@ def run_ranks(
             context.Process(target=_rank_main, args=(rank, world_size, folder, function, arguments))
             for rank in range(world_size)
         ]
-        # a collection in a rank would copy each page that holds an object of the parent's
-        gc.freeze()
+        before_fork()
         for process in ranks:
             process.start()
         hung = _wait(ranks, folder, timeout_seconds)
