@@ -4,7 +4,6 @@ GPU.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -15,23 +14,6 @@ import pytest
 
 from examples.benchmarks import throughput, throughput_case
 from tests.functional_tests.forked_runs import command_forked
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str) -> str:
-    process = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout
-    return process.stdout
 
 
 def test_throughput_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,17 +46,15 @@ def test_throughput_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(re.findall(r"^\| `", text, re.MULTILINE)) == 10
 
 
-def test_gpu_tests_run_dry() -> None:
+def test_gpu_tests_run_dry(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are found; the shortest of them runs."""
-    told = run(
-        "pytest",
-        "tests/gpu_tests",
-        "--device",
-        "cpu",
-        "-q",
-        "-n",
-        "0",
-        "-k",
-        "test_attention or arrive_whole",
-    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = "--device cpu -q -n 0 -p no:cacheprovider -k"
+    arguments = ["tests/gpu_tests", *options.split(), "test_attention or arrive_whole"]
+
+    def run() -> None:
+        raise SystemExit(pytest.main(arguments))
+
+    status, told, errors = command_forked([], script=run)
+    assert status == 0, told + errors
     assert re.search(r"\d+ passed, \d+ deselected", told), told

@@ -2,27 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.functional_tests.forked_runs import ROOT, command_forked, train_forked
 
 MODEL = ROOT / "tests" / "fixtures" / "released" / "qwen"
-
-
-def megatron_sft(*arguments, stdin=""):
-    """Run the command as a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.sft", *map(str, arguments)],
-        cwd=ROOT,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -45,8 +30,9 @@ def test_a_dry_run_then_the_run_then_a_chat(tmp_path, chats):
     status, out, err = command_forked(["train", *map(str, given)])
     assert (status, err) == (0, "")
     assert "step 2/2" in out
-    status, out, _ = megatron_sft("chat", tmp_path / "save", "--max-new-tokens", "3", stdin="Hi\n")
-    assert status == 0
+    chat = ["chat", str(tmp_path / "save"), "--max-new-tokens", "3"]
+    status, out, err = command_forked(chat, "Hi\n")
+    assert status == 0, err
     assert out.startswith(f"writing {tmp_path / 'save'} as a HuggingFace folder")
 
 

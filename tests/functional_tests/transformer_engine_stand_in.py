@@ -231,4 +231,7 @@ def compare(num_experts: int | None = None) -> None:
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Finder())
-    compare(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    for num_experts in (None, 4):
+        CALLS.clear()
+        GROUPS.clear()
+        compare(num_experts)
