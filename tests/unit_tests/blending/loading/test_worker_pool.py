@@ -1,6 +1,7 @@
 """Real processes: they start, end, die and hang, and nothing waits for ever."""
 
 import faulthandler
+import functools
 import gc
 import itertools
 import logging
@@ -21,6 +22,7 @@ import torch
 
 from megatron.blending import BatchDataset, MapDataset
 from megatron.blending.energon._loading.loader import get_loader, get_savable_loader
+from megatron.blending.loading.worker_pool import WorkerProcess
 from megatron.blending.streams.failures import FatalSampleError
 from tests.unit_tests.blending.number_streams import (
     config,
@@ -58,8 +60,9 @@ def as_tensors(sample):
     }
 
 
-def hang(sample):
+def hang(begun, sample):
     if sample[1] == 7:
+        begun.touch()
         time.sleep(1000)
     return sample
 
@@ -225,15 +228,30 @@ def test_a_dead_worker_is_named():
     assert multiprocessing.active_children() == []
 
 
-def test_a_hung_worker_is_named_with_its_stack(caplog, monkeypatch):
+def test_a_hung_worker_is_named_with_its_stack(caplog, monkeypatch, tmp_path):
+    """A busy machine may take minutes to get there: seconds count from when it hangs."""
     monkeypatch.setattr("megatron.blending.loading.worker_pool._LEAVE_SECONDS", 0.1)
-    tree = MapDataset(source_of("a", 10, shuffle=False), hang)
-    loader = get_loader(tree, processes(slow_worker_seconds=0.5, worker_timeout_seconds=2.0))
+    begun = tmp_path / "begun"
+    wait = WorkerProcess._wait
+
+    def wait_briefly(worker):
+        if worker.name.startswith("worker 1 "):
+            while not begun.exists():  # until the test's hard timeout
+                time.sleep(0.01)
+            worker._slow, worker._timeout = 0.5, 2.0
+        wait(worker)
+
+    tree = MapDataset(source_of("a", 10, shuffle=False), functools.partial(hang, begun))
+    patient = {"slow_worker_seconds": SECONDS, "worker_timeout_seconds": SECONDS}
+    loader = get_loader(tree, processes(**patient))
+    given = [next(loader)[1] for _ in range(7)]
+    monkeypatch.setattr(WorkerProcess, "_wait", wait_briefly)
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 2 sec"),
     ):
-        list(loader)
+        next(loader)
+    assert given == list(range(7))
     assert "in hang" in caplog.text
     assert multiprocessing.active_children() == []
 
