@@ -111,3 +111,20 @@ def test_what_all_ranks_have_is_told_once(rank, monkeypatch, capsys):
     assert done.value.code == 2
     assert slept == [1] * rank
     assert ("error: bore is wide" in capsys.readouterr().err) == (rank == 0)
+
+
+def test_threads_of_all_ranks_end_with_the_run(monkeypatch):
+    """Rank 0 keeps the store where no launcher does: it aborted at times, after a run that went
+    well, as its interpreter ended while its thread was in there.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    ranks = []
+    for number in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda number=number: number)
+        ranks.append(peers.Peers(store))
+    assert all(rank._thread.is_alive() for rank in ranks)
+    ranks[0].close()
+    assert not ranks[0]._thread.is_alive()
+    ranks[1]._thread.join(5)
+    assert not ranks[1]._thread.is_alive()
