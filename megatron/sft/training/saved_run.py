@@ -15,10 +15,10 @@ from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.content import (
     Progress,
     Wanted,
-    gather_delayed,
     load_checkpoint,
     whole_parameters,
 )
+from megatron.sft.model.checkpoints.delayed import gather_delayed
 from megatron.sft.model.checkpoints.files import written_or_refused
 from megatron.sft.model.checkpoints.folder import (
     BEST,

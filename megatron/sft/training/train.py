@@ -25,7 +25,8 @@ from megatron.sft.data.counts import Counts
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.stream import Share
 from megatron.sft.model.build import build_training
-from megatron.sft.model.checkpoints.content import Progress, restored_queue
+from megatron.sft.model.checkpoints.content import Progress
+from megatron.sft.model.checkpoints.delayed import restored_queue
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.model.lora.names import summary_of_adapters

@@ -15,7 +15,7 @@ Invariants, for any number of workers before and after:
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
@@ -24,7 +24,7 @@ from megatron.blending.energon._loading.cells import CellState
 from megatron.blending.energon._loading.global_state import gather_states, send_states
 from megatron.blending.energon._loading.lanes import lanes_of
 from megatron.blending.energon._loading.sequence import RankSequence, share_of
-from megatron.blending.energon._loading.server import Server
+from megatron.blending.energon._loading.server_start import server_of
 from megatron.blending.energon._loading.state import (
     VERSION,
     State,
@@ -34,10 +34,10 @@ from megatron.blending.energon._loading.state import (
     with_checksum,
 )
 from megatron.blending.energon._loading.stream import Stream
-from megatron.blending.loading.messages import MakeServer, Start
+from megatron.blending.loading.messages import Start
 from megatron.blending.loading.worker_pool import WorkerPool
-from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
-from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.failures import FailureLog, Failures, FatalSampleError
+from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.seeding import BATCH_INDEX
 from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
@@ -329,7 +329,10 @@ class Loader(Generic[T_co]):
     def _started(self) -> None:
         if self._pool is None:
             self._pool = WorkerPool(
-                self._server_of, self.config, self._prefetch_factor, self._failure_log
+                functools.partial(server_of, self._stream, self.config),
+                self.config,
+                self._prefetch_factor,
+                self._failure_log,
             )
         if not self._is_started:
             pass_number = self._epoch if self._stream.is_finite else 0
@@ -338,35 +341,3 @@ class Loader(Generic[T_co]):
             for lane in self._sequence.lanes:
                 lane.start(self._pool, pass_number)
             self._is_started = True
-
-    def _server_of(self, worker: int) -> MakeServer:
-        """Returns the function that makes the server of a worker. A worker process binds the tree
-        itself: a bound tree is large to send.
-        """
-        config, stream = self.config, self._stream
-        part = (worker, max(1, config.num_workers), config.num_ranks)
-        handling = (config.failure_tolerance, config.global_error_handler)
-        if config.num_workers:
-            tree: Any = functools.partial(bind_again, stream.dataset, stream.binding.clone())
-            return functools.partial(_server, tree, part, handling, config.in_worker())
-        tree = functools.partial(getattr, stream, "root")
-        return functools.partial(_server, tree, part, handling, config)
-
-
-def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
-    """Returns the tree bound as on the rank."""
-    return dataset.bind(binding.clone())
-
-
-def _server(
-    tree: Callable[[], SavableDataset[Any]],
-    part: tuple[int, int, int],
-    handling: tuple[int, Any],
-    config: WorkerConfig,
-    report: Callable[[Failure], None],
-) -> Server:
-    """Returns a server, in the process that it works in. `config` is the WorkerConfig that user
-    code finds there.
-    """
-    WorkerConfig.active_worker_config, WorkerConfig._worker = config, part[0]
-    return Server(lanes_of(tree()), *part, Failures(*handling, report))

@@ -15,10 +15,9 @@ from megatron.sft.model.checkpoints.content import (
     Wanted,
     _check_same_model,
     _check_same_parts,
-    gather_delayed,
     load_checkpoint,
-    restored_queue,
 )
+from megatron.sft.model.checkpoints.delayed import gather_delayed, restored_queue
 from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path
 from megatron.sft.options.packing import PackingConfig
 from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
