@@ -81,6 +81,7 @@ class Sequences:
         if self.trees is None:
             return tokens, None
         tokens = np.maximum(alignment.padded_length(self.trees.padded), tokens)
+        # Samples that are plain sequences, among trees, have the squares of their padded length.
         return tokens, np.where(
             self.trees.squares == self.lengths**2, tokens**2, self.trees.padded_squares
         )

@@ -22,7 +22,7 @@ from megatron.blending.formats.files import File, LocalFile, is_file, open_file,
 from megatron.blending.formats.record import FileSource, Record, RecordError, check_index, read_each
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEAD_BYTES = 34
+_HEAD_BYTES = 34  # 9 of the magic, 8 of the version, 1 of the type, 8 of each number
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
 
 
@@ -55,6 +55,7 @@ class IndexedSource(FileSource):
             np.int64, _HEAD_BYTES + 12 * count, num_bounds
         )
         """First sequence of each document, and the number of sequences at the end."""
+        # Megatron's tools write sequences one after the other, so that the last one ends the file.
         if (
             count
             and (end := int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize)

@@ -173,6 +173,8 @@ def index_lines(file: File, progress: Progress = unseen) -> npt.NDArray[np.uint6
     scans = range(0, file.size, _SCAN_BYTES)
     for scan in progress(scans, len(scans)):
         data = np.frombuffer(file.read(scan, min(scan + _SCAN_BYTES, file.size)), np.uint8)
+        # A line starts after each newline. If the newline ends the block, the line starts in the
+        # next block, at 0: it is carried over.
         starts = np.append(carried, np.flatnonzero(data == ord("\n")) + 1)
         carried, starts = starts[starts >= len(data)] - len(data), starts[starts < len(data)]
         found.append(starts + scan)

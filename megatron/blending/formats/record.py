@@ -144,6 +144,7 @@ def fingerprint_file(file: File, num_records: int, num_probes: int = 64) -> str:
     of 4 KiB.
     """
     digest = hashlib.blake2b(f"{file.size} bytes {num_records} records".encode(), digest_size=16)
+    # The first block begins the file, the last one ends it. In a small file blocks overlap.
     last = max(file.size - _PROBE_BYTES, 0)
     starts = [last * probe // (num_probes - 1) for probe in range(num_probes)]
     for block in read_ranges(

@@ -80,6 +80,8 @@ def _check_size(events: Iterable[Any]) -> None:
     """
     sizes: dict[str | None, int] = {}
     """Number of values below each anchor, itself included."""
+    # A sum and an anchor for each mapping or list that is open. One that closes adds its sum to the
+    # one around it.
     open_anchors: list[str | None] = [None]
     counts = [0]
     for event in events:

@@ -229,6 +229,9 @@ def multiplied(outer: int | None, inner: int | None) -> int | None:
 
 
 def _subset(inner: Range, outer: Subset) -> Subset:
+    """Returns the part `outer` of the range `inner`. Numbers of records can stand on a source only,
+    so that all outer subsets are shares: 50-100 % of [0, 10) are [5, 10).
+    """
     if inner.is_fraction:
         return Subset(from_share=Fraction(inner.start), to_share=Fraction(inner.end or 1)).within(
             outer

@@ -121,6 +121,7 @@ def _parse_v1_node(place: Place, value: object) -> Entry:
     if "datasets" not in table and {"path", "blend", "blend_epochized", "join"} & table.keys():
         raise place.error("is of the second form; begin the file with __class__: MetadatasetV2")
     place.check_keys(table, ("datasets",))
+    # The first form has no subset and no aux, the last two keys of a reference.
     return _parse_group(place, table, "datasets", (*_REFERENCE[:-2], "weight"))
 
 
@@ -134,7 +135,7 @@ def _parse_v2_node(place: Place, value: object) -> Entry:
     if kinds and kinds[0] in ("blend", "blend_epochized"):
         place.check_keys(table, (kinds[0], "subset"))
         return _parse_group(place, table, kinds[0], ())
-    if not kinds:
+    if not kinds:  # raises for a misspelt key; without any key at all, _parse_leg names `path`
         place.check_keys(table, ("path", "blend", "blend_epochized", *_JOIN[:2], *_REFERENCE[1:]))
     return _parse_leg(place, table, "")
 
@@ -267,6 +268,7 @@ def _parse_joined(at: Place, given: Any) -> tuple[Reference, str]:
         raise at.at("nonmatch", leg).error(
             f"must be one of {', '.join(_NONMATCH)}, but is {nonmatch!r}"
         )
+    # A reference does not know `nonmatch`. Its errors need the lines, which a new Table lacks.
     without_nonmatch = Table((k, v) for k, v in leg.items() if k != "nonmatch")
     without_nonmatch.line, without_nonmatch.lines = leg.line, leg.lines
     reference = _parse_leg(at, without_nonmatch, "", _REFERENCE[:-1])

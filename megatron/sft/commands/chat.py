@@ -79,6 +79,7 @@ class TransformersSpeaker(NamedTuple):
             return_tensors="pt",
             **read_variables(options.chat_template_kwargs),
         ).to(self.model.device)
+        # Some tokenizers return them, and most models refuse them.
         inputs.pop("token_type_ids", None)
         samples = options.temperature > 0
         drawn = {"temperature": options.temperature, "top_p": options.top_p} if samples else {}

@@ -237,6 +237,7 @@ def _capacities(seq_length: int, tensor: int, context: int) -> list[int]:
         context_parallel_size=context, tensor_parallel_size=tensor, sequence_parallel=tensor > 1
     )
     unit = alignment.pack
+    # The sequence rounded up to its alignment, then the pack to its own.
     smallest = -(-(-(-seq_length // alignment.sequence) * alignment.sequence) // unit) * unit
     return [smallest // context * times for times in (1, 2, 4)]
 

@@ -43,6 +43,7 @@ class LineFile:
         return self._path.open("a+", encoding="utf-8", buffering=1)
 
     def _is_in_place(self) -> bool:
+        # The file at the path is still the open one if it has the same device and inode.
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:

@@ -173,6 +173,8 @@ def truncate_after(path: Path, iteration: int) -> None:
     """
     if not path.exists():
         return
+    # `end` is the end of the line read last. `keep` follows it only at lines of steps, so that
+    # lines without a step before a removed one are removed with it.
     keep = end = 0
     with path.open("rb") as file:
         for line in file:

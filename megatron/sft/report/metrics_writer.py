@@ -109,7 +109,7 @@ class MetricsWriter:
         self._file.write(json_line("event", event=name, **fields))
 
     def _add_to_boards(self, values: dict[str, float], iteration: int) -> None:
-        for board in [*self._boards]:
+        for board in [*self._boards]:  # a copy, as a board that fails is removed
             try:
                 board.add(values, iteration)
             except Exception as error:

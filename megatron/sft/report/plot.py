@@ -65,6 +65,7 @@ def plot_series(
     last, reach = len(values) - 1, len(values) // 50
     smooth = []
     for at in range(len(values)):
+        # The mean is taken over as many values before as after; at the ends over fewer.
         near = min(reach, at, last - at)
         smooth.append(mean_of_finite(values[at - near : at + near + 1]))
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
@@ -185,6 +186,7 @@ def packs_to_draw(lines: Sequence[dict[str, Any]]) -> list[DrawnPack]:
     drawn: list[DrawnPack] = []
     at = 0.0
     for index in range(count):
+        # Evenly spread, with the last step: 3 of 100 lines are 33, 66 and 99.
         line = lines[(len(lines) - 1) * (index + 1) // count]
         for rank in line["packs"][: max(1, PACKS_DRAWN // len(line["packs"][0]))]:
             for lengths in rank:

@@ -78,6 +78,7 @@ class WebdatasetFileStore(FileStore):
         return WebDataset(self.path, SplitPart(tuple(read_info(self.path).items()), ()), parts, {})
 
     def _read(self, key: str) -> tuple[bytes, SourceInfo]:
+        # "a/b.seg.json" -> sample key "a/b", part "seg.json": the key ends at the first dot.
         folder, _, name = key.rpartition("/")
         base, _, part = name.partition(".")
         sample_key = f"{folder}/{base}" if folder else base

@@ -32,6 +32,7 @@ class JoinSource(RecordSource):
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         primaries = self._sources[0].read(indices)
         keys = [record["__key__"] for record in primaries if not isinstance(record, RecordError)]
+        # One lookup per source for all keys of the block, instead of one per sample.
         legs = [self._found(number, keys) for number in range(1, len(self._sources))]
         return [
             self._joined(index, record, legs) if not isinstance(record, RecordError) else record

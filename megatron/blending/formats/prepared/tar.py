@@ -118,6 +118,8 @@ def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> s
         base, part, octal = match.groups()
         data = at + BLOCK
         stop = data + int(octal, 8)
+        # A name that fills its field of 100 bytes may continue elsewhere, and a new key begins
+        # another sample: both are for the slow way.
         if (
             stop > end
             or len(base) + len(part) > _MAX_PLAIN_NAME
@@ -129,7 +131,7 @@ def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> s
             parts[part.decode()] = content[data:stop]
         except UnicodeDecodeError:
             return _parse_by_walking(content[start:end], parts)
-        at = (stop + BLOCK - 1) & -BLOCK
+        at = (stop + BLOCK - 1) & -BLOCK  # contents are padded to whole blocks
     if key is None:
         raise TarError("no sample starts here")
     return _text(key)

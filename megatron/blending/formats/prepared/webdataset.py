@@ -104,6 +104,8 @@ class WebDataset(RecordSource):
         self._opened_at = time.time_ns()
         self._starts = np.append(0, self._ends[:-1])
         self._skipped = self._find_skipped(part.excluded)
+        # Samples 2 and 5 skipped -> 2 and 4 kept samples before them. Index i is sample i plus the
+        # number of entries up to i: indices 0 1 2 3 4 are the samples 0 1 3 4 6.
         self._kept_before_skipped = self._skipped - np.arange(self._skipped.size)
         self._samples_of_file: list[range] | None = None
         self._index = SampleIndex(path)
@@ -192,6 +194,7 @@ class WebDataset(RecordSource):
         total = 0
         for number in range(first, last + 1):
             offsets = self._shard(number).offsets
+            # Samples a to b of a shard are the bytes from offsets[a] to offsets[b + 1].
             until = end + 1 if number == last else len(offsets) - 1
             total += int(offsets[until]) - int(offsets[start if number == first else 0])
         return total
@@ -214,6 +217,7 @@ class WebDataset(RecordSource):
                 else range(0)
             )
             if 0 <= sample < len(samples) and (at := samples[sample]) not in self._skipped:
+                # The reverse of `_places`: subtract the skipped samples before it.
                 found[key] = at - int(np.searchsorted(self._skipped, at))
         return found
 

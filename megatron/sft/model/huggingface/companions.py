@@ -78,6 +78,7 @@ class Companions(NamedTuple):
             found.pop("_name_or_path", None)
             # Experts that were read from MXFP4 are written in the type of the other weights.
             found.pop("quantization_config", None)
+        # transformers 5 writes "dtype", earlier ones "torch_dtype", which all of them read.
         if found.get("dtype") is None and found.get("torch_dtype") is None:
             found["torch_dtype"] = self.dtype
         return found

@@ -50,6 +50,7 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
     family, text, _ = language_model(config, where)
     _refuse(text.values, family, where)
     heads = text.number("num_attention_heads")
+    # Megatron's options have no groups if each head has keys and values of its own.
     groups = text.get("num_key_value_heads") or heads
     hidden = text.number("hidden_size")
     tied = text.get("tie_word_embeddings", family.ties_embeddings)

@@ -182,6 +182,8 @@ def read_header(file: Path) -> dict[str, Any]:
         ) from None
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        # Sorted by offset, each tensor must begin where the last one ends, and have the bytes of
+        # its shape. A file that was cut off or overwritten fails this.
         begin, until = entry["data_offsets"]
         of_type = _BYTES.get(entry["dtype"])
         if begin != end or (of_type and until - begin != of_type * math.prod(entry["shape"])):

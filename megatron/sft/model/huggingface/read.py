@@ -83,7 +83,8 @@ def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
             raise RuntimeError(
                 f"{name} has no place in a HuggingFace model of its family"
             ) from None
-        rank, size = (0, 1) if weight.is_expert else tensor_parallel  # experts are never cut
+        # Experts are spread over ranks whole, and never split by tensor parallel.
+        rank, size = (0, 1) if weight.is_expert else tensor_parallel
         if not isinstance(parameter, torch.nn.Parameter) or getattr(parameter, "allreduce", True):
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         else:
@@ -131,6 +132,7 @@ def global_name(name: str, gpt: GPTModel) -> str:
             gpt.config.num_moe_experts or 0
         ) // parallel_state.get_expert_model_parallel_world_size()
         first = parallel_state.get_expert_model_parallel_rank() * size
+        # Expert-parallel rank 1 of 2, with 8 experts, has experts 4 to 7: its local 0 is 4.
         if parts[at] == "local_experts":
             parts[at + 1] = str(first + int(parts[at + 1]))
         else:  # Transformer Engine's grouped experts: linear_fc1.weight3

@@ -142,6 +142,8 @@ EXPERT_ROWS: tuple[Row, ...] = (
 LAYER_ROWS: tuple[Row, ...] = (
     Row("mixer_norm.weight", "whole", ("hidden",), ("input_layernorm.weight",), "norms_before"),
     *ATTENTION_ROWS,
+    # One tensor name with two meanings. In Llama post_attention_layernorm is the norm before the
+    # MLP. In families with a norm behind attention it is that norm.
     Row(
         "mixer_norm_behind.weight",
         "whole",

@@ -34,6 +34,7 @@ class Weights:
         known = {row.part for row in LAYER_ROWS}
         added = tuple(row for row in family.rows if row.part not in known)
         self._rows = tuple(replaced.get(row.part, row) for row in LAYER_ROWS) + added
+        # MODEL_ROWS begins with the embedding and the output layer.
         head, embedding = (self._weight(row, LogicalName(row.part)) for row in MODEL_ROWS[1::-1])
         is_tied = not model.untie_embeddings_and_output_weights
         self.tied = (head.parts[0].name, embedding.parts[0].name) if is_tied else None
@@ -106,6 +107,8 @@ class Weights:
                 "vocab": self._vocab_size,
                 "hidden": self._model.hidden_size,
             }
+            # A prefix of the head includes "lm_head.", as the tensor's name in the row does: keep
+            # only the text before it. "language_model.lm_head." -> "language_model."
             prefix = self._prefix.head if row.tensors[0].startswith("lm_head") else ""
             prefix = prefix.removesuffix("lm_head.") if prefix else self._prefix.body
             groups = 1
@@ -118,6 +121,7 @@ class Weights:
         for number, (tensor, source) in enumerate(zip(row.tensors, sources, strict=True)):
             shape = tuple(sizes[_of_part(size, number)] for size in row.shape)
             view = source.view
+            # A name without a number for the expert is that of a stack of all experts.
             if place.expert is not None and "{e}" not in tensor:
                 view = view._replace(expert=place.expert)
             name = prefix + self._family.renamed(tensor.replace("{e}", str(place.expert)))

@@ -146,6 +146,7 @@ def _write_weights(
     Rank 0 with 2 files and rank 1 with 3 number them 1, 2 and 3, 4, 5, and a file of carried
     tensors is 6.
     """
+    # Ranks number their files one after the other, so that each needs the numbers of all.
     all_files = gathered(files)
     num_before = sum(map(len, all_files[: dist.get_rank()]))
     num_files = sum(map(len, all_files)) + bool(carried)
