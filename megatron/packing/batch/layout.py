@@ -88,7 +88,7 @@ class PackLayout:
         total = int(padded.sum())
         tail = -total % alignment.pack if total else alignment.pack
         if tail:
-            real, padded = np.append(real, 0), np.append(padded, tail)
+            real, padded = np.concatenate((real, (0,))), np.concatenate((padded, (tail,)))
         if parents is None or depths is None or (parents < 0).all():
             return cls(real, padded)
         if tail:
@@ -119,5 +119,5 @@ class PackLayout:
 
 def _running_sum(lengths: IntArray) -> npt.NDArray[np.int32]:
     sums = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, out=sums[1:])
+    lengths.cumsum(out=sums[1:])
     return sums

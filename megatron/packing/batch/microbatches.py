@@ -38,6 +38,7 @@ from megatron.packing.batch.columns import (
     TOKEN,
     TOKENS,
     IntArray,
+    split_at,
 )
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.nodes import Nodes
@@ -50,6 +51,8 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
 _COPIED = (*FIELDS, "num_paths", "axis_positions")
 _TOKEN_BYTES = 28
 """Bytes of `tokens`, `labels`, `position_ids` and `loss_mask` for each token."""
+_LONG_RUN = 256
+"""Tokens from which on copying a run takes less time than a mask of all tokens."""
 _HUGE_PAGES_FROM = 2**22
 """Bytes from which on numpy asks for huge pages."""
 
@@ -59,7 +62,7 @@ def layouts_of(
 ) -> list[PackLayout]:
     """Returns the layout of each microbatch: `num_sequences[m]` of the sequences, in order."""
     return [
-        PackLayout.of(part, alignment) for part in np.split(lengths, np.cumsum(num_sequences)[:-1])
+        PackLayout.of(part, alignment) for part in split_at(lengths, np.cumsum(num_sequences)[:-1])
     ]
 
 
@@ -147,7 +150,7 @@ def pack(
             parts = _of_segments(values[of_segment], num_segments, layouts)
         else:
             ends = _row_ends(samples, column.scope, num_sequences)
-            parts = [torch.from_numpy(part) for part in np.split(values, ends[:-1])]
+            parts = [torch.from_numpy(part) for part in split_at(values, ends[:-1])]
         extra.setdefault(f"extra_per_{column.scope}", {})[column.name] = parts
     if PATH in samples.sizes.ragged:
         fields["path_pairs"] = _path_pairs(samples, num_sequences, is_real, layouts)
@@ -274,12 +277,16 @@ def _token_fields(samples: Samples, is_real: npt.NDArray[np.bool_]) -> dict[str,
     ids = block[: 24 * num_tokens].view(np.int64).reshape(3, num_tokens)
     loss_mask = block[24 * num_tokens : _TOKEN_BYTES * num_tokens].view(np.float32)
     fields = dict(zip(("tokens", "labels", "position_ids"), ids)) | {"loss_mask": loss_mask}
+    # Where each run of real tokens begins and ends: T T F T F    ->    [0, 2], [3, 4]
+    runs = np.flatnonzero(np.diff(is_real, prepend=False, append=False)).reshape(-1, 2)
     for column in (TOKENS, LABELS, POSITION_IDS, LOSS_MASK):
-        values = samples.values_of(column)
-        if len(values) == num_tokens:
-            fields[column.name][:] = values
-        else:
-            fields[column.name][is_real] = values
+        field, values = fields[column.name], samples.values_of(column)
+        if len(runs) > num_tokens / _LONG_RUN:
+            field[is_real] = values
+            continue
+        parts = split_at(values, np.diff(runs).cumsum()[:-1])
+        for (start, end), part in zip(runs.tolist(), parts):
+            field[start:end] = part
     return fields
 
 
@@ -308,7 +315,7 @@ def _of_segments(
     follows at its end.
     """
     found = []
-    for rows, layout in zip(np.split(values, np.cumsum(num_sequences)[:-1]), layouts, strict=True):
+    for rows, layout in zip(split_at(values, np.cumsum(num_sequences)[:-1]), layouts, strict=True):
         of_segments = np.zeros((layout.lengths.size, *values.shape[1:]), values.dtype)
         of_segments[: len(rows)] = rows
         found.append(torch.from_numpy(of_segments))

@@ -48,6 +48,7 @@ from megatron.packing.batch.columns import (
     count_from_zero,
     depths_of_nodes,
     next_tokens,
+    split_at,
 )
 from megatron.packing.batch.extra import column_of
 from megatron.packing.batch.huggingface import IGNORED
@@ -280,7 +281,7 @@ class SampleReader:
         values = [item.fields.get(name) for item in self._items]
         if not self._all_have(name):
             ends = np.cumsum([item.size for item in self._items])[:-1]
-            defaults = np.split(make_default(), ends)
+            defaults = split_at(make_default(), ends)
             values = [
                 default if value is None else value for value, default in zip(values, defaults)
             ]

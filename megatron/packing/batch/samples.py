@@ -40,6 +40,7 @@ from megatron.packing.batch.columns import (
     expand_ranges,
     num_words,
     schema_of,
+    split_at,
     wire_columns,
 )
 
@@ -225,11 +226,13 @@ class Samples:
         lengths = np.minimum(self.lengths, limit)
         starts, ends = np.cumsum(self.lengths) - self.lengths, np.cumsum(lengths)
         index = expand_ranges(starts, lengths)
-        shorter = self._rows_at(replace(self.sizes, lengths=lengths), {TOKEN: index})
-        last_labels = shorter.columns[LAST_LABELS]
+        columns = {
+            column: values[index] if column.scope == TOKEN else values
+            for column, values in self.columns.items()
+        }
         if lengths.size:  # the last token that is left is labelled with the next, which is cut off
-            last_labels = self.values_of(LABELS)[index[ends - 1]]
-        return replace(shorter, columns={**shorter.columns, LAST_LABELS: last_labels})
+            columns[LAST_LABELS] = self.values_of(LABELS)[index[ends - 1]]
+        return Samples(sizes=replace(self.sizes, lengths=lengths), columns=columns)
 
     def split(self, counts: IntArray) -> list[Samples]:
         """Returns the first counts[0] sequences, the next counts[1] ..., as views."""
@@ -239,7 +242,7 @@ class Samples:
             # Rows 2 1 3, split after 2 sequences    ->    after row 3
             row_ends[scope] = np.concatenate(([0], np.cumsum(self.sizes.rows(scope))))[ends]
         parts_by_column = {
-            column: np.split(values, row_ends[column.scope])
+            column: split_at(values, row_ends[column.scope])
             for column, values in self.columns.items()
         }
         return [
@@ -248,14 +251,6 @@ class Samples:
             )
             for i, sizes in enumerate(self.sizes.split(ends))
         ]
-
-    def _rows_at(self, sizes: Sizes, index: Mapping[str, npt.NDArray[Any]]) -> Samples:
-        """Returns the rows at `index`, by scope; all rows of scopes that are not there."""
-        columns = {
-            column: values[index[column.scope]] if column.scope in index else values
-            for column, values in self.columns.items()
-        }
-        return Samples(sizes=sizes, columns=columns)
 
     def to_words(self) -> npt.NDArray[np.int32]:
         """Returns everything but the sizes as int32 [num_words(sizes, schema)]."""

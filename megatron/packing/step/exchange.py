@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron.packing.batch.columns import IntArray, Schema, Sizes, num_words
+from megatron.packing.batch.columns import IntArray, Schema, Sizes, num_words, split_at
 from megatron.packing.batch.payload_bytes import from_bytes, to_bytes
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples, joined
@@ -155,7 +155,7 @@ def move(
         [part.size for part in words],
         group=data_ranks_group,
     )
-    received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
+    received = split_at(incoming.numpy(), np.cumsum(receive)[:-1])
     arrived = [
         Samples.from_words(part, part_sizes, decision.schema)
         for part, part_sizes in zip(received, sizes)
