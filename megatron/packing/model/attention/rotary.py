@@ -79,7 +79,8 @@ class PackedSelfAttention(SelfAttention):
             and not (is_skipped or self.config.apply_rope_fusion)
         ):
             frequencies, rotary_pos_emb = rotary_pos_emb, None
-        self._turned_by = frequencies, packed_seq_params if is_pack else None
+        # Not by torch's `__setattr__`, which looks for parameters and modules in each layer.
+        self.__dict__["_turned_by"] = frequencies, packed_seq_params if is_pack else None
         try:
             return super().forward(
                 hidden_states,
@@ -90,7 +91,7 @@ class PackedSelfAttention(SelfAttention):
                 **options,
             )
         finally:
-            self._turned_by = None
+            self.__dict__["_turned_by"] = None
 
     def get_query_key_value_tensors(self, *arguments: object, **options: object) -> Any:
         """See megatron-core; query and key [t, 1, heads, d] are turned here, after their norms."""
