@@ -1,5 +1,4 @@
-"""mcore. Start and end the process groups: NCCL where CUDA is, gloo elsewhere, by the same
-command."""
+"""mcore. Starts and ends the process groups, by NCCL on GPUs and by gloo on CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 
 _ANSWER_SECONDS = 30.0
-"""A store that takes longer to answer is none."""
+"""Maximum wait for the store. One that does not answer by then is an error."""
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""pure. The launcher's variables, signals and streams of this process, and its last words."""
+"""pure. The environment of this process: the launcher's variables, signals, output streams, and the
+last line when it ends.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,15 @@ from typing import Any, NoReturn, TextIO
 from megatron.packing.user_files import shortened
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-LAUNCHED = "MEGATRON_SFTLAUNCHED"
-"""Is set where `megatron.sft.launch` started this process, and says what ended it."""
+LAUNCHED = "MEGATRON_SFT_LAUNCHED"
+"""Variable that is set if `megatron.sft.launch` started this process. The launching process then
+prints the error that ended the run.
+"""
 
 
 def world_from_environment() -> tuple[int, int]:
-    """Returns (rank, world size) as torchrun says; (0, 1) without a launcher.
-
-    ValueError where they are no such numbers.
+    """Returns (rank, world size) from the launcher's variables; (0, 1) without a launcher. Raises
+    ValueError if they are not valid.
     """
     rank = _number_from_environment("RANK", 0)
     world_size = _number_from_environment("WORLD_SIZE", 1)
@@ -59,7 +62,7 @@ def _number_from_environment(name: str, default: int) -> int:
 
 
 def check_temporary_folder() -> None:
-    """Raises ValueError where temporary files, which data workers need, cannot be made."""
+    """Raises ValueError if temporary files cannot be made. Data workers need them."""
     try:
         with tempfile.TemporaryFile():
             pass
@@ -72,16 +75,16 @@ def check_temporary_folder() -> None:
 
 
 def default_num_workers() -> int:
-    """Returns how many processes read for each rank: its share of the cores, but for one that
-    computes and one that prepares batches; at most 4.
+    """Returns the number of data workers of each rank: its share of the cores, less one to compute
+    and one to prepare batches; at most 4.
     """
     ranks = max(1, _number_from_environment("LOCAL_WORLD_SIZE", 1))
     return max(0, min(4, len(os.sched_getaffinity(0)) // ranks - 2))
 
 
 def silence_warnings(rank: int) -> None:
-    """Keeps megatron-core's and torch's import-time notices out of the log; errors stay, from every
-    rank.
+    """Hides warnings that megatron-core and torch print when they are imported. Errors of all ranks
+    are still printed.
     """
     for notice in (
         "Apex is not installed",
@@ -103,12 +106,13 @@ def silence_warnings(rank: int) -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Makes importing torch and megatron-core take two thirds of its time.
+    """Context in which importing torch and megatron-core takes two thirds of the usual time.
 
-    `torch.compile` waits with importing its compiler until a function that it was given meanwhile
-    is called: megatron-core decorates a dozen functions, most of which no run calls. Boards, which
-    megatron-core imports for the annotations of its timers, are as if they were not installed.
-    Python's collector of cycles rests, and from then on passes over the modules, which stay.
+    - `torch.compile` imports its compiler only when a compiled function is called. megatron-core
+      decorates a dozen functions, and most of them are never called.
+    - TensorBoard and wandb appear as not installed. megatron-core imports them only for type
+      annotations of its timers.
+    - Python's cyclic garbage collector is off, and later skips the modules, which are never freed.
     """
     was_collecting = gc.isenabled()
     gc.disable()
@@ -127,8 +131,9 @@ def quick_imports() -> Iterator[None]:
 
 
 def _unfreeze_triton() -> None:
-    """Lets Python free Triton's modules at the end: Triton (nanobind) prints a hundred lines about
-    what is not freed. Without it they stay, as freeing all modules takes a second.
+    """Lets Python free all modules at exit if Triton is imported: Triton (nanobind) prints a
+    hundred lines about objects that are not freed. Otherwise they are not freed, which saves a
+    second.
     """
     if "triton" in sys.modules:
         gc.unfreeze()
@@ -154,18 +159,14 @@ def _lazy_compile() -> Iterator[None]:
 
 
 def end_with_launcher() -> None:
-    """Asks to be stopped by SIGTERM when torchrun is killed, on Linux: nobody else would end this
-    process.
-    """
+    """Makes Linux send SIGTERM to this process when torchrun is killed: nothing else ends it."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def outlive_output() -> None:
-    """Lets this process outlive a standard output or error that is closed or full: what it prints
-    is dropped then.
-    """
+    """Keeps this process alive if stdout or stderr is closed or full: its output is dropped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Output):
@@ -173,15 +174,13 @@ def outlive_output() -> None:
 
 
 class _Output:
-    """A stream that goes to the null device from its first failing write on; otherwise the stream
-    that it wraps.
-    """
+    """Wraps a stream. From its first failing write on, it writes to the null device."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes the text, or drops it."""
+        """Writes the text, or drops it if that fails."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -189,7 +188,7 @@ class _Output:
             return len(text)
 
     def flush(self) -> None:
-        """Flushes what was written, or drops it."""
+        """Flushes the stream, or drops its text if that fails."""
         try:
             self._stream.flush()
         except OSError:
@@ -197,7 +196,8 @@ class _Output:
 
     def _drop(self) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
-        # The descriptor itself, so that buffered text, other processes and C libraries follow.
+        # Replace the file descriptor itself, so that buffered text, child processes and C libraries
+        # write to the null device as well.
         os.dup2(null, self._stream.fileno())
         os.close(null)
 
@@ -206,7 +206,7 @@ class _Output:
 
 
 def program() -> str:
-    """Returns by what name the user started this process."""
+    """Returns the name that the user started this process by."""
     name = Path(sys.argv[0]).name
     if LAUNCHED in os.environ:
         return "megatron-sft"
@@ -214,11 +214,11 @@ def program() -> str:
 
 
 def fail(message: str, rank: int, details: Sequence[str] = ()) -> NoReturn:
-    """Ends this process with status 2. Rank 0 says why in one line, and torchrun in its summary,
-    the last thing on the terminal, of every rank that has something to say; under another launcher
-    each rank says it itself.
+    """Ends this process with status 2. Rank 0 prints the message in one line. Messages of all ranks
+    are in torchrun's summary, the last thing on the terminal; under another launcher each rank
+    prints its own.
 
-    details: lines that rank 0 prints before.
+    details: lines that rank 0 prints before the message.
     """
     if rank == 0:
         _print_lines(details)
@@ -242,14 +242,14 @@ def _print_lines(lines: Sequence[str]) -> None:
 
 
 def tell_torchrun(message: str, *, is_shown: bool) -> None:
-    """Lets torchrun's summary say why this process ends; `is_shown`: and this process itself."""
+    """Writes a message for torchrun's summary of this process. With `is_shown` prints it, too."""
     line = f"{program()}: error: {shortened(' '.join(message.split()))}"
     if is_shown and LAUNCHED not in os.environ:
         print(line, file=sys.stderr, flush=True)
     path = os.environ.get(_ERROR_FILE)
     if path:
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        with suppress(OSError):  # what was printed must do
+        with suppress(OSError):  # the summary is a convenience: the message may be printed already
             Path(path).write_text(
                 json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8"
             )

@@ -1,9 +1,10 @@
-"""mcore. Answers of the model in training to the prompts of --sample-prompts: greedy, in its own
-layout, by the same forward pass as training.
+"""mcore. Answers the prompts of --sample-prompts with the model in training: by greedy decoding, in
+the parallel layout of the run, with the forward pass of the training.
 
-Nothing is kept from one token to the next: each new token is a forward pass of all prompts that are
-not answered yet, packed. That is right for a few short prompts, and works in every layout. All
-replicas compute the same; the words of the first one count, so that all ranks go on alike.
+There is no cache of keys and values: each new token is a forward pass of all unfinished prompts,
+packed. This works in every parallel layout, and is fast enough for a few short prompts. All
+replicas compute the same. The tokens of the first replica are used on all ranks, so that they never
+diverge.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _NONE = -1
 
 
 class PromptBatch(NamedTuple):
-    """Sequences as the microbatches of a forward pass."""
+    """Prompts as the microbatches of a forward pass."""
 
     microbatches: list[Microbatch] | list[PaddedBatch]
     asked: list[int]
-    """Numbers of the sequences whose last token this context-parallel rank has, in its order."""
+    """Numbers of the sequences whose last token is on this context-parallel rank, in its order."""
 
     @property
     def num_microbatches(self) -> int:
@@ -45,7 +46,7 @@ class PromptBatch(NamedTuple):
         return len(self.microbatches)
 
     def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
-        """Returns what megatron-core's schedules iterate over."""
+        """Returns the data iterator for megatron-core's schedules, or one per virtual stage."""
 
         def one() -> Iterator[Any]:
             if isinstance(self.microbatches[0], PaddedBatch):
@@ -70,11 +71,11 @@ class Answers:
         run: Callable[[PromptBatch], object],
         device: torch.device,
     ) -> list[tuple[str, str]]:
-        """Returns (prompt, answer) of each prompt, on every rank alike; collective.
+        """Returns (prompt, answer) for each prompt, the same on every rank; collective.
 
         Args:
             model: this rank's chunks, in evaluation mode.
-            run: runs the forward passes of a batch.
+            run: function that runs the forward passes of a batch.
         """
         made: list[list[int]] = [[] for _ in self._prompts]
         limit = self._config.model.seq_length
@@ -120,12 +121,14 @@ class Answers:
 
 
 def prompt_batch(config: SFTConfig, sequences: Sequence[Sequence[int]]) -> PromptBatch:
-    """Returns `sequences` as microbatches in which only the last token of each counts."""
+    """Returns sequences as microbatches in which only their last tokens are unmasked: the output
+    layer computes logits of unmasked tokens alone.
+    """
     lengths = np.array([len(one) for one in sequences])
     ids = np.concatenate([np.array(one, np.int32) for one in sequences])
     mask = np.zeros(ids.size, np.float32)
     mask[lengths.cumsum() - 1] = 1.0
-    # An interleaved pipeline wants a multiple of its stages.
+    # An interleaved pipeline needs a multiple of its stages as its number of microbatches.
     multiple = config.parallel.pipeline_model_parallel_size if config.num_virtual_stages else 1
     if config.packing.sequence_packing:
         return _packs(config, lengths, ids, mask, multiple)
@@ -148,7 +151,8 @@ def _packs(config: SFTConfig, lengths: IntArray, ids: Any, mask: Any, multiple: 
     asked, number = [], 0
     microbatches = pack(samples, np.array(num_sequences), layouts)
     for batch, count in zip(microbatches, num_sequences):
-        ends = np.full(batch["loss_mask"].numel(), _NONE)  # the sequence that ends with a token
+        # For each token the number of the sequence that ends with it, or _NONE.
+        ends = np.full(batch["loss_mask"].numel(), _NONE)
         ends[batch["loss_mask"].numpy() != 0] = range(number, number + count)
         asked += _here(ends, tuple(batch["cu_seqlens_padded"].diff().tolist()))
         number += count
@@ -156,7 +160,9 @@ def _packs(config: SFTConfig, lengths: IntArray, ids: Any, mask: Any, multiple: 
 
 
 def packs_in_order(lengths: IntArray, capacity: int) -> list[int]:
-    """Returns the number of sequences of each pack: `[3, 4, 2, 6]` at 7 -> `[2, 1, 1]`."""
+    """Returns the number of sequences in each pack, filled in order: `[3, 4, 2, 6], 7 -> [2, 1,
+    1]`.
+    """
     found: list[int] = []
     used = capacity + 1
     for length in lengths.tolist():
@@ -169,7 +175,7 @@ def packs_in_order(lengths: IntArray, capacity: int) -> list[int]:
 
 
 def _here(numbers: IntArray, lengths: tuple[int, ...]) -> list[int]:
-    """Returns the numbers in this context-parallel rank's shard of a microbatch, in its order."""
+    """Returns the numbers, without _NONE, in this context-parallel rank's shard of a microbatch."""
     index = shard_index(
         lengths,
         parallel_state.get_context_parallel_world_size(),

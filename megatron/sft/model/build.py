@@ -1,4 +1,4 @@
-"""mcore. Builds the GPT that the options describe, as this rank holds it, and what trains it."""
+"""mcore. Builds this rank's part of the GPT that the options describe, and its optimizer."""
 
 from __future__ import annotations
 
@@ -42,17 +42,13 @@ from megatron.sft.options.config import SFTConfig
 
 
 class Training(NamedTuple):
-    """Objects of a training step: model chunks (one per virtual stage), optimizer, learning-rate
-    schedule, FLOPs.
-    """
+    """Model chunks (one per virtual stage), optimizer, learning rate schedule and FLOPs."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     flops: PackCost
-    """FLOPs of a pack: TFLOP/s are counted with them, and packs are balanced by them unless there
-    is a fitted cost (--pack-cost).
-    """
+    """FLOPs of a pack, for the TFLOP/s of metrics, and without --pack-cost also for balancing."""
 
 
 def build_training(
@@ -61,8 +57,8 @@ def build_training(
     device: torch.device,
     pretrained: Pretrained | MegatronCheckpoint | None = None,
 ) -> Training:
-    """Builds model, optimizer and schedule; collective (broadcasts initial weights over data
-    parallel).
+    """Builds model, optimizer and schedule. Collective: initial weights are broadcast over
+    data-parallel ranks.
     """
     check_needs(config, device)
     transformer_config = build_transformer_config(config, device)
@@ -89,7 +85,8 @@ def flops_of(config: SFTConfig, transformer_config: TransformerConfig, vocab_siz
         # Frozen matrices lack the last.
         cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
     if config.training.logits_of_masked_tokens:
-        cost = replace(cost, head=0.0)  # no masked token is spared the output layer
+        # The output layer runs for all tokens, not only for those with loss: no term of its own.
+        cost = replace(cost, head=0.0)
     return cost
 
 
@@ -114,11 +111,11 @@ def agreed_cost(
 
 
 def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
-    """Returns the rows of the embedding.
+    """Returns the rows of the embedding, padding included.
 
-    Padding takes part in the softmax, so the loss depends on it: the multiple is a number of the
-    model first (--make-vocab-size-divisible-by), of the parallel layout only where that does not
-    suffice.
+    Padding rows take part in the softmax, so that the loss depends on their number. So the multiple
+    is --make-vocab-size-divisible-by, a property of the model, and the tensor-parallel size enters
+    only if it does not divide that.
     """
     unit = math.lcm(
         config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
@@ -129,7 +126,7 @@ def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
 def build_transformer_config(
     config: SFTConfig, device: torch.device, params_dtype: torch.dtype = torch.float32
 ) -> TransformerConfig:
-    """Returns megatron-core's config of the model, with what packing needs of it (see
+    """Returns megatron-core's config of the model, with the values that packing requires (see
     `pipeline.check_config`).
     """
     model, parallel, packing = config.model, config.parallel, config.packing
@@ -177,7 +174,7 @@ def build_transformer_config(
         variable_seq_lengths=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        # On CPU gloo may still be sending them.
+        # Outputs of a stage are freed once they are sent. On CPU gloo may still be sending them.
         deallocate_pipeline_outputs=device.type == "cuda",
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
@@ -223,11 +220,12 @@ def build_model(
         for gpt in gpts:
             CheckpointWeights(pretrained.path, gpt).read_all(vocab_size)
     elif pretrained is not None:
-        # Before the optimizer is built: it copies the values that it finds.
+        # Before the optimizer is built, which copies the weights.
         read_weights(gpts, pretrained.weights, pretrained.folder)
     chunks = []
-    # In the order cast, add adapters, wrap: adapters stay float32, and DistributedDataParallel has
-    # gradients of the parameters that require one at that moment, so of no frozen weights.
+    # The order is: cast, add adapters, wrap. Adapters then stay float32, and
+    # DistributedDataParallel, which allocates gradients for parameters that require them at that
+    # moment, allocates none for frozen weights.
     for number, gpt in enumerate(gpts):
         module: torch.nn.Module = gpt
         if config.training.bf16:
@@ -242,11 +240,12 @@ def build_model(
                 config=transformer_config,
                 ddp_config=ddp_config,
                 module=module,
-                # As Megatron-LM: gradients of further chunks travel during other chunks' passes.
+                # As in Megatron-LM: gradients of further chunks are reduced during the passes of
+                # other chunks, so that buckets would gain nothing.
                 disable_bucketing=number > 0,
             )
         )
-    # Of the ranks that hold the same HuggingFace weights only the first has read them.
+    # Only the first data-parallel rank has read the HuggingFace weights: send them to the others.
     for chunk in chunks:
         chunk.broadcast_params()
     return chunks

@@ -1,4 +1,4 @@
-"""mcore. One microbatch through the model: packed or padded batch, loss as sum and count."""
+"""mcore. The forward pass of a microbatch, packed or padded, and its loss as a sum and a count."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ Loss = tuple[Tensor, Tensor, dict[str, Any]]
 def forward_step(
     data_iterator: Iterator[Any], model: torch.nn.Module, num_sources: int = 1
 ) -> tuple[Tensor, Callable[[Tensor], Loss]]:
-    """Runs megatron-core's forward step for packed microbatches and for `PaddedBatch`es.
+    """Runs the forward pass of the next microbatch: the forward step that megatron-core's schedules
+    call. The microbatch is packed, or a `PaddedBatch`.
 
-    num_sources: where there are several, the loss of each is kept apart; one addition per token on
-    the last stage.
+    num_sources: number of sources of the data. If there are several, the loss of each is summed,
+        too, which costs an addition per token on the last stage.
     """
     config = get_model_config(model)
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
@@ -83,8 +84,9 @@ def forward_step(
 
 
 def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool) -> Tensor:
-    """Returns what experts must not count, as this stage takes it: megatron-core scatters it on the
-    first one only.
+    """Returns the mask of tokens that routers must not count, as this stage needs it. Under
+    sequence parallel megatron-core scatters it on the first stage only, so that others get their
+    shard here.
     """
     if is_first or not config.sequence_parallel:
         return padding_mask
@@ -100,15 +102,17 @@ def loss_sum(
     num_right: Tensor | None = None,
     num_paths: Tensor | None = None,
 ) -> Loss:
-    """Returns (sum of weight * cross entropy, number of unmasked tokens, both for the log) of this
-    rank's shard.
+    """Returns the loss of this rank's shard: (sum of weight * cross entropy, number of unmasked
+    tokens, dict for the log). Nothing is divided here: the sums are divided once per global batch.
 
-    Nothing is divided here. With `sources`, of each token, the log has the sum of cross entropy
-    without weights, and the number of tokens, by source: float64 [2, num_sources]. With `num_right`
-    it has the unmasked tokens whose label is the likeliest word. num_paths: how often each token
-    counts, where paths of trees share it; None where it is once.
+    Args:
+        output: cross entropy of each token.
+        sources: source of each token. The log then has the sums of cross entropy, without weights,
+            and the numbers of tokens by source, float64 [2, num_sources].
+        num_right: number of unmasked tokens that the model predicts best, for the log.
+        num_paths: number of paths that share each token of a tree, which it counts for; None for 1.
     """
-    assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
+    assert loss_mask is not None  # megatron-core calls this on the last stage only, which has it
     losses = output.to(torch.promote_types(output.dtype, torch.float32))
     total = (losses * loss_mask).sum()
     counts = (loss_mask != 0) if num_paths is None else num_paths
@@ -117,7 +121,7 @@ def loss_sum(
     if num_right is not None:
         log["right tokens"] = num_right
     if sources is not None:
-        # A masked token has no loss from `head`, but one from megatron-core's own output layer.
+        # megatron-core's own output layer computes a loss for masked tokens, too: set it to zero.
         counted = losses.detach().double().flatten().where((counts != 0).flatten(), 0.0)
         both = torch.stack((counted * counts.flatten(), counts.double().flatten()))
         log["source losses"] = both.new_zeros(2, num_sources).index_add_(1, sources.flatten(), both)
@@ -125,8 +129,8 @@ def loss_sum(
 
 
 class PaddedBatch(NamedTuple):
-    """A microbatch of rows padded to the longest of them, S tokens; each tensor [b, S /
-    context-parallel size]. The baseline to compare with.
+    """A microbatch without packing: b rows, padded to the longest of them, S tokens. Each tensor is
+    [b, S / context-parallel size].
     """
 
     tokens: Tensor
@@ -135,13 +139,13 @@ class PaddedBatch(NamedTuple):
     position_ids: Tensor
     padding_mask: Tensor
     sources: Tensor
-    """Source of each token, on the host."""
+    """Source of each token, always in host memory."""
     packed_seq_params: None = None
     lengths: tuple[int, ...] = ()
-    """Real tokens of each row."""
+    """Tokens of each row without padding."""
 
     def on(self, device: torch.device) -> PaddedBatch:
-        """Returns the same on `device`, but for `sources`."""
+        """Returns the batch on `device`, except for `sources`."""
         fields = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
         return self._replace(
             **{name: getattr(self, name).to(device, non_blocking=True) for name in fields}
@@ -151,8 +155,9 @@ class PaddedBatch(NamedTuple):
 def padded_batches(
     fetches: Iterator[Sequence[Mapping[str, Any]]], num_rows: int, multiple: int
 ) -> Iterator[PaddedBatch]:
-    """Pads each fetch to its longest sample, up to a multiple of `multiple`; this context-parallel
-    rank's zigzag shard of it. Missing rows are all masked. On the host, pinned where there is CUDA.
+    """Yields a batch for each fetch: its samples padded to the longest, rounded up to a multiple of
+    `multiple`, of which this context-parallel rank gets its zigzag shard. Missing rows are fully
+    masked. Tensors are in host memory, pinned if there is CUDA.
     """
     size = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
@@ -162,7 +167,6 @@ def padded_batches(
         rows = rows if index is None else rows[:, index]
         return rows.pin_memory() if torch.cuda.is_available() else rows
 
-    # Pad the rows of a microbatch to the longest, then to the alignment of the parallel layout.
     for fetch in fetches:
         samples = read_samples(fetch)
         if {PARENTS, NUM_PATHS} & set(samples.schema):

@@ -1,5 +1,5 @@
-"""mcore. `megatron-sft train --dry-run`: all that a run does before its first step, but for the
-model, and what it would do then.
+"""mcore. `megatron-sft train --dry-run`: does all that a run does before its first step, except for
+building the model, and prints what the run would do.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.sft.preflight.output_check import check_output, num_weights
 from megatron.sft.preflight.read_files import fingerprints
 
 _SAMPLES = 200
-"""Read to tell how long they are."""
+"""Number of samples that are read for the mean length."""
 
 
 class Sampled(NamedTuple):
-    """Some of the training samples."""
+    """Counts of the first training samples."""
 
     num_samples: int
     num_tokens: int
@@ -33,7 +33,7 @@ class Sampled(NamedTuple):
 
 
 def dry_run(config: SFTConfig, datasets: Datasets, pretrained: object) -> None:
-    """Tries the places that the run writes to, and prints what it would do; collective under a
+    """Tries to write to all output folders, and prints what the run would do. Collective under a
     launcher.
     """
     dtype = "bfloat16" if config.training.bf16 else "float32"
@@ -46,7 +46,7 @@ def dry_run(config: SFTConfig, datasets: Datasets, pretrained: object) -> None:
 
 
 def _is_alone() -> bool:
-    """Returns whether this process stands for all of the run, with a launcher or without."""
+    """Returns whether this is the only process, so that it checks for all of the run's."""
     return world_from_environment()[1] == 1
 
 
@@ -61,7 +61,7 @@ def _world_size(config: SFTConfig) -> int:
 
 @contextmanager
 def _groups(config: SFTConfig, datasets: Datasets, pretrained: object) -> Iterator[None]:
-    """Makes the groups of a launched run; of one process, whatever the layout."""
+    """Context with process groups: those of the run under a launcher, else one of this process."""
     if not _is_alone():
         with process_groups(config, fingerprints(config, datasets, pretrained)):  # type: ignore[arg-type]
             yield
@@ -110,8 +110,9 @@ def summary(config: SFTConfig, datasets: Datasets, companions: Companions) -> It
 
 
 def memory(estimate: MemoryEstimate) -> str:
-    """Returns what `megatron-sft fit` says of the fullest GPU."""
-    if estimate.failure is not None:  # a trace takes ways that a run may not: no reason to refuse
+    """Returns a line with the estimated memory of the fullest GPU."""
+    # Tracing may fail where the run itself would not, so that this is no error.
+    if estimate.failure is not None:
         return f"not estimated ({' '.join(estimate.failure.split()):.200})"
     fullest = max(estimate.stages, key=lambda stage: stage.peak)
     return (

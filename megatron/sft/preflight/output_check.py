@@ -1,7 +1,7 @@
-"""mcore. Everything that a run writes later on, tried before its first step: companion files,
-folders, room on disk.
+"""mcore. Tries before the first step everything that a run writes later: companion files, folders,
+free space.
 
-A fault is one CheckpointError on every rank, which names the flag, the folder and the way out.
+A fault raises the same CheckpointError on every rank, with the flag, the folder and the way out.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.options.config import SFTConfig
 
 _MIN_BYTES_PER_WEIGHT = 12
-"""Bytes of a trained weight in a checkpoint: with Adam's two moments, in float32; bfloat16 weights
-come on top.
-"""
+"""Least bytes of a trained weight in a checkpoint: the weight and Adam's two moments in float32."""
 
 
 class Planned(NamedTuple):
-    """Bytes that a run writes below a folder, as few as they can be."""
+    """Least number of bytes that a run writes into a folder."""
 
     flag: str
     folder: Path
@@ -55,19 +53,20 @@ class Locks(NamedTuple):
 
     save: FolderLock | None
     run_dir: FolderLock | None
-    """None, too, where it is the folder of --save."""
+    """None also if it is the folder of --save."""
 
     def release(self) -> None:
-        """Lets others write there."""
+        """Frees the locks."""
         for lock in self:
             if lock is not None:
                 lock.release()
 
 
 def check_output(companions: Companions, run_dir: Path | None) -> Locks:
-    """Tries to write what the run of `companions` will write. Collective.
+    """Tries all outputs of the run of `companions`, and returns the locks of its folders.
+    Collective.
 
-    run_dir: the folder of the run's own files, which is locked for it; None for no run.
+    run_dir: folder of the run's metrics, which is locked; None for a dry run.
     """
     config = companions.config
     output = config.output
@@ -115,8 +114,8 @@ def _try_companions(companions: Companions) -> None:
 
 @contextmanager
 def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
-    """Yields a folder for a while, whose JSON files are read again at its end; ValueError for what
-    fails meanwhile.
+    """Context with a trial folder, which is removed at its end. JSON files in it are read back.
+    Raises ValueError if anything fails.
     """
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -138,8 +137,8 @@ def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
 
 
 def _planned(companions: Companions) -> list[Planned]:
-    """Returns what the run will write, in order; checkpoints only of models whose size a
-    HuggingFace family tells.
+    """Returns the outputs of the run with their sizes. Without a HuggingFace family the size of the
+    model is not known, and nothing is planned.
     """
     config = companions.config
     output = config.output
@@ -170,7 +169,7 @@ def _planned(companions: Companions) -> list[Planned]:
 
 
 def _num_saves(config: SFTConfig) -> int:
-    """Checkpoints from the step that the run continues to its end."""
+    """Returns the number of checkpoints that this run will save."""
     output, last = config.output, config.training.train_iters
     done = 0
     if output.load is not None and not output.finetune:
@@ -184,7 +183,11 @@ def num_weights(tensors: Tensors) -> int:
 
 
 def check_room(planned: list[Planned]) -> list[str]:
-    """Returns notes on what may not fit; ValueError for what certainly does not."""
+    """Returns notes about outputs that may not fit on disk. Raises ValueError if one cannot fit.
+
+    Outputs on the same device are added up: once for what must fit at any time, and with all copies
+    that are kept.
+    """
     notes = []
     once: dict[int, int] = {}
     kept: dict[int, int] = {}
@@ -193,7 +196,7 @@ def check_room(planned: list[Planned]) -> list[str]:
         once[device] = once.get(device, 0) + num_bytes
         kept[device] = kept.get(device, 0) + num_bytes * num_kept
         free = disk.f_bfree * disk.f_frsize
-        if not disk.f_blocks:  # such a file system does not tell
+        if not disk.f_blocks:  # the file system does not report its size
             continue
         if once[device] > free:
             raise ValueError(

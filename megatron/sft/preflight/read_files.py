@@ -1,10 +1,9 @@
-"""mcore. Fingerprints of the files that a run reads, which ranks compare before they make groups:
-machines may have copies of their own under one path.
+"""mcore. Fingerprints of all files that a run reads. Ranks compare them before they make groups:
+machines may have different copies under the same path.
 
-A fingerprint is made of the size and content: of files up to 64 MiB all of it, of larger ones 64
-evenly spread blocks of 4 KiB, and the header of a safetensors file. It is never made of times, in
-which copies differ. Sources of records have fingerprints of their own kind. Each rank reads some
-MiB.
+A fingerprint is a hash of size and content: all of a file up to 64 MiB, otherwise 64 evenly spread
+blocks of 4 KiB, and the header of a safetensors file. Times are left out, as equal copies differ in
+them. Sources of records have fingerprints of their own. Each rank reads some MiB.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ _LARGEST_HEADER = 100_000_000
 def fingerprints(
     config: SFTConfig, datasets: Datasets, pretrained: Pretrained | MegatronCheckpoint | None
 ) -> dict[str, str]:
-    """Returns name -> fingerprint of each thing that every rank reads for this run: sources of
-    records, tokenizer and chat template, the weights that training starts from, the checkpoint that
-    it continues.
+    """Returns the fingerprints, by name, of everything that all ranks read: sources of records,
+    tokenizer, chat template, pretrained weights, the checkpoint to continue.
     """
     return {
         **_of_data(datasets),
@@ -108,8 +106,8 @@ def _of_load(config: SFTConfig) -> dict[str, str]:
 
 
 def _files_of_checkpoint(path: Path) -> list[Path]:
-    """Returns the checksums, against which each rank's copy is held when it is read; all files
-    where there are none.
+    """Returns the file of checksums: each rank checks its copy of the files against it later. A
+    checkpoint without checksums returns all of its files.
     """
     if (path / CHECKSUMS).is_file():
         return [path / CHECKSUMS]
