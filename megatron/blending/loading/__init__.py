@@ -1,1 +1,3 @@
-"""Sources with weights, worker processes, and the loader of chunks."""
+"""Sources with weights (`sources`, `token_weights`), worker processes (`worker_pool`, `worker`,
+`messages`) and the loader of chunks (`chunk_loader`).
+"""

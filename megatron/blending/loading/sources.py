@@ -1,4 +1,6 @@
-"""pure. Sources of a tree as data sets with weights: endless, or repeated as often as it says."""
+"""pure. The sources of a metadataset as data sets with weights: endless ones for a blend, or
+repeated by their repetitions for an epochized blend.
+"""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -26,13 +28,13 @@ class DatasetBlendMode(str, Enum):
 
 
 class LoadedDataset(tuple[Any, Any]):
-    """A source of a stream; unpacks as `dataset, weight`."""
+    """A source of a stream. It unpacks as `dataset, weight`."""
 
     dataset: Any
     weight: Weight
     repetitions: float | None
     entry: SourceEntry | Join
-    """Entry of the metadataset that it came from."""
+    """Its entry in the metadataset."""
 
     def __new__(
         cls,
@@ -57,7 +59,7 @@ class LoadedDatasetList(NamedTuple):
 
 
 def source_of(node: Any) -> SourceDataset:
-    """Returns the source below nodes of one child each."""
+    """Returns the source at the end of a chain of nodes with one child each."""
     while node.children:
         (node,) = node.children
     return node  # type: ignore[no-any-return]
@@ -66,8 +68,11 @@ def source_of(node: Any) -> SourceDataset:
 def loaded_for_training(
     kind: type, opened: Sequence[tuple[Any, Any, SourceEntry | Join]], repeat: bool = True
 ) -> LoadedDatasetList:
-    """Returns sources (data set of one pass, share, entry) as often as a tree of a `kind`
-    (`flattened`) says.
+    """Returns the sources for training: endless with their weights, or repeated.
+
+    Args:
+        kind: type of the top node of the tree, as `flattened` returns it.
+        opened: (data set of one pass, share or repetitions, entry) of each source.
     """
     if kind is Epochized:
         made = [_repeated(dataset, share, entry) for dataset, share, entry in opened if share]
@@ -81,7 +86,7 @@ def loaded_for_training(
 
 
 def split_names(path: str) -> set[str]:
-    """Returns the splits that a metadataset, or a prepared folder, says it has; a file has none."""
+    """Returns the names of the splits in a metadataset or a prepared folder; a file has none."""
     if is_metadataset(path):
         return set(parse_metadataset(path, read_yaml(path, read_text(path, ""))))
     return set(read_split_names(path)) if file_of(path) is None else set()

@@ -1,10 +1,10 @@
-"""pure. Turns weights in tokens into weights in samples, by the mean length of each source's
-samples.
+"""pure. Turns blend weights in tokens into weights in samples, by the mean length of each source.
 
-The lengths of 64 evenly spread samples are taken, encoded as the stream will encode them, so the
-result is the same on every rank. If the index says how many bytes each record has, the mean comes
-from the mean of the bytes, by linear regression of tokens on bytes: the plain mean of few samples
-of very different lengths would be a poor estimate. The index of token files has their mean itself.
+    weights 1 and 1 in tokens, mean lengths 100 and 400    ->    0.01 and 0.0025 in samples
+
+The mean is estimated from 64 evenly spread samples, the same on every rank. If the sizes of all
+records in bytes are known, a linear regression of tokens on bytes gives the mean: the plain mean of
+64 samples with very different lengths would be a poor estimate.
 """
 
 import math
@@ -21,19 +21,17 @@ _PROBES = 64
 
 
 Count = Callable[[SourceDataset, Record, int], int]
-"""(source data set, record, its number) -> tokens of all samples that the record makes. Raises
-SkipSample for a record that makes none.
+"""Function (source data set, record, its number) -> tokens of all samples of the record. It raises
+SkipSample for a record without a sample.
 """
 
 
 @runtime_checkable
 class KnowsBytes(RecordSource, Protocol):
-    """Its index tells the sizes of its records."""
+    """A source that may know the sizes of its records."""
 
     def num_bytes(self, records: range) -> int | None:
-        """Returns the bytes of consecutive records together; None where they are not known after
-        all.
-        """
+        """Returns the bytes of consecutive records in sum; None if they are not known."""
 
 
 def by_tokens(
@@ -41,11 +39,11 @@ def by_tokens(
     schedule: WeightSchedule | None,
     mean: Callable[[LoadedDataset], float],
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
-    """Returns sources, and a schedule, with the weights in samples that give the weights that they
-    have in tokens.
+    """Returns the sources and the schedule with their weights in tokens turned into weights in
+    samples.
 
-    mean: mean tokens per record of a source, such as by `mean_tokens`. It is asked only of sources
-    with weight.
+    mean: function from a source to its mean number of tokens per record, such as `mean_tokens`. It
+        is called only for sources with a weight.
     """
     means = [mean(one) if one.weight or schedule else 1.0 for one in loaded]
     weights = weights_by_tokens([one.weight for one in loaded], means)
@@ -64,9 +62,7 @@ def by_tokens(
 
 
 def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -> tuple[float, ...]:
-    """Returns weights in samples that give `weights` in tokens, where samples of each source have
-    `mean_tokens`.
-    """
+    """Returns the weights in samples for `weights` in tokens: each divided by its mean length."""
     if len(weights) != len(mean_tokens):
         raise ValueError(
             f"there must be a mean for each of {len(weights)} weights, but there are "
@@ -83,12 +79,11 @@ def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -
 
 
 def mean_tokens(loaded: LoadedDataset, count: Count) -> float:
-    """Returns the mean number of tokens per record of a source, by probing.
-
-    ValueError if none of the probed samples can be used. Milliseconds.
+    """Returns the estimated mean number of tokens per record of a source, in milliseconds. Raises
+    ValueError if none of the probed samples can be used.
     """
     entry = source_of(loaded.dataset)
-    # Of 3 records all, of 640 every tenth; a set, as fewer records than probes would repeat.
+    # Every tenth of 640 records; all of 3 records, which a set names once.
     places = sorted({probe * len(entry.source) // _PROBES for probe in range(_PROBES)})
     lengths: list[int] = []
     probed, fault = [], ""
@@ -113,8 +108,8 @@ def mean_tokens(loaded: LoadedDataset, count: Count) -> float:
 def _mean_by_bytes(
     source: RecordSource, places: Sequence[int], lengths: Sequence[int]
 ) -> float | None:
-    """Returns the mean length of all, by how the lengths of a few follow their bytes; None where
-    bytes don't tell.
+    """Returns the mean length by a regression of lengths on bytes; None if bytes are not known, or
+    the regression is not reliable.
     """
     if (
         not isinstance(source, KnowsBytes)
@@ -123,15 +118,14 @@ def _mean_by_bytes(
         return None
     sizes = [source.num_bytes(range(place, place + 1)) or 0 for place in places]
     estimate = _on_line(sizes, lengths, total / len(source))
-    # The slope of few samples is unreliable. A mean below the shortest of them shows that it is
-    # wrong.
+    # The slope of few samples is unreliable. A mean below the shortest of them must be wrong.
     if estimate is None or len(sizes) <= 2:
         return None
     return estimate if estimate >= min(lengths) and estimate > 0 else None
 
 
 def _on_line(sizes: Sequence[int], lengths: Sequence[int], size: float) -> float | None:
-    """Returns the length at a size on the regression line; None where all sizes are equal."""
+    """Returns the length at a size on the regression line; None if all sizes are equal."""
     mean, mean_size = sum(lengths) / len(lengths), sum(sizes) / len(sizes)
     variance = sum((each - mean_size) ** 2 for each in sizes)
     if not variance:

@@ -1,4 +1,6 @@
-"""pure. Names what a worker cannot send to its rank: the part of an output, and its sample."""
+"""pure. Builds the error for an output that a worker cannot pickle: it names the part, and the
+sample.
+"""
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +15,11 @@ _MAX_PLACES = 3
 
 
 def unpicklable(message: Message, error: Exception, places: Sequence[str]) -> FatalSampleError:
-    """Returns what to raise for a message that `pickle` refused with `error`:
+    """Returns the error for a message that `pickle` refused with `error`:
 
     output['x'][3] of sample 'a/17' (a.jsonl:18) is a function, which cannot be sent ...
 
-    Args:
-        places: of the records that it was made of.
+    places: places of the records that the output was made from.
     """
     outputs = [value for _, value in message.items]
     bad = next((value for value in outputs if not _is_picklable(value)), None)
@@ -35,7 +36,7 @@ def unpicklable(message: Message, error: Exception, places: Sequence[str]) -> Fa
 
 
 def _place_of(value: Any, places: Sequence[str]) -> str:
-    """Returns the place of the part of a batch that cannot be pickled; else the first ones."""
+    """Returns the places of the samples that cannot be pickled, or the first of the batch."""
     if isinstance(value, (list, tuple)) and len(value) == len(places) > 1:
         places = [
             place for part, place in zip(value, places, strict=True) if not _is_picklable(part)
@@ -45,7 +46,7 @@ def _place_of(value: Any, places: Sequence[str]) -> str:
 
 
 def _smallest(place: str, value: Any) -> tuple[str, Any]:
-    """Returns the innermost part that cannot be pickled, and where it is."""
+    """Returns the innermost part that cannot be pickled, and its place."""
     for _ in range(_MAX_PARTS):
         found = next(((at, part) for at, part in _parts(value) if not _is_picklable(part)), None)
         if found is None:
@@ -68,13 +69,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _is_picklable(value: Any) -> bool:
     try:
         pickle.dumps(value, protocol=5)
-    except Exception:  # of any kind, by what a class of the user's does there
+    except Exception:  # a class of the user may raise anything
         return False
     return True
 
 
 def _key_of(value: Any) -> Any:
-    """Returns the key of a sample, or those of a batch; None where it has none."""
+    """Returns the key of a sample, or of the failing sample of a batch; None without a key."""
     if isinstance(value, Mapping):
         return value.get("__key__")
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,5 @@
-"""pure. A WorkerPool makes a rank's outputs: by as many processes as asked for, or in the process
-itself.
-
-A worker may die or hang, and does not outlive its parent.
+"""pure. The workers of a rank: processes that make its outputs ahead, or the rank itself without
+any. A worker that dies or hangs is an error with its stack. No worker outlives its parent.
 """
 
 import contextlib
@@ -37,12 +35,12 @@ logger = logging.getLogger("megatron.blending")
 
 _HURRIED_SECONDS = 5.0
 _LEAVE_SECONDS = 3.0
-"""Seconds that a worker may take to stop."""
+"""Seconds that a worker has to stop, before it is terminated."""
 
 
 class WorkerProcess:
-    """A server in a process. It ends when it is closed, when this process ends, and with this
-    object.
+    """A server in a process of its own. The process ends with `close`, with this object, and with
+    the parent process.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class WorkerProcess:
                 "module (start_method='fork' takes any)"
             ) from error
         theirs.close()
-        # Unlike multiprocessing's `wait`, it is made once.
+        # One poll object for all waits. multiprocessing's `wait` makes a new one each time.
         self._poll = select.poll()
         for file in (self._connection.fileno(), self._process.sentinel):
             self._poll.register(file, select.POLLIN)
@@ -96,9 +94,10 @@ class WorkerProcess:
         self._send(start)
 
     def next(self, lane: int = 0) -> Message | Failure:
-        """Returns the next output of a lane, of the latest generation, or a sample that failed.
+        """Returns the next output of a lane since the latest `start`, or a sample that failed.
 
-        RuntimeError if the worker died or hangs; where it failed, what it failed with.
+        Raises RuntimeError if the worker died or hangs. If the worker itself failed, raises its
+        error.
         """
         while True:
             if waiting := self._received.get(lane):
@@ -121,16 +120,16 @@ class WorkerProcess:
             self._received.setdefault(message.lane, deque()).append(message)
 
     def hurry(self) -> None:
-        """Waits no longer than a few seconds from now on, as when the run is asked to stop."""
+        """Limits every further wait to a few seconds, for a run that is asked to stop."""
         self._slow = self._timeout = min(self._timeout, _HURRIED_SECONDS)
 
     def close(self) -> None:
-        # A forked worker has a copy of this object, which is not its own to close.
+        # A forked worker has a copy of this object, and must not close its sibling.
         if os.getpid() != self._owner:
             return
         with contextlib.suppress(OSError, ValueError):
             self._send("stop")
-        # A worker that is about to send into a full socket finds it closed.
+        # Close the connection: a worker that waits to send into a full socket then fails and ends.
         self._connection.close()
         leave = min(_LEAVE_SECONDS, self._timeout / 10)
         self._process.join(leave)
@@ -145,8 +144,8 @@ class WorkerProcess:
         remove(self._stack_file)
 
     def _send(self, command: Any) -> None:
-        # A worker that is gone raises no error here: what it sent before may still be there to be
-        # read. The next wait finds that it is gone.
+        # Ignore the error of a worker that has died: outputs that it sent before can still be read.
+        # The next wait reports it.
         with contextlib.suppress(OSError):
             is_lane = isinstance(command, int)
             self._connection.send_bytes(
@@ -154,10 +153,10 @@ class WorkerProcess:
             )
 
     def _wait(self) -> None:
-        # Counted in polls and not by a clock, which would run on while all processes are suspended.
+        # Time is counted in polls. A clock would go on while all processes are suspended.
         waited = 0.0
         while True:
-            # Outputs first: it may have sent something on its way out.
+            # Check for outputs first: the worker may have sent some before it died.
             ready = [file for file, _ in self._poll.poll(self._slow * 1000)]
             if self._connection.fileno() in ready:
                 return
@@ -170,10 +169,9 @@ class WorkerProcess:
             logger.warning("%s", reported)
 
     def _error(self, text: str, pickled: bytes) -> Exception:
-        """Returns what a worker failed with as what it was there, and where: the error that a run
-        without workers has.
+        """Returns the error of a worker, as the same exception that a run without workers raises.
 
-        But for StopIteration, which would end a loop in silence, and what cannot be pickled:
+        StopIteration, which would end a loop silently, and errors that cannot be pickled become
         RuntimeError.
         """
         reported = f"{self._named()}: {text}"
@@ -200,11 +198,11 @@ class WorkerProcess:
         return f"{self._named()} died: {how}{hint}"
 
     def _stack(self) -> str:
-        """Returns where the process stands, by its own account."""
+        """Returns the stack of the process, which it writes when it gets SIGUSR1."""
         try:
             before = self._num_reported()
             if not before:
-                # It has not said yet that it can take the signal, which until then would end it.
+                # It has not reported yet that it handles the signal, which would end it before.
                 return ": it is still starting; its imports may be slow"
             os.kill(self._process.pid or 0, signal.SIGUSR1)
             for _ in range(20):
@@ -221,19 +219,19 @@ class WorkerProcess:
 
 
 def receive(connection: Connection) -> Any:
-    """Receives what a Sender sent. Arrays and tensors may be written to; large ones stay in shared
-    memory.
+    """Receives a value that a Sender sent. Its arrays and tensors are writable; large ones are in
+    shared memory.
     """
     pickled = connection.recv_bytes()
-    # From the end, as `Sender.send` wrote it: the number of buffers, before it their sizes, and
-    # before these the pickle, whose end pickle finds itself.
+    # `Sender.send` has written: the pickle, the sizes of its buffers, and their number. Read them
+    # from the end; pickle finds the end of the pickle itself.
     (num_buffers,) = struct.unpack_from("<Q", pickled, len(pickled) - 8)
     sizes = struct.unpack_from(f"<{num_buffers}Q", pickled, len(pickled) - 8 * (num_buffers + 1))
     buffers: list[Any] = []
     if is_shared(sum(sizes)):
         handle = recv_handle(connection)
         try:
-            # Not by Python's `mmap`, which keeps a descriptor for as long as the batch is kept.
+            # Python's `mmap` would keep a file descriptor for as long as the batch is kept.
             total = sum(map(aligned, sizes))
             mapped = map_descriptor(handle, total, mmap.PROT_READ | mmap.PROT_WRITE)
             memory = memoryview(mapped).cast("B")
@@ -251,7 +249,9 @@ def receive(connection: Connection) -> Any:
 
 
 class WorkerPool:
-    """The workers of a rank, started at once. They begin again whenever they are asked to."""
+    """The workers of a rank. The constructor starts their processes; `start` makes all of them
+    begin at a position, as often as needed.
+    """
 
     def __init__(
         self,
@@ -260,8 +260,10 @@ class WorkerPool:
         prefetch_factor: int,
         log: FailureLog,
     ) -> None:
-        """`make(number)`: returns the function that makes the server of a worker; it is sent to the
-        worker's process. `log`: receives the samples that fail in any worker.
+        """Args:
+        make: function from the number of a worker to the function that makes its server, which is
+            sent to the worker's process.
+        log: receives the samples that fail in any worker.
         """
         self._log = log
         self._workers: list[Any] = []
@@ -289,7 +291,7 @@ class WorkerPool:
             worker.start(start._replace(generation=self._generation))
 
     def hurry(self) -> None:
-        """Makes the wait for a worker an error within seconds; it may be called from any thread."""
+        """Limits the wait for a silent worker to a few seconds. Any thread may call it."""
         for worker in self._workers:
             if isinstance(worker, WorkerProcess):
                 worker.hurry()

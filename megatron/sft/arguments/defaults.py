@@ -1,5 +1,5 @@
-"""pure. Options of a first run that is started from a released model and leaves them out: they are
-chosen by what is trained, and printed.
+"""pure. Defaults for a run that starts from a released model: learning rate, sequence length, batch
+size, steps. They are printed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config_file import read_config
 
 MAX_SEQ_LENGTH = 8192
-"""Tokens; a model may have seen more, which takes memory that a first run need not spend."""
+"""Maximum default of --seq-length. Many models allow more, but it would cost a first run memory."""
 GLOBAL_BATCH_SIZE = 32
 LEARNING_RATES = {False: 1e-5, True: 1e-4}
-"""Is it LoRA? -> peak learning rate. Adapters start from zero and need about ten times more."""
+"""True for LoRA -> peak learning rate. Adapters start from zero, and need about ten times more."""
 WARMUP_FRACTION = 0.03
 _STEPS = ("train_iters", "train_samples", "train_epochs")
 _WARMUP = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
 
 
 def positions_of(folder: str | None) -> int | None:
-    """Returns how many positions the HuggingFace model in `folder` was made for; None where its
-    config.json says nothing of them.
+    """Returns the number of positions that a HuggingFace model was made for; None if it is not in
+    its config.json.
     """
     if folder is None or distributed_checkpoint(folder) is not None:
         return None
@@ -35,7 +35,7 @@ def positions_of(folder: str | None) -> int | None:
 
 
 def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values for options that are not among `given`, by field name; none without a
+    """Returns the defaults for options that are not among `given`, by field name; {} without a
     HuggingFace folder to start from.
     """
     folder = given.get("pretrained_checkpoint")
@@ -56,8 +56,8 @@ def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choice_notes(given: Mapping[str, Any]) -> list[str]:
-    """Returns lines for the log: what was chosen, and a --seq-length that the model does not
-    know.
+    """Returns lines for the log: the chosen defaults, and a note if --seq-length exceeds the
+    model's positions.
     """
     chosen = chosen_options(given)
     notes = []

@@ -1,9 +1,11 @@
-"""pure. Options of Megatron-LM that its recipes have and that are not ours: a recipe runs, or says
-why not.
+"""pure. Options of Megatron-LM's recipes that are not options here, so that a recipe either runs or
+fails with the reason. There are three kinds:
 
-There are four kinds: options that are read as ours (`READ_AS`); those that ask for what is done
-anyway, and those without effect, which are dropped (`ACCEPTED`); and those that are refused, with
-what to do instead (`REFUSED`). All others that are unknown are refused as such.
+    READ_AS     translated to our options
+    ACCEPTED    dropped: they ask for the default, or have no effect here
+    REFUSED     an error that says what to do instead
+
+Any other unknown option is an error.
 
     --use-varlen-dataset --use-mcore-models --nccl-ub    ->    --sequence-packing
 """
@@ -25,11 +27,12 @@ from megatron.sft.arguments.megatron_flag_table import (
 
 
 class ReadAs(NamedTuple):
-    """An option that stands for others."""
+    """An option that is translated to others."""
 
     others: str
+    """The others, for the log."""
     arguments: Callable[[list[str]], list[str]]
-    """Returns its values on our command line; ValueError where they are wrong."""
+    """Function from its values to arguments of ours. It raises ValueError if they are wrong."""
 
 
 def _data_args(values: list[str]) -> list[str]:
@@ -106,12 +109,11 @@ def _refusal_of_value(name: str, given: list[str], known: tuple[str, ...]) -> st
 
 
 def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments without options of Megatron-LM that are accepted, and with ours for
-    those that are read as ours.
+    """Returns the arguments with options of Megatron-LM translated or dropped.
 
-    Raises FlagError that names all that are refused, for their kind or for their value, and what to
-    do instead. If there are names of other trainers among the arguments, refused options are kept:
-    `other_trainers.answers_to` then answers all of them in one message.
+    Raises FlagError with all refused options, and what to do instead of each. If there are also
+    names of other trainers, refused options are kept, and `other_trainers.answers_to` lists all of
+    them in one message.
     """
     kept: list[str] = []
     refused: list[str] = []
@@ -139,15 +141,15 @@ def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def refusal_of(name: str) -> str | None:
-    """Returns what to do instead of an option of Megatron-LM that is refused for its kind."""
+    """Returns advice for an option of Megatron-LM that is always refused; else None."""
     found = _found(name)
     return found if isinstance(found, str) else None
 
 
 def _found(name: str) -> Accepted | str | None:
-    """Returns what becomes of an option, advice if it is refused, None if it is unknown.
+    """Returns the entry of an option in the tables: advice if it is refused, None if it is unknown.
 
-    A name goes before a pattern. `--no-x` is what `--x` is, unless it stands in a table itself.
+    A name takes precedence over a pattern. `--no-x` has the entry of `--x`, unless it has its own.
     """
     if name in ACCEPTED or name in REFUSED:
         return ACCEPTED.get(name) or REFUSED[name]
@@ -157,9 +159,8 @@ def _found(name: str) -> Accepted | str | None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Returns whether a pattern stands for the name.
-
-    Not by `fnmatch`: it compiles each of 120 patterns, a tenth of a second at every start.
+    """Returns whether a name matches a pattern with stars. `fnmatch` would compile 120 patterns, a
+    tenth of a second at every start.
     """
     if "*" not in pattern:
         return name == pattern
@@ -180,7 +181,7 @@ def _read_as(name: str, values: list[str], names: set[str]) -> list[str]:
         raise FlagError(
             f"{name} {failure}" if len(values) != 1 else f"{name} {values[0]}: {failure}"
         ) from None
-    # A value under both names: which one is meant? A switch may be given by both.
+    # A value given under both names is ambiguous. A switch without a value is not.
     twice = names & set(arguments) if len(arguments) > 1 else set()
     if twice:
         raise FlagError(f"pass either {name} or {' '.join(sorted(twice))}, not both")
@@ -198,7 +199,7 @@ def _tokenizer(name: str) -> str:
 
 
 def megatron_flag_notes(arguments: Sequence[str]) -> list[str]:
-    """Returns a line for each kind of options that were read as ours, or dropped."""
+    """Returns a line for each kind of options that were translated or dropped."""
     names = [flag.split("=", 1)[0] for flag, _ in _by_flag(arguments)]
     kinds = {True: "as is the default", False: "without effect here"}
     read = [f"{name} as {READ_AS[name].others}" for name in dict.fromkeys(names) if name in READ_AS]
@@ -216,7 +217,7 @@ def _is_accepted(name: str, is_default: bool) -> bool:
 
 
 def _by_flag(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each flag with the values behind it. A word before the first flag counts as one.
+    """Yields each flag with its values. A word before the first flag counts as a flag.
 
     chats --lr 1 --sft    ->    ("chats", []), ("--lr", ["1"]), ("--sft", [])
     """

@@ -1,5 +1,7 @@
-"""pure. Command line -> the options of a run: what the user gives, what the model's folder says,
-what is chosen, and whether they agree.
+"""pure. Turns the command line into the options of a run.
+
+A value comes from the first of these that has it: the command line, the YAML file of --config, the
+model's folder, a default. Options that contradict the model's folder are errors.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ COMMON = {
 
 
 def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values for options that are not given, from those that are."""
     implied = implied_options(given) | chosen_options(given)
     if given.get("sequence_packing_scheduler") is not None:
         implied["sequence_packing"] = True
@@ -74,9 +77,7 @@ def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
 def parse_config(
     arguments: Sequence[str], world_size: int, command: Command | None = None
 ) -> SFTConfig:
-    """Returns the run's options from the command line of `command`; FlagError for anything wrong in
-    them.
-    """
+    """Returns the options of a run. Raises FlagError if they are wrong."""
     return parse_with_notes(arguments, world_size, command or Command())[0]
 
 
@@ -86,7 +87,9 @@ def parse_run_options(
     command: Command,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> list[Any]:
-    """Returns `groups` of options as `parse_flags` does, where those of a run are among them."""
+    """Returns groups of options as `parse_flags` does. Megatron-LM's flags are accepted, and the
+    error about missing options mentions --pretrained-checkpoint.
+    """
     try:
         return parse_flags(groups, without_megatron_flags(arguments), command, imply=imply)
     except FlagError as failure:
@@ -101,7 +104,7 @@ def parse_run_options(
 def parse_with_notes(
     arguments: Sequence[str], world_size: int, command: Command
 ) -> tuple[SFTConfig, list[str]]:
-    """Returns the same, and lines for the user: options that were chosen, as nobody gave them."""
+    """Returns the options of a run, and lines for the user about defaults that were chosen."""
     notes: list[str] = []
 
     def imply(given: Mapping[str, Any]) -> dict[str, Any]:

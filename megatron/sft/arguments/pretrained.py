@@ -1,5 +1,5 @@
-"""pure. Options that the folders of --pretrained-checkpoint and --lora-adapter decide, and a check
-that the others do not contradict them.
+"""pure. Reads options from the folders of --pretrained-checkpoint and --lora-adapter, and checks
+that given options do not contradict them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
 def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options that the folders of --pretrained-checkpoint and --lora-adapter decide, and
-    defaults that the first one changes; none without them.
+    """Returns the options that the folders of --pretrained-checkpoint and --lora-adapter decide,
+    and defaults for their model. Returns {} without such a folder.
 
-    `given` are the options of the user, by field name. ValueError where one contradicts the folder,
-    or where the folder's model cannot be computed exactly.
+    Raises ValueError if a given option contradicts a folder, or if the model cannot be computed
+    exactly.
+
+    given: options of the user, by field name.
     """
     of_adapter: dict[str, Any] = {}
     if given.get("lora_adapter") is not None:
@@ -33,7 +35,8 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if folder is None:
         return of_adapter
     if distributed_checkpoint(folder) is not None:
-        return of_adapter  # it says nothing that could be read without running code
+        # Options in megatron-core's checkpoints are pickles, which could run code: not read.
+        return of_adapter
     config, where = read_config(folder), str(Path(folder) / "config.json")
     decided = options_of(config, where)
     _check_given(given, decided, where)

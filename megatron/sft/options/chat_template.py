@@ -20,16 +20,16 @@ class TemplateChoice(NamedTuple):
     """Path of a template to use instead of the tokenizer's."""
     today: date | None = None
     variables: Mapping[str, Any] = {}
-    """Variables of every conversation; a record's own of the same name go before."""
+    """Variables of all conversations. A record's own variables of the same name go first."""
 
 
 AS_RELEASED = TemplateChoice()
 
 
 def check_has_template(tokenizer_type: str, **given: str | None) -> None:
-    """Raises ValueError where an option of chat templates is given to a tokenizer without one.
+    """Raises ValueError if an option of chat templates is given for a tokenizer without a template.
 
-    given: option's name -> its value, None where it is not given.
+    given: name of an option -> its value, or None.
     """
     for name, value in given.items():
         if value is not None and tokenizer_type != "HuggingFaceTokenizer":
@@ -40,7 +40,7 @@ def check_has_template(tokenizer_type: str, **given: str | None) -> None:
 
 
 def read_date(text: str | None) -> date | None:
-    """Returns the date of --template-date; ValueError for anything else than YYYY-MM-DD."""
+    """Returns the date of --template-date. Raises ValueError unless it is YYYY-MM-DD."""
     try:
         return None if text is None else date.fromisoformat(text)
     except ValueError:
@@ -50,8 +50,8 @@ def read_date(text: str | None) -> date | None:
 
 
 def read_variables(text: str | None) -> dict[str, Any]:
-    """Returns the variables of --chat-template-kwargs; ValueError where it is no JSON object of
-    them.
+    """Returns the variables of --chat-template-kwargs. Raises ValueError if it is not a JSON object
+    of allowed names.
     """
     try:
         found = {} if text is None else parse_json(text)
@@ -69,10 +69,10 @@ def read_variables(text: str | None) -> dict[str, Any]:
 
 
 def are_variables(value: object) -> bool:
-    """Returns whether a value is an object whose names a template may be given."""
+    """Returns whether a value is an object with allowed names of template variables."""
     return isinstance(value, Mapping) and not value.keys() & _WRITTEN_BY_THE_RUN
 
 
 def to_json(variables: Mapping[str, Any]) -> str:
-    """Returns the text of --chat-template-kwargs; equal for equal variables."""
+    """Returns the variables as JSON text, which is equal for equal variables."""
     return json.dumps(variables, sort_keys=True, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""pure. Names that columns of data may have by --data-columns."""
+"""pure. Parses --data-columns, which gives columns of data their meaning."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ and `content` of turns, and `none` for a column that is left out.
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """Returns --data-columns, such as "messages=conversation,none=notes", as a dict of the name in
-    `COLUMNS` by column; ValueError for anything else.
+    """Returns --data-columns as a dict from the column to its name in `COLUMNS`. Raises ValueError
+    if it is not valid.
+
+    `"messages=dialogue,none=notes" -> {"dialogue": "messages", "notes": "none"}`
     """
     columns: dict[str, str] = {}
     for pair in [] if text is None else text.split(","):

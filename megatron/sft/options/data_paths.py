@@ -1,4 +1,4 @@
-"""pure. Folders and patterns as --data-path: the files that they stand for."""
+"""pure. Expands folders and patterns in --data-path to files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.blending.formats.sources import SOURCES
 _PATTERN = set("*?[")
 _PREPARED = ".nv-meta"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.index.json")
-"""Files of a model or adapter beside its config, by whichever library saved it."""
+"""Names of weight files of models and adapters, by any library."""
 _MAX_LISTED = 5
 
 
 def expanded(path: str, flag: str) -> tuple[str, ...]:
-    """Returns the files of a folder or pattern, sorted; a file, URL, or prepared folder as it is.
+    """Returns the sorted files of a folder or pattern. A file, a URL and a prepared folder are
+    returned as they are. Raises ValueError, naming `flag`, if there is no file of records.
 
-    `"data/*.jsonl" -> ("data/a.jsonl", "data/b.jsonl")`. ValueError, naming `flag`, for a folder or
-    pattern without a file of records.
+    `"data/*.jsonl" -> ("data/a.jsonl", "data/b.jsonl")`
     """
     if os.path.isdir(path) and not _is_prepared(Path(path)):
         found = _data_files(_files_below(path))
@@ -40,8 +40,8 @@ def expanded(path: str, flag: str) -> tuple[str, ...]:
 
 
 def _files_below(path: str) -> Iterator[Path]:
-    """Yields the files of a folder, without those of runs, checkpoints and models below it: their
-    JSON files are no records.
+    """Yields the files of a folder. Folders of runs, checkpoints and models below it are skipped:
+    their JSON files are no records.
     """
     for folder, folders, names in os.walk(path):
         if folder != path and _is_made_by_runs(names):
@@ -51,8 +51,8 @@ def _files_below(path: str) -> Iterator[Path]:
 
 
 def _is_made_by_runs(names: Sequence[str]) -> bool:
-    """Returns whether a folder with these files is a run's (see its `options.json`), a checkpoint,
-    whole or not, a model or an adapter.
+    """Returns whether a folder with these files is the folder of a run, a checkpoint, complete or
+    not, a model or an adapter.
     """
     is_described = not {"config.json", "adapter_config.json"}.isdisjoint(names)
     return (
@@ -63,7 +63,7 @@ def _is_made_by_runs(names: Sequence[str]) -> bool:
 
 
 def one_of(path: str, flag: str) -> str:
-    """Returns the one file of a path that has a weight; ValueError where there are several."""
+    """Returns the single file of a path with a weight. Raises ValueError if there are several."""
     found = expanded(path, flag)
     if len(found) > 1:
         more = " ..." if len(found) > _MAX_LISTED else ""
@@ -79,7 +79,7 @@ def _is_prepared(folder: Path) -> bool:
 
 
 def _data_files(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Returns those that hold records, but for hidden ones."""
+    """Returns the files of records among `paths`, without hidden ones."""
     return tuple(
         sorted(
             str(path)
