@@ -1,7 +1,7 @@
-"""pure. The memory of a run, as `megatron-sft fit` estimates it in a process of its own.
+"""pure. Estimates the memory of a run, by `megatron-sft fit` in a process of its own.
 
-A run that is out of memory asks for it, and so does `train --dry-run`. A process of its own, since
-one with process groups or CUDA cannot be a fake world; and the trainer need not import `sft.fit`.
+A run that is out of memory calls it, and so does `train --dry-run`. The estimate needs a process
+without process groups and CUDA, and the trainer need not import `sft.fit`.
 
     megatron-sft fit --of-run    reads pickled arguments of `fit.estimate.Request` on its stdin
     {"stages": [...]}            first line that it prints: a `StageMemory` for each stage; or
@@ -35,24 +35,24 @@ class StageMemory(NamedTuple):
 
     name: str
     peak: int
-    """Bytes of tensors, at most."""
+    """Maximum bytes of tensors."""
     margin: int
-    """Bytes of the GPU that torch does not allocate for tensors."""
+    """Bytes on the GPU other than torch's tensors."""
     states: Mapping[str, int]
-    """Part -> what it takes from step to step; and "building the model"."""
+    """Part -> its bytes between steps; also "building the model"."""
     passes: Mapping[str, int]
-    """Part -> what it takes in forward and backward passes."""
+    """Part -> its bytes in forward and backward passes."""
 
 
 class WayOut(NamedTuple):
-    """A change of options, and what the fullest GPU would have less."""
+    """A change of options, and the bytes that it saves on the fullest GPU."""
 
     flags: str
     saved_bytes: int
 
 
 class MemoryEstimate(NamedTuple):
-    """Answer of the process; without stages where there is a failure."""
+    """Result of an estimate; without stages if it failed."""
 
     stages: tuple[StageMemory, ...] = ()
     ways_out: tuple[WayOut, ...] = ()
@@ -68,9 +68,10 @@ def estimate_memory(
     ways_out: bool = False,
     seconds: float | None = None,
 ) -> MemoryEstimate:
-    """Returns what is known when the process ends, or after `seconds`, when it is ended.
+    """Returns the estimate when the process ends; after `seconds` it is killed, and the result has
+    what is known by then.
 
-    ways_out: whether to look for changes that take less, at the price of an estimate for each.
+    ways_out: True to search for changes that save memory, with an estimate for each.
     """
     assumed = {"vocab_size": vocab_size, "world_size": world_size, "loss_share": loss_share}
     request = pickle.dumps(({"config": config, **assumed}, ways_out))
@@ -95,7 +96,7 @@ def estimate_memory(
 
 
 def _answer_of(request: bytes, seconds: float | None) -> tuple[bytes, bytes]:
-    """Returns what the process wrote to its stdout and stderr, until it was ended at the latest."""
+    """Returns the stdout and stderr of the process, up to its end or until it was killed."""
     command = [sys.executable, "-m", "megatron.sft", "fit", OF_RUN]
     try:
         done = subprocess.run(
@@ -107,7 +108,9 @@ def _answer_of(request: bytes, seconds: float | None) -> tuple[bytes, bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's, with the folder that it imports this package from on PYTHONPATH."""
+    """Returns the environment for the process: this one's, with the folder of this package added to
+    PYTHONPATH.
+    """
     own = str(Path(__file__).parents[2])
     if own in (*site.getsitepackages(), site.getusersitepackages()):
         # Installed: found anyway, and a typing.py there must not stand before the library's own.
@@ -118,7 +121,7 @@ def _environment() -> dict[str, str]:
 
 
 def _values_of(printed: bytes) -> Iterator[Any]:
-    """Yields the JSON objects and lists among whole lines; other lines are a library's."""
+    """Yields the JSON objects and lists among complete lines. Other lines come from libraries."""
     for line in printed.split(b"\n")[:-1]:
         with suppress(ValueError):
             if line.startswith((b"{", b"[")):
@@ -126,5 +129,5 @@ def _values_of(printed: bytes) -> Iterator[Any]:
 
 
 def gib(size: int) -> str:
-    """Returns bytes as a number of GiB: `1610612736 -> 1.50`."""
+    """Returns a number of bytes in GiB: `1610612736 -> 1.50`."""
     return f"{size / GIB:,.2f}"

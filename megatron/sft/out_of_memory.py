@@ -1,8 +1,9 @@
-"""mcore. A GPU that is out of memory, in one line: where, the part that grew, and the ways out.
+"""mcore. Builds the error of a GPU that is out of memory, in one line: the phase, the part of the
+model that was too large, and the ways out.
 
-Parts and ways out are those of `megatron-sft fit`, whose traces run in a process of their own. That
-takes seconds to a minute, while other ranks wait; after `LIMIT_SECONDS` the line has what is known
-by then.
+Parts and ways out come from `megatron-sft fit`, which runs in a process of its own. It takes
+seconds to a minute, while the other ranks wait. After `LIMIT_SECONDS` the line has only what is
+known by then.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ _PHASES = {
     "forward_backward": "the passes",
     "build_training": "building the model",
 }
-"""Functions of the trainer, and what they are in words; the first one on the stack counts."""
+"""Function of the trainer -> phase of the run. The first one on the stack counts."""
 _GROWS = {"the optimizer step": "optimizer state", "building the model": "building the model"}
-"""Part of the estimate that grows in a phase, where no activations do."""
+"""Phase without activations -> part of the estimate that grows in it."""
 
 
 class Place(NamedTuple):
-    """Place at which memory was missing."""
+    """Place at which memory ran out."""
 
     phase: str
     part: str | None
-    """Part of the model, as `fit` names it; None where the stack does not show it."""
+    """Part of the model, as `fit` names it; None if the stack does not show it."""
     step: int | None
     """None outside of steps."""
 
@@ -54,9 +55,10 @@ class Place(NamedTuple):
 def explained(
     failure: BaseException, config: SFTConfig, vocab_size: int, world_size: int, peers: Peers
 ) -> ValueError:
-    """Returns a failure of torch's allocator with the line for the user.
+    """Returns the error for the user, for a failure of torch's allocator.
 
-    One of the ranks that fail together asks for the ways out; the others wait for its words.
+    If several ranks fail together, one of them estimates memory, and the others wait for its
+    message.
     """
     estimate = MemoryEstimate()
     if peers.leads("memory", LIMIT_SECONDS + 10):
@@ -68,7 +70,7 @@ def explained(
 
 
 def place_of(failure: BaseException) -> Place:
-    """Returns where it was raised, by the functions and modules on its stack."""
+    """Returns the place of a failure, by the functions and modules on its stack."""
     names, part, step = set(), None, None
     trace: TracebackType | None = failure.__traceback__
     while trace is not None:

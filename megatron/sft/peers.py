@@ -1,9 +1,9 @@
-"""collective. Messages between ranks beside collectives: why one of them failed, and who is still
-there.
+"""collective. Messages between ranks outside of collectives: the cause of a failure, and which
+ranks still answer.
 
-They do it through the store at which they met, so also while a collective waits for somebody who is
-gone. torchrun keeps that store; without it rank 0 does, and a store that is gone is taken for a
-rank 0 that is.
+They go through the store of the process group's rendezvous, so that they work while a collective
+waits for a rank that is gone. torchrun hosts that store, or rank 0 without torchrun. If the store
+does not answer, rank 0 is assumed to be gone.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron.sft.agreement import AgreedError
 from megatron.sft.environment import fail, local_rank, tell_torchrun, world_from_environment
 
 ANSWER_SECONDS = 5.0
-"""A rank that takes longer to answer is taken for gone."""
+"""Time after which a rank that does not answer is assumed to be gone."""
 _STOP, _LOST = "stop", "lost"
 _FOREVER = timedelta(days=365)
 
 
 class Peers:
-    """All ranks of a run, as one of them sees them. A thread answers for this rank whatever its
-    main thread does.
+    """The other ranks of a run. A thread of this rank answers their questions, even while its main
+    thread waits in a collective.
     """
 
     def __init__(self, store: dist.Store) -> None:
-        """store: the one at which all ranks of the default process group met."""
+        """store: store of the default process group's rendezvous."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore("peers", store)
         self._ending = threading.Lock()
@@ -48,8 +48,8 @@ class Peers:
             self._thread.start()
 
     def close(self) -> None:
-        """Lets the threads of all ranks end, after a run that went well: where rank 0 keeps the
-        store, the end of its interpreter would find its thread in there, and abort.
+        """Ends the threads of all ranks, after a run without a failure. If rank 0 hosts the store,
+        its interpreter would otherwise abort at exit, with the thread still inside the store.
         """
         if self._world_size > 1:
             with suppress(RuntimeError):
@@ -58,11 +58,10 @@ class Peers:
             self._thread.join(ANSWER_SECONDS)
 
     def exit_unless_all_stop(self, is_agreed: threading.Event) -> None:
-        """Ends this process unless all ranks answer, or come to agree in their step, within 5
-        seconds.
+        """Ends this process unless, within 5 seconds, all ranks answer or agree to stop in a step.
 
-        For a SIGTERM: a launcher sends it, too, when a rank has died, and no checkpoint will be
-        saved without that one.
+        It is called after SIGTERM. A launcher also sends that when a rank has died, and then no
+        checkpoint can be saved.
         """
         end = time.monotonic() + ANSWER_SECONDS
         missing = self._missing(_STOP)
@@ -74,8 +73,8 @@ class Peers:
             )
 
     def leads(self, topic: str, seconds: float) -> bool:
-        """Returns whether this rank is the first that asks; the others wait up to `seconds` for the
-        words with which it ends.
+        """Returns whether this rank is the first to call this for a topic. The others wait up to
+        `seconds` until the first one has ended with its message.
         """
         with suppress(RuntimeError):
             me = str(self._rank)
@@ -85,11 +84,11 @@ class Peers:
         return True
 
     def abort(self, failure: BaseException) -> NoReturn:
-        """Ends this process with status 1, after a `failure` that other ranks do not have.
+        """Ends this process with status 1, after a failure that other ranks do not have.
 
-        One rank says on the terminal what came first, which all tell torchrun. Nothing is waited
-        for but answers: neither threads, nor worker processes, nor groups, at which others may be
-        stuck.
+        The first cause is printed by its rank, and all ranks pass it to torchrun. This waits for
+        answers of other ranks only, and not for threads, worker processes or process groups, where
+        others may be stuck.
         """
         cause = f"rank {self._rank}: {type(failure).__name__}: {failure}"
         if is_lost(failure):
@@ -97,9 +96,9 @@ class Peers:
             if missing == []:
                 cause += "; all ranks answer, so one of them came too late"
             cause = _not_answering(missing) if missing else cause
-        elif isinstance(failure, ValueError):  # what a user can mend
+        elif isinstance(failure, ValueError):  # a message for the user
             cause = f"rank {self._rank}: {failure}"
-        elif not isinstance(failure, OSError):  # which says itself what the matter is, with a path
+        elif not isinstance(failure, OSError):  # an OSError has its path: no traceback is needed
             traceback.print_exception(failure)
         self._end(cause)
 
@@ -114,8 +113,8 @@ class Peers:
         _leave(1)
 
     def _missing(self, call: str) -> list[int] | None:
-        """Returns the ranks that do not answer in time; None where nobody can be asked, or a cause
-        is known.
+        """Returns the ranks that do not answer in time; None if the store does not answer, or if
+        the cause is known already.
         """
         with suppress(RuntimeError):
             answers = {
@@ -150,9 +149,10 @@ def _not_answering(missing: list[int]) -> str:
 
 
 def abort(failure: Exception, peers: Peers | None) -> NoReturn:
-    """Ends this process, so that one line on the terminal and torchrun's summary say why.
+    """Ends this process after a failure. One line on the terminal and torchrun's summary have the
+    cause.
 
-    peers: None before there are any, when the ranks of a machine are likely to find the same.
+    peers: None before process groups exist; then all ranks of a machine usually fail alike.
     """
     if isinstance(failure, (GlobalBatchError, AgreedError)):
         if local_rank() == 0:
@@ -172,9 +172,7 @@ def abort(failure: Exception, peers: Peers | None) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends this process at once: what ends an interpreter may wait for other ranks, or take its
-    time.
-    """
+    """Ends this process at once. Python's usual exit might wait for other ranks."""
     for process in multiprocessing.active_children():
         process.kill()
     sys.stdout.flush()
@@ -182,7 +180,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def is_lost(failure: BaseException) -> bool:
-    """Returns whether it says no more than that some other rank could not be reached."""
+    """Returns whether a failure only says that another rank could not be reached."""
     text = str(failure)
     return (
         isinstance(failure, (dist.DistError, ConnectionError)) or "gloo" in text or "NCCL" in text

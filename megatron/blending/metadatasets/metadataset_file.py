@@ -88,8 +88,8 @@ Entry = Reference | JoinEntry | Group
 
 
 def parse_metadataset(path: str, content: object) -> dict[str, Entry]:
-    """Returns the entry of each split of a file; ValueError naming file, line, key and the nearest
-    right key.
+    """Returns the entry of each split of a file. Raises ValueError with file, line and key, and
+    with the most similar valid key.
     """
     place = Place(path, 1, "")
     table = place.table(content)

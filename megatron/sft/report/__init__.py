@@ -1,2 +1,1 @@
-"""pure. Metrics of a run as files, and what it achieved: `megatron-sft report
-RUN_DIR`."""
+"""pure. Writes the metrics of a run, and reports its results: `megatron-sft report RUN_DIR`."""

@@ -1,6 +1,4 @@
-"""pure. Boards that draw a run while it goes, behind one interface: TensorBoard, and Weights &
-Biases.
-"""
+"""pure. Boards that draw a running run, behind one interface: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,26 +10,28 @@ from typing import Any, Protocol
 from megatron.sft.options.output import OutputConfig
 
 WANDB_ID_FILE = "wandb_run_id"
-"""Identifier of the run's folder: a resumed run continues under the same name there."""
+"""File with the id of the run at Weights & Biases, by which a resumed run continues it."""
 
 
 class Board(Protocol):
     """Draws numbers over steps."""
 
     def add(self, values: Mapping[str, float], iteration: int) -> None:
-        """Draws a point of each curve."""
+        """Adds a point to each curve."""
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends all remaining points."""
 
 
 def open_boards(
     output: OutputConfig, run_dir: Path, resume_iteration: int | None, options: Mapping[str, Any]
 ) -> list[Board]:
-    """Returns the boards that are asked for; ValueError where one cannot be had.
+    """Returns the boards of --tensorboard-dir and --wandb-project. Raises ValueError if one cannot
+    be opened.
 
-    resume_iteration: steps done by the run that is continued, None for a new one; options: all of
-    the run's, to be shown beside its curves.
+    Args:
+        resume_iteration: number of steps that a continued run has done; None for a new run.
+        options: all options of the run, which boards show beside its curves.
     """
     boards: list[Board] = []
     if output.tensorboard_dir is not None:

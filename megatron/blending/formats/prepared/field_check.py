@@ -49,7 +49,7 @@ def check_field_map(kind: SampleType, source: RecordSource, decode: Decode) -> N
 
 
 def _missing_names(faults: Sequence[Missing]) -> str:
-    """Returns what is missing, and what may have been meant: a key rather than a part."""
+    """Returns the missing name, a key rather than a part, and the most similar existing one."""
     key = next((fault for fault in faults if fault.within), faults[0])
     there = dict.fromkeys(
         name for fault in faults if fault.within == key.within for name in fault.there
