@@ -132,6 +132,8 @@ def test_kernels_are_given_each_sequence(monkeypatch):
     lengths, leaves = (9, 0, 40), random_inputs(49)
     inputs = Inputs(*leaves)
     x, weight = leaves[2].flatten(1), torch.randn(24, 4, dtype=torch.float64)
+    # Patched both times: the stand-ins have no spec, for which a test that runs first would look.
+    monkeypatch.setattr(delta_rule, "has_kernels", lambda *_: False)
     expected = gated_delta_rule(inputs, lengths), causal_convolution(x, weight, lengths)
     monkeypatch.setattr(delta_rule, "has_kernels", lambda *_: True)
     found = gated_delta_rule(inputs, lengths), causal_convolution(x, weight, lengths)
