@@ -50,8 +50,7 @@ def test_a_difference_names_the_tensor() -> None:
     """A check that only compares sums could not tell what is missing."""
     case = CASES["learned"]
     ((real, numbers),) = run_ranks(run_real, 1, case)
-    # The pack of two sequences, which are joined after attention, has the peak.
-    longer = replace(case.data, lengths=((40, 25), (64,)))
+    longer = replace(case.data, lengths=((40, 24), (65,)))
     found = differences(real, run_fake(case._replace(data=longer), 0, numbers))
     assert any("peak" in line for line in found)
     assert any("float32[65, 32]" in line and "only as fake" in line for line in found)

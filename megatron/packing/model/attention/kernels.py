@@ -121,19 +121,14 @@ def _by_sequence(
     # For grouped heads torch has one kernel only, which keeps all scores in memory: repeat them.
     if q.is_cuda and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scale, is_grouped = scores.scale, q.shape[1] != k.shape[1]
-
-    def of_sequence(*parts: Tensor) -> Tensor:
+    out = []
+    for parts in zip(q.split(query_lengths), k.split(key_lengths), v.split(key_lengths)):
         q1, k1, v1 = (x.transpose(0, 1).unsqueeze(0) for x in parts)
         attended = scaled_dot_product_attention(
-            q1, k1, v1, is_causal=True, scale=scale, enable_gqa=is_grouped
+            q1, k1, v1, is_causal=True, scale=scores.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return attended.squeeze(0).transpose(0, 1)
-
-    if len(query_lengths) == 1:  # a sequence that fills its pack is neither split nor joined
-        return of_sequence(q, k, v)
-    parts = (x.split(query_lengths) for x in (q, k, v))
-    return torch.cat([of_sequence(*part) for part in zip(*parts)])
+        out.append(attended.squeeze(0).transpose(0, 1))
+    return torch.cat(out)
 
 
 @cache
