@@ -75,10 +75,12 @@ def loaded_for_training(
         opened: (data set of one pass, share or repetitions, entry) of each source.
     """
     if kind is Epochized:
-        made = [_repeated(dataset, share, entry) for dataset, share, entry in opened if share]
-        return LoadedDatasetList(
-            [one for one in made if one.weight], DatasetBlendMode.SAMPLE_REPETITIONS
-        )
+        repeated = [
+            _repeated(dataset, repetitions, entry)
+            for dataset, repetitions, entry in opened
+            if repetitions
+        ]
+        return LoadedDatasetList(repeated, DatasetBlendMode.SAMPLE_REPETITIONS)
     mode = DatasetBlendMode.DATASET_WEIGHT if kind is Blend else DatasetBlendMode.NONE
     return LoadedDatasetList(
         [LoadedDataset(_endless(d, repeat), share, entry) for d, share, entry in opened], mode

@@ -22,7 +22,8 @@ an `extra` column when a sample has it.
     payload_costs   sequence    64  where a sequence has a payload          0
     extra ones      any        any  where the samples have them
 
-A sequence is a tree of one node. A tree's nodes are runs of tokens, one after the other, each
+A plain sequence is a tree of one node; "is a tree" here and elsewhere means one of several. A
+tree's nodes are runs of tokens, one after the other, each
 behind its parent: `parents` 0, 0 and `node_lengths` 3, 2, 4 are a trunk of 3 tokens and two
 branches, in a sequence of 9 tokens whose paths have 5 and 7.
 """

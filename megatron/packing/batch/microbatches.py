@@ -195,7 +195,9 @@ def _part(columns: Mapping[str, Sequence[Tensor]], number: int) -> dict[str, Ten
 
 
 def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> Iterator[Microbatch]:
-    """Yields the same microbatches with FIELDS on a CUDA device, each copied one microbatch ahead.
+    """Yields the same microbatches with the tensors named in `_COPIED` on a CUDA device.
+
+    Each is copied one microbatch ahead.
 
     `host_loss_mask` is `loss_mask` on the host, so that nobody waits for the device to see which
     tokens count. The copies run on a stream of their own, for which the caller's current stream

@@ -1,6 +1,7 @@
 """pure. The sequences that one rank holds, as flat arrays; also as they travel.
 
-Nothing here is done sequence by sequence. Nearly always the labels are the next tokens, the mask is
+No token is handled in Python: fields are whole arrays, and only `take` goes through the sequences,
+one slice of each. Nearly always the labels are the next tokens, the mask is
 one weight or zero in each sequence, and positions count from zero: then none of the three is kept,
 and a token takes 5 bytes (its id and one flag) in memory and on the wire. `schema` names the
 columns that are kept besides (see `columns`).
@@ -62,7 +63,8 @@ class Samples:
     columns: Columns
     """ALWAYS and those of `schema`: [rows of the column's scope, *shape] each. ALWAYS are:
 
-        sources      number of the user's, by which losses are split, per sequence
+        sources      number of the data source that the user gave the sequence, by which losses
+                     are reported, per sequence
         tokens       ids, per token
         last_labels  label of the last token, per sequence
         weights      weight in the loss's sum of the tokens that count, per sequence
@@ -191,30 +193,31 @@ class Samples:
         assert not self.lengths.size, f"samples without '{column.name}'"
         return column.zeros(0)
 
-    def take(self, ids: IntArray) -> Samples:
+    def take(self, numbers: IntArray) -> Samples:
         """Returns the sequences of these numbers, in this order."""
-        if np.array_equal(ids, np.arange(self.lengths.size)):
+        if np.array_equal(numbers, np.arange(self.lengths.size)):
             return self  # already in this order: nothing is copied
         runs = {
-            scope: self._runs(scope, ids)
+            scope: self._runs(scope, numbers)
             for scope in {column.scope for column in self.columns} - {SEQUENCE}
         }
         columns = {
-            column: values[ids]
+            column: values[numbers]
             if column.scope == SEQUENCE
+            # values[:0]: concatenate takes at least one array, and the dtype from it
             else np.concatenate([values[:0], *map(values.__getitem__, runs[column.scope])])
             for column, values in self.columns.items()
         }
-        return Samples(sizes=self.sizes.take(ids), columns=columns)
+        return Samples(sizes=self.sizes.take(numbers), columns=columns)
 
-    def _runs(self, scope: str, ids: IntArray) -> list[slice]:
+    def _runs(self, scope: str, numbers: IntArray) -> list[slice]:
         """Returns the rows of each of some sequences: copied as runs, they take a third of the time
         that an index of all rows takes.
         """
-        # rows 2 1 3, ids 2 0    ->    rows 3 to 6, 0 to 2
+        # rows 2 1 3, numbers 2 0    ->    rows 3 to 6, 0 to 2
         ends = np.cumsum(self.sizes.rows(scope))
         starts = ends - self.sizes.rows(scope)
-        return list(map(slice, starts[ids].tolist(), ends[ids].tolist()))
+        return list(map(slice, starts[numbers].tolist(), ends[numbers].tolist()))
 
     def truncated(self, limit: int) -> Samples:
         """Returns all sequences, each truncated to `limit` tokens.

@@ -66,13 +66,16 @@ def checked_trees(lengths: IntArray, parents: IntArray) -> Trees:
         raise TreeError(
             f"'parents' must have one entry per node ({lengths.size}), but has {parents.size}"
         )
-    for node in np.flatnonzero((parents < -1) | (parents >= np.arange(parents.size)))[:1]:
+    not_before = np.flatnonzero((parents < -1) | (parents >= np.arange(parents.size)))
+    if not_before.size:
+        node = not_before[0]
         raise TreeError(
             "'parents' must hold for each node the number of a node before it, or -1 for none, "
             f"but is {parents[node]} for node {node}"
         )
-    for node in np.flatnonzero(lengths < 1)[:1]:
-        raise TreeError(f"each node must have at least one token, but node {node} has none")
+    empty = np.flatnonzero(lengths < 1)
+    if empty.size:
+        raise TreeError(f"each node must have at least one token, but node {empty[0]} has none")
     roots = np.arange(parents.size)
     for node in np.flatnonzero(parents >= 0):
         roots[node] = roots[parents[node]]

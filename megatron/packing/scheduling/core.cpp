@@ -1,9 +1,9 @@
 // The inner loops of scheduling: plain C functions over arrays, called through ctypes (see
 // compiled.py, which must name the same arguments), so that no Python headers are needed to build
 // them. The Python function of the same name in placement.py, tight_packs.py, step_time.py or
-// moved_tokens.py documents each; `keep` serves moved_tokens._keep.
+// default.py documents each; `keep` serves default._keep.
 //
-// Sequences come in descending order of length, and so, but for masked tokens, of cost. Pack
+// Sequences come longest first, or costliest first where they have payloads (placement.py). Pack
 // numbers are rank * per_rank + position.
 
 #include <algorithm>

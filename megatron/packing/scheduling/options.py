@@ -6,7 +6,7 @@ docstring under it is the help. What passes the options on names none of them:
     flags    ->    `PackingOptions.scheduling`    ->    `PackingSettings.options`
              ->    `ScheduleRequest.options`, and `StepLayout.options` in the record of a step
 
-So another option is a field here, and the line that reads it.
+Another option is one more field here, and the line of code that reads it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ class SchedulerOptions:
             )
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def non_defaults(self) -> tuple[str, ...]:
         """Names of the options that are not at their default."""
         return tuple(
             field.name for field in fields(self) if getattr(self, field.name) != field.default
         )
 
     def updated(self, arguments: object) -> SchedulerOptions:
-        """Returns these options with those that `arguments`, as argparse returns them, have besides
-        at other values than their defaults.
+        """Returns these options, but with each one that `arguments` (a namespace of argparse) sets to
+        something other than its default.
         """
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             field.name: getattr(arguments, field.name, None) for field in fields(self)
         }
-        said = SchedulerOptions(**{name: each for name, each in found.items() if each is not None})
-        return replace(self, **{name: found[name] for name in said.given})
+        # Checks the values, also those at their defaults.
+        parsed = SchedulerOptions(**{name: v for name, v in values.items() if v is not None})
+        return replace(self, **{name: values[name] for name in parsed.non_defaults})

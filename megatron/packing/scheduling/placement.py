@@ -1,8 +1,10 @@
 """pure. Heuristics that place sequences on ranks and in packs with free capacity.
 
-Notation: `length` int64 [N] is descending, `cost` float64 [N] too but for masked tokens. A
-placement is int64 [N], the pack of each sequence, `rank * num_microbatches + microbatch`; -1 means
-not placed. A sequence that goes to a rank goes to its emptiest pack.
+Notation: `length` int64 [N] and `cost` float64 [N] are in the order of `ScheduleRequest.sorted`,
+longest first, or costliest first where sequences have payloads. A longer sequence may cost less
+than a shorter one, if fewer of its tokens count for the loss. A placement is int64 [N], the pack of
+each sequence, `rank * num_microbatches + microbatch`; -1 means not placed. A sequence that goes to
+a rank goes to its emptiest pack.
 
     name                  what it does                                                  price
     place_longest_first   longest first, each to the cheapest rank (LPT)                O(N log N)
@@ -12,8 +14,8 @@ not placed. A sequence that goes to a rank goes to its emptiest pack.
     deal                  whole packs to ranks of even cost                             O(N log N)
     split_ranks           each rank's sequences split again into packs                  O(N log N)
 
-The loops run in core.cpp. Where it is not built, a few lines of Python replace each of them; they
-are slower, and `trade` does nothing.
+The loops run in core.cpp. Where it is not built, plainer loops in Python stand in: they are slower,
+and some placements are a little worse. `trade` has no stand-in, and returns what it was given.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ def place_longest_first(
     loads: FloatArray | None = None,
     limit: float = math.inf,
 ) -> IntArray | None:
-    """Puts each sequence on the cheapest rank with room for it (LPT: Graham, 1969). O(N log N).
+    """Puts each sequence, in the order given, on the cheapest rank with room for it. O(N log N).
+
+    With sequences sorted longest first this is LPT (Graham, 1969).
 
         2 ranks, capacity 9, lengths 6 5 4 3    ->    6 3 | 5 4
 
@@ -158,8 +162,8 @@ def first_fit(
 ) -> tuple[IntArray, int]:
     """Puts each sequence on the first rank that has room for its cost and its tokens.
 
-    A rank may cost `limit`, and at most `ceiling - overhead * cost of its first sequence`, which is
-    its costliest: so much of a pipeline's time goes into filling it.
+    A rank may cost `limit`, and at most `ceiling - overhead * cost of its first sequence`. The first
+    one is usually the costliest, and so much of a pipeline's time goes into filling that pack.
 
         ceiling 20, overhead 2, costs 6 4 2    ->    6 2 | 4, as 6 leaves its rank 20 - 2 * 6 = 8
 

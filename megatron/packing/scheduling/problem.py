@@ -3,7 +3,9 @@
 Invariants of every Schedule (`check_schedule` states them as code):
 
 - each sequence is in exactly one pack, and no pack holds more tokens than the capacity;
-- all ranks have the same number of microbatches, a positive multiple of `microbatch_multiple`.
+- all ranks have the same number of microbatches, a positive multiple of `microbatch_multiple`;
+- these are at most as many as sequences, or as fetches if there are more of those, rounded up to
+  the multiple: an absurd answer must not use up all memory.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class Sorted(NamedTuple):
     length: IntArray
     """int64 [N], tokens."""
     cost: FloatArray
-    """float64 [N], of the sequence alone, in the unit of the request's cost. Descending, but where
-    long sequences have few loss tokens.
+    """float64 [N], of the sequence alone, in the unit of the request's cost. Descending, except where
+    a longer sequence costs less because few of its tokens count for the loss.
     """
 
 
@@ -93,7 +95,7 @@ class ScheduleRequest:
     step: int = 0
     """Number of the optimizer step that the batch is for, from 0."""
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
-    """What the user says of scheduling."""
+    """What the user set, for a scheduler of the user's own. The schedulers here read none of it."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "capacity", "microbatch_multiple"):
@@ -122,7 +124,9 @@ class ScheduleRequest:
                 f"{self.model.stage_group}, in an interleaved pipeline, but is "
                 f"{self.microbatch_multiple}"
             )
-        for i in np.flatnonzero(self.lengths > self.capacity)[:1]:
+        too_long = np.flatnonzero(self.lengths > self.capacity)
+        if too_long.size:
+            i = too_long[0]
             raise CapacityError(
                 f"sequence {i} of the global batch (rank {self.source_rank[i]}, fetch "
                 f"{self.source_fetch[i]}) has {self.lengths[i]} tokens, but a pack holds "
@@ -202,19 +206,23 @@ class ScheduleRequest:
 
     @cached_property
     def bound(self) -> float:
-        """Modelled time that no schedule is below, in the unit of the cost; in pipelines no
-        schedule of even packs.
+        """Lower bound of the modelled time, in the unit of the cost. In pipelines it holds for even
+        packs only: a schedule of uneven ones may take less.
         """
-        least, fewest = self.cost.least, self.fewest_microbatches
-        launches = max(least * (fewest + more) / each for each, more in self.model.stage_paces())
-        return max(self.work_bound, launches)
+        # A pack costs at least `least`, and so do those that fill and drain the pipeline.
+        least_time = max(
+            self.cost.least * (self.fewest_microbatches + filling_packs) / stages
+            for stages, filling_packs in self.model.stage_paces()
+        )
+        return max(self.work_bound, least_time)
 
     @cached_property
     def work_bound(self) -> float:
-        """The same without the least cost of a pack."""
+        """`bound` as it would be if packs had no least cost."""
         cost, of_rank = self.sorted.cost, self.rank_cost_bound
         if cost.size and self.model.sync_every_microbatch:
-            # The costliest packs of all microbatches make up one rank.
+            # Ranks wait for one another at every microbatch, so a step takes the sum of each
+            # microbatch's costliest pack: at least the mean over ranks, at least any sequence.
             of_rank = max(float(cost.sum()) / self.num_ranks, float(cost.max()))
         return step_bound(cost, of_rank, self.cost.fixed, self.fewest_microbatches, self.model)
 
@@ -271,7 +279,9 @@ class Scheduler(Protocol):
 
 
 def check_schedule(request: ScheduleRequest, schedule: object) -> None:
-    """ValueError if `schedule` is none, or breaks an invariant of this module's docstring."""
+    """Raises ValueError if `schedule` is not a Schedule, or breaks an invariant of this module's
+    docstring.
+    """
     if not isinstance(schedule, Schedule):
         raise ValueError(f"a scheduler must return a Schedule, but returned {schedule!r:.80}")
     for name in ("num_ranks", "num_microbatches"):
@@ -305,7 +315,7 @@ def check_schedule(request: ScheduleRequest, schedule: object) -> None:
 
 
 def check_capacity(request: ScheduleRequest, schedule: Schedule) -> None:
-    """CapacityError if a pack of `schedule` holds more than the capacity."""
+    """Raises CapacityError if a pack of `schedule` holds more than the capacity."""
     tokens = request.pack_lengths(schedule)
     fullest = int(tokens.argmax())
     if tokens[fullest] > request.capacity:
@@ -318,12 +328,12 @@ def check_capacity(request: ScheduleRequest, schedule: Schedule) -> None:
 
 
 def rounded_up(number: float, multiple: int) -> int:
-    """`number` raised to the next positive multiple of `multiple`."""
+    """Returns `number` raised to the next positive multiple of `multiple`."""
     return max(1, math.ceil(number / multiple)) * multiple
 
 
 def sorted_order(values: IntArray) -> IntArray:
-    """The indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")`,
+    """Returns the indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")`,
     several times faster.
 
     16-bit numbers are sorted stably in linear time, so longer ones are by the low half first, then

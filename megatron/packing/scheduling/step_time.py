@@ -114,10 +114,14 @@ class StepModel:
         return (self.effective_stages - 1) / self.num_virtual_stages
 
     def stage_paces(self) -> list[tuple[float, float]]:
-        """Returns of each stage how many such would take a pack's time, and how many packs it could
-        do while the first one comes to it and the last one goes back through the stages before.
+        """Returns (stages, filling_packs) of each stage.
 
-        Of equal stages only the last one, which is busy for the longest.
+        `stages` says how many stages like it one pack's whole time would make. `filling_packs` is
+        the number of packs that it could do while the first pack comes to it, and while the last
+        one goes back through the stages before it. Of equal stages only the last one is returned,
+        which is busy for the longest.
+
+            shares 0.2 0.3 0.5    ->    (5, 0) (3.3, 0.7) (2, 1)
         """
         if not self.shares:
             return [(self.num_stages, self.bubble_packs)]

@@ -1,4 +1,4 @@
-"""mcore. Chooses the sequences that leave with this step, and the place where each is trained.
+"""mcore. Chooses the sequences that this step trains, and the rank and microbatch of each.
 
 Every data rank makes a `RankReport`. The first of them, the scheduling rank, answers with a
 `Decision`, which all receive. Both are values, so that a scheduler may be anything: its exception
@@ -32,7 +32,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """The sequences that a data rank has to schedule in a step; int64 [n] each."""
+    """The sequences that a data rank offers to a step; int64 [n] each."""
 
     lengths: IntArray
     fetch: IntArray
@@ -42,8 +42,8 @@ class RankReport:
     schema: Schema
     ragged: Mapping[str, IntArray] = field(default_factory=dict)
     """Rows of each sequence in columns of further scopes (`Sizes.ragged`); empty without any."""
-    trees: SampleSizes | None = None
-    """Sizes of each sequence, if any is a tree."""
+    tree_sizes: SampleSizes | None = None
+    """Sizes of every sequence; None if none has more than one node."""
     part: IntArray | None = None
     """0 for a whole sample, 1, 2, ... for the parts of one that was cut, which are trained in one
     step; None if all are whole.
@@ -77,7 +77,7 @@ class RankReport:
             num_loss_tokens=samples.num_loss_tokens,
             schema=samples.schema,
             ragged=samples.sizes.ragged,
-            trees=SampleSizes.of_trees(samples, alignment),
+            tree_sizes=SampleSizes.of_trees(samples, alignment),
             part=shaped_samples.parts(),
             payload_costs=samples.columns.get(PAYLOAD_COSTS),
             num_dropped=loaded.num_dropped,
@@ -101,7 +101,7 @@ class Reports(NamedTuple):
     steps_delayed: IntArray
     num_loss_tokens: IntArray
     part: IntArray
-    trees: SampleSizes | None
+    tree_sizes: SampleSizes | None
     """None if no rank has trees."""
     payload_costs: FloatArray | None
     """float64 [N]; None if no rank has payloads."""
@@ -118,28 +118,28 @@ class Reports(NamedTuple):
         return cls(
             source_rank=np.repeat(np.arange(len(reports)), sizes),
             part=np.concatenate(parts),
-            trees=_joined_trees(reports, alignment),
+            tree_sizes=_joined_tree_sizes(reports, alignment),
             payload_costs=_joined_costs(reports),
             **of_sequences,
         )
 
     def padded(self, alignment: Alignment) -> tuple[IntArray, IntArray | None]:
         """Returns the tokens that each occupies, and the squares if they are not L^2."""
-        if self.trees is None:
+        if self.tree_sizes is None:
             return alignment.padded_length(self.lengths), None
-        return self.trees.padded, self.trees.padded_squares
+        return self.tree_sizes.padded, self.tree_sizes.padded_squares
 
     def kept(self, is_kept: npt.NDArray[np.bool_]) -> Reports:
         """Returns some of the sequences."""
-        trees = self.trees
-        if trees is not None:
-            trees = SampleSizes(*(values[is_kept] for values in trees))
+        tree_sizes = self.tree_sizes
+        if tree_sizes is not None:
+            tree_sizes = SampleSizes(*(values[is_kept] for values in tree_sizes))
         columns = {
             name: values[is_kept]
             for name, values in self._asdict().items()
-            if name != "trees" and values is not None
+            if name != "tree_sizes" and values is not None
         }
-        return self._replace(**columns, trees=trees)
+        return self._replace(**columns, tree_sizes=tree_sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,8 @@ class Decision:
     schema: Schema
     """The columns that all of them travel with."""
     stats: PackingStats
-    trees: SampleSizes | None = None
-    """Sizes of each sequence, if any is a tree."""
+    tree_sizes: SampleSizes | None = None
+    """Sizes of every sequence; None if none has more than one node."""
     loss_tokens: IntArray | None = None
     """int64 [N], if any is a tree."""
     payload_costs: FloatArray | None = None
@@ -175,8 +175,8 @@ class Decision:
         if none is a tree or has a payload.
         """
         sizes: dict[str, npt.NDArray[Any] | None] = {"payload_costs": self.payload_costs}
-        if self.trees is not None:
-            sizes |= {**self.trees._asdict(), "loss_tokens": self.loss_tokens}
+        if self.tree_sizes is not None:
+            sizes |= {**self.tree_sizes._asdict(), "loss_tokens": self.loss_tokens}
         known = {name: each for name, each in sizes.items() if each is not None}
         order = self._packs()[0] if known else None
         return {name: each[order].tolist() for name, each in known.items()}
@@ -219,7 +219,8 @@ def decide(
             found.
     """
     schema = _checked_schema(reports)
-    ended, batch = any(report.ended for report in reports), Reports.of(reports, settings.alignment)
+    batch = Reports.of(reports, settings.alignment)
+    ended = any(report.ended for report in reports)
     if ended and not batch.lengths.size:
         return None
     try:
@@ -243,7 +244,7 @@ def decide(
         schedule=schedule,
         length=kept.lengths,
         alignment=settings.alignment,
-        trees=kept.trees,
+        trees=kept.tree_sizes,
     )
     return Decision(
         source_rank=batch.source_rank.astype(np.int32),
@@ -253,8 +254,8 @@ def decide(
         rank=rank,
         microbatch=microbatch,
         schema=schema,
-        trees=batch.trees,
-        loss_tokens=None if batch.trees is None else batch.num_loss_tokens,
+        tree_sizes=batch.tree_sizes,
+        loss_tokens=None if batch.tree_sizes is None else batch.num_loss_tokens,
         payload_costs=batch.payload_costs,
         stats=_with_counts(
             stats, reports, kept, int(waits.sum()), is_delaying=max_delay is not None
@@ -273,7 +274,8 @@ def _with_counts(
     """Returns the account with what is not in the schedule: samples that are dropped, truncated,
     delayed, or waiting.
     """
-    is_first = kept.part < 2  # a sample that was cut counts once
+    # A part is 0 for a whole sample, 1 for the first part of a cut one: each sample counts once.
+    is_first = kept.part < 2
     delays = np.bincount(kept.steps_delayed[is_first], minlength=1).tolist()
     return replace(
         stats,
@@ -303,10 +305,13 @@ def _outliers(
 ) -> npt.NDArray[np.bool_]:
     """Returns the sequences that wait for a later step, bool [N]."""
     padded, squares = batch.padded(settings.alignment)
+    # The parts of a cut tree are trained in one step, and each is judged by itself: passed as if
+    # they had waited for the longest, none of them is delayed.
+    steps_delayed = np.where(batch.part > 0, max_steps, batch.steps_delayed)
     return outliers_to_delay(
         padded,
         settings.cost,
-        np.where(batch.part > 0, max_steps, batch.steps_delayed),
+        steps_delayed,
         num_ranks=num_ranks,
         pack_capacity=capacity_that_matters(settings.model, settings.capacity, padded),
         max_steps=max_steps,
@@ -343,11 +348,11 @@ def _request(
     )
 
 
-def _joined_trees(reports: Sequence[RankReport], alignment: Alignment) -> SampleSizes | None:
-    if all(report.trees is None for report in reports):
+def _joined_tree_sizes(reports: Sequence[RankReport], alignment: Alignment) -> SampleSizes | None:
+    if all(report.tree_sizes is None for report in reports):
         return None
     whole = [
-        report.trees or SampleSizes.of_sequences(report.lengths, alignment) for report in reports
+        report.tree_sizes or SampleSizes.of_sequences(report.lengths, alignment) for report in reports
     ]
     return SampleSizes(*(np.concatenate(values) for values in zip(*whole)))
 

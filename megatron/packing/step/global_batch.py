@@ -1,4 +1,5 @@
-"""mcore. The data path of one global batch: load, gather, decide, move, broadcast, pack.
+"""mcore. The data path of one global batch: load, gather, decide, exchange payloads,
+move, broadcast, pack.
 
     load       the data rank of each data-parallel replica reads its iterator (`load`, `groups`);
                what waited comes before what it loaded (`delay`)
@@ -8,8 +9,8 @@
     payloads   the data ranks exchange keys or tensors (`payloads`), only in steps in which samples
                have some
     move       the data ranks exchange samples: one all-to-all, about 5 bytes per token
-    broadcast  each sends its replica the plan and the samples: one broadcast of about 5 bytes per
-               token; payloads to the first stage
+    broadcast  each data rank sends the plan and the samples to its replica, in one broadcast of
+               about 5 bytes per token, and payloads to the ranks of the first stage
     pack       every rank makes the microbatches that its pipeline stage needs, padded
 
 Module `exchange` holds the messages of gather, decide, move and broadcast, in this order.
@@ -157,7 +158,8 @@ def schedule_global_batch(
     reason = reason_against(config, plan.schema, options.megatron_lm_calls)
     if reason is not None:
         raise GlobalBatchError(reason)
-    # Nothing can fail any more. A step that fails leaves the queue unchanged.
+    # Data and schedule were checked above: from here on only a defect, or a lack of memory, ends a
+    # step. One that ended earlier has left the queue unchanged.
     if queue is not None:
         queue.finish(delayed)
     if getattr(config, "mrope_section", None) is not None:  # also where all samples are text

@@ -61,8 +61,9 @@ class Datasets(NamedTuple):
 def build_datasets(config: SFTConfig) -> Datasets:
     """Opens the files that the options name, or makes mock data.
 
-    Opening reads indices only, no records. The exception is --blend-weights-by tokens, which
-    measures the mean length of each source. Raises ValueError, one line with the file's name, if
+    Opening parses no records: it reads an index, or looks for the ends of lines in a JSON Lines
+    file that has none. Two options are exceptions: --blend-weights-by tokens measures the mean
+    length of each source, and --sample-prompts is read whole. Raises ValueError, one line with the file's name, if
     anything cannot be read.
     """
     if config.data.mock_data:
@@ -91,16 +92,17 @@ def build_datasets(config: SFTConfig) -> Datasets:
             "raise the second share of --split, or pass --valid-data-path"
         )
     turns = encoder.train_turns
-    made_by = _made_by(data, turns)
+    encoding_options = _encoding_options(data, turns)
     train, valid, test = (
-        replace(samples, identity=samples.identity | made_by) for samples in (train, valid, test)
+        replace(samples, identity=samples.identity | encoding_options)
+        for samples in (train, valid, test)
     )
     path = config.training.sample_prompts
     prompts = [] if path is None else read_prompts(path, encoder)
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns, prompts)
 
 
-def _made_by(data: DataConfig, turns: TrainTurns) -> dict[str, str]:
+def _encoding_options(data: DataConfig, turns: TrainTurns) -> dict[str, str]:
     """Returns the options that decide how a record becomes a sample. They are part of a split's
     identity: a checkpoint can be continued with the same options only.
 

@@ -153,7 +153,7 @@ class SFTConfig:
             )
 
     def _check_scheduling(self) -> None:
-        for name in self.scheduling.given:
+        for name in self.scheduling.non_defaults:
             if not self.packing.sequence_packing:
                 raise ValueError(f"{flag_of(name)} needs --sequence-packing")
         is_fixed = self.packing.sequence_packing_scheduler == "empty"

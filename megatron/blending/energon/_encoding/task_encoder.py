@@ -1,5 +1,7 @@
-"""pure. TaskEncoder: the class that a user overrides to cook, encode, pack and batch samples. Each
-step that is overridden becomes a node of the stream; the others cost nothing.
+"""pure. TaskEncoder: the class that a user overrides to cook, encode, pack and batch samples.
+
+Each step that is overridden becomes a node of the stream. The others are left out, except `batch`,
+which collates wherever `batch_size` is given.
 
 Steps in the order in which they run:
 

@@ -101,7 +101,7 @@ EXPERT_ROWS: tuple[Row, ...] = (
         "whole",
         ("experts",),
         ("mlp.gate.e_score_correction_bias",),
-        "expert_bias",
+        "router_correction_bias",
     ),
     Row(
         "shared.fc1.weight",

@@ -35,7 +35,7 @@ class Weights:
         added = tuple(row for row in family.rows if row.part not in known)
         self._rows = tuple(replaced.get(row.part, row) for row in LAYER_ROWS) + added
         # MODEL_ROWS begins with the embedding and the output layer.
-        head, embedding = (self._weight(row, LogicalName(row.part)) for row in MODEL_ROWS[1::-1])
+        embedding, head = (self._weight(row, LogicalName(row.part)) for row in MODEL_ROWS[:2])
         is_tied = not model.untie_embeddings_and_output_weights
         self.tied = (head.parts[0].name, embedding.parts[0].name) if is_tied else None
 
@@ -52,7 +52,9 @@ class Weights:
         raise KeyError(name)
 
     def concerns(self, name: str) -> bool:
-        """Returns whether a parameter belongs to the model itself, and not to an adapter."""
+        """Returns whether a parameter belongs to the model itself, and not to an adapter; see
+        `Tensors.concerns`.
+        """
         return not is_of_adapter(name)
 
     def is_carried(self, name: str) -> bool:
@@ -109,8 +111,8 @@ class Weights:
             }
             # A prefix of the head includes "lm_head.", as the tensor's name in the row does: keep
             # only the text before it. "language_model.lm_head." -> "language_model."
-            prefix = self._prefix.head if row.tensors[0].startswith("lm_head") else ""
-            prefix = prefix.removesuffix("lm_head.") if prefix else self._prefix.body
+            is_head = row.tensors[0].startswith("lm_head")
+            prefix = self._prefix.head.removesuffix("lm_head.") if is_head else self._prefix.body
             groups = 1
         else:
             kind = self._kinds[place.layer]
@@ -157,13 +159,13 @@ def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
         "dense_bias": biases and not has_experts,
         "experts": has_experts,
         "router_bias": biases and has_experts,
-        "experts_bias": biases and has_experts,
+        "experts_linear_bias": biases and has_experts,
         "delta_net": not is_attention,
-        "expert_bias": has_experts and model.moe_router_enable_expert_bias,
+        "router_correction_bias": has_experts and model.moe_router_enable_expert_bias,
         "shared": kind.experts is not None and kind.experts.shared_width > 0,
         "shared_gate": has_experts and model.moe_shared_expert_gate,
     }
-    return frozenset(name for name, it_does in holds.items() if it_does)
+    return frozenset(name for name, is_true in holds.items() if is_true)
 
 
 def sizes_of(model: ModelConfig, kind: LayerKind) -> Mapping[str, int]:

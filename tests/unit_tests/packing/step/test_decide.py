@@ -200,7 +200,7 @@ def test_a_schedule_is_made_of_what_trees_cost() -> None:
 
     sizes = SampleSizes(*(np.array([value]) for value in (16, 41, 112, 10)))
     with mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler):
-        decision = decide([report(7, trees=sizes), report(3)], 2, SETTINGS, None)
+        decision = decide([report(7, tree_sizes=sizes), report(3)], 2, SETTINGS, None)
     (request,) = received
     assert request.lengths.tolist() == [16, 4]
     assert request.squares is not None

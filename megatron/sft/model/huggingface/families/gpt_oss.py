@@ -60,7 +60,7 @@ _ROWS = (
         "sections",
         ("expert_ffn",),
         ("mlp.experts.gate_up_proj_bias",) * 2,
-        "experts_bias",
+        "experts_linear_bias",
         _their_biases,
     ),
     Row(
@@ -76,7 +76,7 @@ _ROWS = (
         "whole",
         ("hidden",),
         ("mlp.experts.down_proj_bias",),
-        "experts_bias",
+        "experts_linear_bias",
         lambda s: (Source(View(), (s["experts"], s["hidden"])),),
     ),
 )
