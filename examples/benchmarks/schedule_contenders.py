@@ -109,7 +109,7 @@ def longest_processing_time(request: ScheduleRequest) -> Schedule:
     """Ranks by LPT on costs, and each rank's microbatches by first-fit decreasing."""
     work, num_ranks = request.sorted, request.num_ranks
     rank = placement.place_longest_first(
-        np.ones_like(work.length), work.cost, placement.Packs(num_ranks, 1, work.cost.size)
+        np.ones_like(work.length), work.cost, placement.PackGrid(num_ranks, 1, work.cost.size)
     )
     assert rank is not None, "room for all"
     microbatch = np.zeros_like(rank)
@@ -124,8 +124,8 @@ def packs_then_differencing(request: ScheduleRequest) -> Schedule:
     work, num_ranks = request.sorted, request.num_ranks
     pack = _first_fit_packs(request, work.length)
     num_packs = _rounded_up(-(-(int(pack.max()) + 1) // num_ranks), request) * num_ranks
-    costs = placement.pack_costs(
-        work.cost, pack, placement.Packs(num_packs, 1, request.capacity)
+    costs = placement.sums_of_packs(
+        work.cost, pack, placement.PackGrid(num_packs, 1, request.capacity)
     ).ravel()
     rank_of_pack = largest_differencing_of_equal_counts(_in_units(costs), num_ranks)
     by_rank = np.lexsort((-costs, rank_of_pack))
@@ -144,7 +144,7 @@ CONTENDERS: dict[str, Scheduler] = {
 
 
 def _first_fit_packs(request: ScheduleRequest, length: IntArray) -> IntArray:
-    packs = placement.Packs(max(length.size, 1), 1, request.capacity)
+    packs = placement.PackGrid(max(length.size, 1), 1, request.capacity)
     return placement.first_fit(
         length, length.astype(np.float64), packs, limit=float(request.capacity)
     )[0]

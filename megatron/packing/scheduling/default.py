@@ -24,11 +24,11 @@ import numpy.typing as npt
 from megatron.packing.scheduling import compiled
 from megatron.packing.scheduling.pipelines import balance_pipelines
 from megatron.packing.scheduling.placement import (
-    Packs,
+    PackGrid,
     Placed,
     largest_rank,
-    pack_costs,
     place_longest_first,
+    sums_of_packs,
     trade,
 )
 from megatron.packing.scheduling.problem import (
@@ -113,7 +113,7 @@ def _finish(request: ScheduleRequest, placed: Placed) -> Schedule:
     """
     order, _, cost = request.sorted
     num_microbatches = placed.num_microbatches
-    packs = Packs(request.num_ranks, num_microbatches, request.capacity)
+    packs = PackGrid(request.num_ranks, num_microbatches, request.capacity)
     # Without fixed costs; read only if no more than the ranks' sums count.
     enough_rank_cost = request.work_bound * GOOD_ENOUGH - request.cost.fixed * num_microbatches
     pack = reduce_moved_tokens(request, placed.pack, packs, enough_rank_cost)
@@ -121,7 +121,7 @@ def _finish(request: ScheduleRequest, placed: Placed) -> Schedule:
     rank = pack // num_microbatches
     microbatch = pack - rank * num_microbatches
     if request.model.only_rank_sums_count:
-        by_cost = np.argsort(-pack_costs(cost, pack, packs), axis=1, kind="stable")
+        by_cost = np.argsort(-sums_of_packs(cost, pack, packs), axis=1, kind="stable")
         # Costs [[5, 9, 7]]    ->    by_cost [[1, 2, 0]], new microbatches [[2, 0, 1]]
         microbatch = np.argsort(by_cost, axis=1)[rank, microbatch]
     schedule = Schedule(
@@ -138,7 +138,7 @@ def tokens_moved(length: IntArray, source: IntArray, rank: IntArray) -> int:
 
 
 def reduce_moved_tokens(
-    request: ScheduleRequest, pack: IntArray, packs: Packs, enough_rank_cost: float
+    request: ScheduleRequest, pack: IntArray, packs: PackGrid, enough_rank_cost: float
 ) -> IntArray:
     """Returns a placement as quick as `pack` that moves at most as many tokens.
 
@@ -168,7 +168,7 @@ def _keep(
     cost: FloatArray,
     source: IntArray,
     pack: IntArray,
-    packs: Packs,
+    packs: PackGrid,
     enough_rank_cost: float,
 ) -> IntArray | None:
     """Returns a placement where ranks keep what they loaded; None where ranks become too uneven."""
@@ -189,7 +189,7 @@ def _keep(
 
 
 def _rename(
-    length: IntArray, source: IntArray, pack: IntArray, packs: Packs, each_microbatch: bool
+    length: IntArray, source: IntArray, pack: IntArray, packs: PackGrid, each_microbatch: bool
 ) -> IntArray:
     """Returns the placement with ranks renamed to where most of their tokens were loaded.
 
@@ -202,7 +202,7 @@ def _rename(
     # One matching for all microbatches: those of microbatch m are numbered from m * num_ranks on.
     # Sequences never match a pack of another microbatch, as `first` is the same for both.
     first = microbatch * packs.num_ranks if each_microbatch else np.zeros_like(rank)
-    size = packs.size if each_microbatch else packs.num_ranks
+    size = packs.num_packs if each_microbatch else packs.num_ranks
     place = _match(first + rank, first + source, length, size)
     return place[first + rank] % packs.num_ranks * num_microbatches + microbatch
 

@@ -38,7 +38,7 @@ class SchedulerOptions:
         )
 
     def updated(self, arguments: object) -> SchedulerOptions:
-        """Returns these options, but with each one that `arguments` (a namespace of argparse) sets to
+        """Returns these options, with each one that `arguments`, a namespace of argparse, sets to
         something other than its default.
         """
         values: dict[str, Any] = {

@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.placement import (
-    Packs,
+    PackGrid,
     costs_as_run,
-    pack_costs,
     split_ranks,
+    sums_of_packs,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel, simulate
@@ -84,7 +84,7 @@ class PlacedPipelines(NamedTuple):
 
 
 def order_each_rank(
-    request: ScheduleRequest, pack: IntArray, packs: Packs, num_shapes: int | None = None
+    request: ScheduleRequest, pack: IntArray, packs: PackGrid, num_shapes: int | None = None
 ) -> PlacedPipelines:
     """Returns the placement with each rank's packs in the best order and sizes found.
 
@@ -106,7 +106,7 @@ def order_each_rank(
     placements = [pack, _reordered(pack, costs, _by_size(shapes[0]))]
     for shape in shapes:
         split = split_ranks(length, cost, pack, packs, weights=shape)
-        placements.append(_reordered(split, pack_costs(cost, split, packs), _by_size(shape)))
+        placements.append(_reordered(split, sums_of_packs(cost, split, packs), _by_size(shape)))
     all_costs = [costs_as_run(request, placement, packs) for placement in placements]
     ends = simulate(np.concatenate(all_costs), model).reshape(len(placements), -1)
     # ends is [placements, ranks]. Each rank takes the placement that is best for it: sequence i
@@ -116,7 +116,7 @@ def order_each_rank(
     return PlacedPipelines(ends.min(axis=0), num_microbatches, pack)
 
 
-def order_microbatches(request: ScheduleRequest, pack: IntArray, packs: Packs) -> IntArray:
+def order_microbatches(request: ScheduleRequest, pack: IntArray, packs: PackGrid) -> IntArray:
     """Returns the placement with microbatches in the best order found, the same on all ranks.
 
     For ranks that wait for one another at each microbatch. It takes no longer than before by
@@ -179,10 +179,12 @@ def _by_size(shape: FloatArray) -> IntArray:
     return np.argsort(-shape, kind="stable")
 
 
-def _shapes(request: ScheduleRequest, packs: Packs, count: int | None = None) -> list[FloatArray]:
+def _shapes(
+    request: ScheduleRequest, packs: PackGrid, count: int | None = None
+) -> list[FloatArray]:
     """Returns the best shapes under `count` limits of the largest size, the best shape first."""
-    fits = packs.capacity * packs.size / int(request.sorted.length.sum())
-    fixed = request.cost.fixed * packs.size / float(request.sorted.cost.sum())
+    fits = packs.capacity * packs.num_packs / int(request.sorted.length.sum())
+    fixed = request.cost.fixed * packs.num_packs / float(request.sorted.cost.sum())
     return [
         best_shape(request.model, packs.num_microbatches, fixed, min(largest, fits))
         for largest in LIMITS.largest[:count]

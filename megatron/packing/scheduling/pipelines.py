@@ -32,15 +32,15 @@ from megatron.packing.scheduling.pipeline_order import PlacedPipelines, order_ea
 from megatron.packing.scheduling.placement import (
     BISECTION,
     BisectionLimits,
-    Packs,
+    PackGrid,
     Placed,
     bisect_ranks,
     deal,
     first_fit,
     geometric_grid,
-    pack_costs,
     place_longest_first,
     split_ranks,
+    sums_of_packs,
     trade,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
@@ -209,7 +209,7 @@ def _place(
     with a single shape.
     """
     _, length, cost = request.sorted
-    packs = Packs(request.num_ranks, num_microbatches, request.capacity)
+    packs = PackGrid(request.num_ranks, num_microbatches, request.capacity)
     low = _flow_shop_bound(request, num_microbatches)
     tries = (_group_long_sequences(request, packs, low * excess) for excess in limits.excesses)
     grouped = next((pack for pack in tries if pack is not None), None)
@@ -228,7 +228,7 @@ def _refine(
 ) -> PlacedPipelines:
     """Returns the placement or a quicker one, by bisection and then by trades."""
     _, length, cost = request.sorted
-    packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
+    packs = PackGrid(request.num_ranks, placed.num_microbatches, request.capacity)
     low = _flow_shop_bound(request, packs.num_microbatches)
     bisected = _bisect_flow_shop(request, packs, low)
     placements = sorted(bisected, key=lambda pack: _flow_shop_time(request, pack, packs))[:2]
@@ -239,7 +239,7 @@ def _refine(
     return _trade(request, min([placed, *ordered], key=_TIME), limits)
 
 
-def _deal_and_split(request: ScheduleRequest, pack: IntArray, packs: Packs) -> IntArray:
+def _deal_and_split(request: ScheduleRequest, pack: IntArray, packs: PackGrid) -> IntArray:
     """Returns packs that are numbered anyhow on ranks of even cost, each rank's made even again."""
     _, length, cost = request.sorted
     return split_ranks(length, cost, deal(cost, pack, packs), packs, only_where_lower=True)
@@ -253,10 +253,10 @@ def _trade(
 ) -> PlacedPipelines:
     """Returns the placement after trades from ranks that end late to ranks that end early."""
     _, length, cost = request.sorted
-    packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
+    packs = PackGrid(request.num_ranks, placed.num_microbatches, request.capacity)
     for _ in range(limits.max_trade_rounds):
         # What a rank's pipeline takes beside its sequences: bubbles and fixed costs.
-        of_rank = pack_costs(cost, placed.pack, packs).sum(axis=1)
+        of_rank = sums_of_packs(cost, placed.pack, packs).sum(axis=1)
         loads = placed.ends * request.model.effective_stages - of_rank
         pack = trade(length, cost, placed.pack, packs, loads=loads)
         traded = order_each_rank(request, pack, packs, num_shapes)
@@ -274,15 +274,15 @@ def _flow_shop_bound(request: ScheduleRequest, num_microbatches: int) -> float:
     return max(even, float(request.sorted.cost.max()) * request.model.effective_stages)
 
 
-def _flow_shop_time(request: ScheduleRequest, pack: IntArray, packs: Packs) -> float:
+def _flow_shop_time(request: ScheduleRequest, pack: IntArray, packs: PackGrid) -> float:
     """Returns the time in the flow shop times the number of stages, without fixed costs."""
-    costs = pack_costs(request.sorted.cost, pack, packs)
+    costs = sums_of_packs(request.sorted.cost, pack, packs)
     more = request.model.effective_stages - 1
     return float((costs.sum(axis=1) + more * costs.max(axis=1)).max())
 
 
 def _bisect_flow_shop(
-    request: ScheduleRequest, packs: Packs, low: float, limits: BisectionLimits = BISECTION
+    request: ScheduleRequest, packs: PackGrid, low: float, limits: BisectionLimits = BISECTION
 ) -> Iterator[IntArray]:
     """Yields placements that take ever less time in the flow shop, by bisection of that time."""
     high = 2 * low
@@ -298,7 +298,9 @@ def _bisect_flow_shop(
             yield pack
 
 
-def _group_long_sequences(request: ScheduleRequest, packs: Packs, time: float) -> IntArray | None:
+def _group_long_sequences(
+    request: ScheduleRequest, packs: PackGrid, time: float
+) -> IntArray | None:
     """Returns pipelines that end within about `time` in the flow shop; None if none are found.
 
     Long sequences are grouped on the first ranks, and the others make even packs.

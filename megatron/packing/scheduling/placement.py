@@ -52,7 +52,7 @@ class BisectionLimits:
 BISECTION = BisectionLimits()
 
 
-class Packs(NamedTuple):
+class PackGrid(NamedTuple):
     """The packs that sequences may go to."""
 
     num_ranks: int
@@ -60,15 +60,15 @@ class Packs(NamedTuple):
     capacity: int
 
     @property
-    def size(self) -> int:
-        """Packs of all ranks."""
+    def num_packs(self) -> int:
+        """Number of packs of all ranks."""
         return self.num_ranks * self.num_microbatches
 
-    def each_alone(self) -> Packs:
+    def each_alone(self) -> PackGrid:
         """Returns these packs, each as a rank of its own: heuristics that balance ranks then
         balance packs.
         """
-        return Packs(self.size, 1, self.capacity)
+        return PackGrid(self.num_packs, 1, self.capacity)
 
 
 class Placed(NamedTuple):
@@ -81,19 +81,21 @@ class Placed(NamedTuple):
     """int64 [N], rank * num_microbatches + microbatch."""
 
 
-def pack_costs(cost: FloatArray, pack: IntArray, packs: Packs) -> FloatArray:
+def sums_of_packs(cost: FloatArray, pack: IntArray, packs: PackGrid) -> FloatArray:
     """Returns the sum of each pack's costs, float64 [num_ranks, num_microbatches]."""
-    costs = np.bincount(pack, weights=cost, minlength=packs.size).astype(np.float64, copy=False)
+    costs = np.bincount(pack, weights=cost, minlength=packs.num_packs).astype(
+        np.float64, copy=False
+    )
     return costs.reshape(packs.num_ranks, packs.num_microbatches)
 
 
-def costs_as_run(request: ScheduleRequest, pack: IntArray, packs: Packs) -> FloatArray:
-    """Returns `pack_costs` with the fixed cost of each pack, and at least the least one."""
-    costs = pack_costs(request.sorted.cost, pack, packs)
+def costs_as_run(request: ScheduleRequest, pack: IntArray, packs: PackGrid) -> FloatArray:
+    """Returns `sums_of_packs` with the fixed cost of each pack, and at least the least one."""
+    costs = sums_of_packs(request.sorted.cost, pack, packs)
     return np.maximum(costs + request.cost.fixed, request.cost.least)
 
 
-def largest_rank(cost: FloatArray, pack: IntArray, packs: Packs) -> float:
+def largest_rank(cost: FloatArray, pack: IntArray, packs: PackGrid) -> float:
     """Returns the cost of the costliest rank."""
     rank = pack // packs.num_microbatches
     return float(np.bincount(rank, weights=cost, minlength=packs.num_ranks).max())
@@ -102,7 +104,7 @@ def largest_rank(cost: FloatArray, pack: IntArray, packs: Packs) -> float:
 def place_longest_first(
     length: IntArray,
     cost: FloatArray,
-    packs: Packs,
+    packs: PackGrid,
     *,
     begun: IntArray | None = None,
     loads: FloatArray | None = None,
@@ -125,12 +127,12 @@ def place_longest_first(
     pack = np.full(length.size, -1, np.int64) if begun is None else begun.copy()
     loads = np.zeros(packs.num_ranks) if loads is None else loads
     if compiled.CORE is not None:
-        sizes = length.size, cost, length, *packs
-        done = compiled.CORE.call("place_longest_first", *sizes, float(limit), loads, pack)
+        core_arguments = length.size, cost, length, *packs
+        done = compiled.CORE.call("place_longest_first", *core_arguments, float(limit), loads, pack)
         return pack if done >= 0 else None
     per_rank = packs.num_microbatches
     is_begun = pack >= 0
-    tokens = np.bincount(pack[is_begun], weights=length[is_begun], minlength=packs.size)
+    tokens = np.bincount(pack[is_begun], weights=length[is_begun], minlength=packs.num_packs)
     tokens = tokens.reshape(-1, per_rank)
     begun_rank = pack[is_begun] // per_rank
     loads = loads + np.bincount(begun_rank, weights=cost[is_begun], minlength=packs.num_ranks)
@@ -153,7 +155,7 @@ def place_longest_first(
 def first_fit(
     length: IntArray,
     cost: FloatArray,
-    packs: Packs,
+    packs: PackGrid,
     *,
     limit: float,
     ceiling: float | None = None,
@@ -162,8 +164,9 @@ def first_fit(
 ) -> tuple[IntArray, int]:
     """Puts each sequence on the first rank that has room for its cost and its tokens.
 
-    A rank may cost `limit`, and at most `ceiling - overhead * cost of its first sequence`. The first
-    one is usually the costliest, and so much of a pipeline's time goes into filling that pack.
+    A rank may cost `limit`, and at most `ceiling - overhead * cost of its first sequence`. The
+    first one is usually the costliest, and so much of a pipeline's time goes into filling that
+    pack.
 
         ceiling 20, overhead 2, costs 6 4 2    ->    6 2 | 4, as 6 leaves its rank 20 - 2 * 6 = 8
 
@@ -175,8 +178,8 @@ def first_fit(
     ceiling = limit if ceiling is None else ceiling
     if compiled.CORE is not None:
         numbers = float(limit), float(ceiling), float(overhead), float(opens_above)
-        sizes = length.size, cost, length, *packs
-        return pack, compiled.CORE.call("first_fit", *sizes, *numbers, pack)
+        core_arguments = length.size, cost, length, *packs
+        return pack, compiled.CORE.call("first_fit", *core_arguments, *numbers, pack)
     free = np.full(packs.num_ranks, -1.0)  # below any cost: the rank is not in use
     tokens = np.zeros((packs.num_ranks, packs.num_microbatches), np.int64)
     fewest, in_use = np.zeros(packs.num_ranks, np.int64), 0
@@ -201,7 +204,7 @@ def trade(
     length: IntArray,
     cost: FloatArray,
     pack: IntArray,
-    packs: Packs,
+    packs: PackGrid,
     *,
     loads: FloatArray | None = None,
     aim: float = math.inf,
@@ -234,7 +237,7 @@ def trade(
 def bisect_ranks(
     length: IntArray,
     cost: FloatArray,
-    packs: Packs,
+    packs: PackGrid,
     high: float,
     limits: BisectionLimits = BISECTION,
 ) -> IntArray | None:
@@ -270,22 +273,22 @@ def bisect_ranks(
     return best
 
 
-def deal(cost: FloatArray, pack: IntArray, packs: Packs) -> IntArray:
-    """Deals whole packs, numbered anyhow below `packs.size`, to ranks of even cost.
+def deal(cost: FloatArray, pack: IntArray, packs: PackGrid) -> IntArray:
+    """Deals whole packs, numbered anyhow below `packs.num_packs`, to ranks of even cost.
 
     Each rank gets `num_microbatches` packs, empty ones included. Returns the placement [N].
     """
-    costs = pack_costs(cost, pack, packs).ravel()
+    costs = sums_of_packs(cost, pack, packs).ravel()
     by_cost = by_descending(costs)
-    ones = np.ones(packs.size, np.int64)
+    ones = np.ones(packs.num_packs, np.int64)
     # A pack is a sequence of one token here, and a rank a pack of `num_microbatches` tokens.
-    seats = Packs(packs.num_ranks, 1, packs.num_microbatches)
+    seats = PackGrid(packs.num_ranks, 1, packs.num_microbatches)
     rank = place_longest_first(ones, costs[by_cost], seats)
     assert rank is not None, "as many seats as packs"
-    renumbered = np.empty(packs.size, np.int64)
+    renumbered = np.empty(packs.num_packs, np.int64)
     # Sorted by rank, the packs of rank r stand at r * num_microbatches and after: their new
     # numbers. 2 ranks, by_cost 2 0 3 1, rank 0 1 1 0    ->    packs 2 1 | 0 3, renumbered 2 1 0 3
-    renumbered[by_cost[sorted_order(rank)]] = np.arange(packs.size)
+    renumbered[by_cost[sorted_order(rank)]] = np.arange(packs.num_packs)
     return renumbered[pack]
 
 
@@ -293,7 +296,7 @@ def split_ranks(
     length: IntArray,
     cost: FloatArray,
     pack: IntArray,
-    packs: Packs,
+    packs: PackGrid,
     *,
     weights: FloatArray | None = None,
     only_where_lower: bool = False,
@@ -306,10 +309,10 @@ def split_ranks(
     weights = np.ones(packs.num_microbatches) if weights is None else weights
     split = pack.copy()
     if compiled.CORE is not None:
-        problem = length.size, cost, length, pack, *packs
-        compiled.CORE.call("split_ranks", *problem, weights, int(only_where_lower), split)
+        core_arguments = length.size, cost, length, pack, *packs
+        compiled.CORE.call("split_ranks", *core_arguments, weights, int(only_where_lower), split)
         return split
-    alone = Packs(packs.num_microbatches, 1, packs.capacity)
+    alone = PackGrid(packs.num_microbatches, 1, packs.capacity)
     for rank in range(packs.num_ranks):
         mine = np.flatnonzero(pack // packs.num_microbatches == rank)
         # Packs begin with what they lack of the heaviest one: even sums then are uneven packs.

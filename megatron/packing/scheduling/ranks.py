@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron.packing.scheduling.placement import (
     IntArray,
-    Packs,
+    PackGrid,
     Placed,
     bisect_ranks,
     deal,
@@ -71,7 +71,7 @@ def balance_ranks(
         is_done = best is not None and best.time <= (bound + fixed) * good_enough
         if is_done or fruitless >= limits.max_fruitless:
             break
-        packs = Packs(request.num_ranks, num_microbatches, request.capacity)
+        packs = PackGrid(request.num_ranks, num_microbatches, request.capacity)
         pack = place_longest_first(*request.sorted[1:], packs)
         if pack is None:  # capacity is too tight for that
             tight = tight or tight_packs(request, request.microbatch_multiple)
@@ -88,7 +88,7 @@ def balance_ranks(
 
 
 def _deal_tight(
-    request: ScheduleRequest, tight: TightPacks, packs: Packs, enough: float, limits: RankLimits
+    request: ScheduleRequest, tight: TightPacks, packs: PackGrid, enough: float, limits: RankLimits
 ) -> IntArray:
     """Returns tight packs dealt to ranks, and traded if the costliest rank costs more than
     `enough`.
@@ -101,7 +101,7 @@ def _deal_tight(
 
 
 def _refine(
-    request: ScheduleRequest, pack: IntArray, packs: Packs, enough: float, limits: RankLimits
+    request: ScheduleRequest, pack: IntArray, packs: PackGrid, enough: float, limits: RankLimits
 ) -> tuple[float, IntArray]:
     """Returns the costliest rank's cost and the placement, balanced until that cost is `enough`."""
     _, length, cost = request.sorted

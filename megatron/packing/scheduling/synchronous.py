@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling.pipeline_order import order_microbatches
 from megatron.packing.scheduling.placement import (
-    Packs,
+    PackGrid,
     Placed,
     bisect_ranks,
     by_descending,
@@ -138,7 +138,7 @@ def balance_microbatches(
         return placed[0]
     ordered = []
     for _, num_microbatches, pack in placed[: limits.max_ordered]:
-        packs = Packs(request.num_ranks, num_microbatches, request.capacity)
+        packs = PackGrid(request.num_ranks, num_microbatches, request.capacity)
         pack = order_microbatches(request, pack, packs)
         costs = costs_as_run(request, pack, packs)
         ordered.append(Placed(request.model.time_of(costs), num_microbatches, pack))
@@ -194,7 +194,7 @@ class _Search:
         """Takes the request; a placement that takes `enough` time is not refined."""
         _, self._length, self._cost = request.sorted
         self._request, self._enough, self._limits = request, enough, limits
-        self._packs = Packs(request.num_ranks, num_microbatches, request.capacity)
+        self._packs = PackGrid(request.num_ranks, num_microbatches, request.capacity)
         self._candidates: list[_Candidate] = []
 
     def place_quickly(self, tight: IntArray) -> None:
@@ -256,7 +256,7 @@ class _Search:
         first-fit, or else with similar sequences on all ranks.
         """
         num_ranks, num_microbatches, capacity = self._packs
-        one = Packs(num_ranks, 1, capacity)
+        one = PackGrid(num_ranks, 1, capacity)
         size = self._cost.size
         prefixes = [_FilledPrefix(0, np.full(size, -1, np.int64), np.arange(size))]
         max_filled = min(num_microbatches, self._limits.max_filled)
@@ -295,7 +295,7 @@ class _Search:
             wanted.append(fewest + 1)
         most = num_microbatches - prefix.num_filled
         for num_even in sorted({min(each, most) for each in wanted} - {0}):
-            even = place_longest_first(length, cost, Packs(num_ranks * num_even, 1, capacity))
+            even = place_longest_first(length, cost, PackGrid(num_ranks * num_even, 1, capacity))
             if even is not None:
                 yield _Candidate(self._placed(self._combine(prefix, even)), prefix, num_even)
 
@@ -313,7 +313,7 @@ class _Search:
         if candidate.num_even == 0:
             return candidate.placed
         remaining = candidate.prefix.remaining
-        packs = Packs(self._packs.num_ranks * candidate.num_even, 1, self._packs.capacity)
+        packs = PackGrid(self._packs.num_ranks * candidate.num_even, 1, self._packs.capacity)
         length, cost = self._length[remaining], self._cost[remaining]
         high = float(np.bincount(candidate.placed.pack[remaining], weights=cost).max())
         even = bisect_ranks(length, cost, packs, high)

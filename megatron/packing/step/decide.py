@@ -352,7 +352,8 @@ def _joined_tree_sizes(reports: Sequence[RankReport], alignment: Alignment) -> S
     if all(report.tree_sizes is None for report in reports):
         return None
     whole = [
-        report.tree_sizes or SampleSizes.of_sequences(report.lengths, alignment) for report in reports
+        report.tree_sizes or SampleSizes.of_sequences(report.lengths, alignment)
+        for report in reports
     ]
     return SampleSizes(*(np.concatenate(values) for values in zip(*whole)))
 

@@ -63,8 +63,9 @@ def build_datasets(config: SFTConfig) -> Datasets:
 
     Opening parses no records: it reads an index, or looks for the ends of lines in a JSON Lines
     file that has none. Two options are exceptions: --blend-weights-by tokens measures the mean
-    length of each source, and --sample-prompts is read whole. Raises ValueError, one line with the file's name, if
-    anything cannot be read.
+    length of each source, and --sample-prompts is read whole.
+
+    Raises ValueError, one line with the file's name, if anything cannot be read.
     """
     if config.data.mock_data:
         return build_mock(config)

@@ -339,8 +339,8 @@ class Trainer:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
         )
-        # The steps that are prepared ahead change a queue of their own. This one is what checkpoints
-        # save: it changes only now, as the step cannot fail any more.
+        # The steps that are prepared ahead change a queue of their own. This one is what
+        # checkpoints save: it changes only now, as the step cannot fail any more.
         if self._queue is not None and batch.packed is not None:
             self._queue.finish(batch.packed.delayed)
         seconds = time.perf_counter() - start

@@ -5,7 +5,7 @@ import pytest
 
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.default import default, reduce_moved_tokens, tokens_moved
-from megatron.packing.scheduling.placement import Packs
+from megatron.packing.scheduling.placement import PackGrid
 from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
 from tests.unit_tests.packing.brute_force import descending
@@ -27,7 +27,7 @@ def test_tokens_moved_by_hand():
 
 
 def asked_of(
-    lengths, source, packs: Packs, model: StepModel, fixed: float = 0.0
+    lengths, source, packs: PackGrid, model: StepModel, fixed: float = 0.0
 ) -> ScheduleRequest:
     return ScheduleRequest(
         lengths=lengths,
@@ -57,13 +57,13 @@ def test_never_slower_and_never_more_moved(mode):
         )
         lengths = descending(rng, 1, 100, size)
         source, pack = rng.integers(0, num_ranks, size), rng.integers(0, num_ranks * number, size)
-        packs = Packs(
+        packs = PackGrid(
             num_ranks, number, int(np.bincount(pack, weights=lengths).max() * rng.choice([1, 2]))
         )
         asked = asked_of(lengths, source, packs, model, float(rng.choice([0, 50])))
 
         def sums(placed, asked=asked, packs=packs):
-            costs = np.bincount(placed, weights=asked.sorted.cost, minlength=packs.size)
+            costs = np.bincount(placed, weights=asked.sorted.cost, minlength=packs.num_packs)
             return costs.reshape(packs.num_ranks, -1)
 
         before = asked.model.even_time_of(sums(pack)) * model.num_stages
@@ -85,7 +85,7 @@ def test_ranks_trade_names_by_hand():
     """A placement that only has ranks the other way round moves nothing once they are named after
     what they hold.
     """
-    packs = Packs(2, 2, 6)
+    packs = PackGrid(2, 2, 6)
     for model in MODELS.values():
         asked = asked_of(array(6, 5, 4, 3), array(0, 1, 1, 0), packs, model)
         assert reduce_moved_tokens(asked, array(2, 0, 1, 3), packs, 0.0).tolist() == [0, 2, 3, 1]

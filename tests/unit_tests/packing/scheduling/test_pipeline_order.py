@@ -13,7 +13,7 @@ from megatron.packing.scheduling.pipeline_order import (
     order_each_rank,
     order_microbatches,
 )
-from megatron.packing.scheduling.placement import Packs, costs_as_run, pack_costs
+from megatron.packing.scheduling.placement import PackGrid, costs_as_run, sums_of_packs
 from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel, simulate
 from tests.unit_tests.packing.requests import request
@@ -26,7 +26,7 @@ PIPELINES = [
 ]
 
 
-def random_placement(rng, model: StepModel) -> tuple[ScheduleRequest, np.ndarray, Packs]:
+def random_placement(rng, model: StepModel) -> tuple[ScheduleRequest, np.ndarray, PackGrid]:
     """Sequences, and packs of any cost: more often full than empty."""
     num_ranks, number = int(rng.integers(1, 5)), int(rng.integers(1, 6)) * model.stage_group
     size = int(rng.integers(1, 8 * num_ranks * number))
@@ -39,10 +39,10 @@ def random_placement(rng, model: StepModel) -> tuple[ScheduleRequest, np.ndarray
     asked = request(
         lengths, num_ranks, capacity, cost=cost, model=model, microbatch_multiple=model.stage_group
     )
-    return asked, pack, Packs(num_ranks, number, capacity)
+    return asked, pack, PackGrid(num_ranks, number, capacity)
 
 
-def simulated(asked: ScheduleRequest, pack, packs: Packs) -> np.ndarray:
+def simulated(asked: ScheduleRequest, pack, packs: PackGrid) -> np.ndarray:
     return simulate(
         asked.model.run_packs(costs_as_run(asked, pack, packs)),
         asked.model,
@@ -90,9 +90,9 @@ def test_small_packs_first_and_last():
     """
     model = StepModel(num_stages=4)
     asked = request([10] * 640, 1, 10**9, cost=PackCost(1.0, 0.0), model=model)
-    packs = Packs(1, 16, 10**9)
+    packs = PackGrid(1, 16, 10**9)
     other = order_each_rank(asked, np.repeat(np.arange(16), 40), packs).pack
-    costs = pack_costs(asked.sorted.cost, other, packs)
+    costs = sums_of_packs(asked.sorted.cost, other, packs)
     # 16 packs and 3 more to fill and drain, at 400 each over 4 stages: equal packs take 19 of them.
     assert simulate(costs, model)[0] < 0.97 * 19 * 400 / 4
     middle = int(costs[0, 4:12].min())
@@ -104,7 +104,7 @@ def test_pipelines_too_long_to_simulate():
     valid.
     """
     rng = np.random.default_rng(23)
-    pack, packs = np.arange(4096) % 2048, Packs(2, 1024, 10**9)
+    pack, packs = np.arange(4096) % 2048, PackGrid(2, 1024, 10**9)
     lengths = np.sort(rng.integers(1, 100, 4096))[::-1]
     for chunks in (1, 2):
         model = StepModel(
@@ -114,7 +114,7 @@ def test_pipelines_too_long_to_simulate():
         other = order_each_rank(asked, pack, packs).pack
         assert (order_microbatches(asked, pack, packs).tolist() == pack.tolist()) == (chunks > 1)
         costs = [
-            np.sort(pack_costs(asked.sorted.cost, placed, packs), axis=1).tolist()
+            np.sort(sums_of_packs(asked.sorted.cost, placed, packs), axis=1).tolist()
             for placed in (pack, other)
         ]
         assert costs[0] == costs[1]

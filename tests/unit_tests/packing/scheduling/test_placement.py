@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from megatron.packing.scheduling.placement import (
-    Packs,
+    PackGrid,
     bisect_ranks,
     deal,
     first_fit,
     largest_rank,
-    pack_costs,
     place_longest_first,
     split_ranks,
+    sums_of_packs,
     trade,
 )
 from megatron.packing.scheduling.tight_packs import best_fit, complete_packs, tight_packs
@@ -32,17 +32,17 @@ def test_place_longest_first_by_hand():
     until one fits.
     """
     lengths = array(6, 5, 4, 3, 3, 1)
-    found = place_longest_first(lengths, lengths.astype(float), Packs(2, 2, 9))
+    found = place_longest_first(lengths, lengths.astype(float), PackGrid(2, 2, 9))
     assert found is not None
     assert found.tolist() == [0, 2, 3, 1, 1, 3]
-    assert place_longest_first(array(5, 5, 5), costs(5, 5, 5), Packs(2, 1, 9)) is None
-    passed_over = place_longest_first(array(5, 5, 2), costs(5, 5, 2), Packs(2, 1, 6), limit=6.0)
+    assert place_longest_first(array(5, 5, 5), costs(5, 5, 5), PackGrid(2, 1, 9)) is None
+    passed_over = place_longest_first(array(5, 5, 2), costs(5, 5, 2), PackGrid(2, 1, 6), limit=6.0)
     assert passed_over is not None
     assert passed_over.tolist() == [0, 1, -1]
     begun = place_longest_first(
         array(4, 3, 2),
         costs(4, 3, 2),
-        Packs(2, 1, 9),
+        PackGrid(2, 1, 9),
         begun=array(-1, 1, -1),
         loads=np.array([2.0, 0.0]),
     )
@@ -54,15 +54,15 @@ def test_place_longest_first_by_hand():
 def test_first_fit_by_hand():
     """The limits of cost and tokens, of the rank and of its first sequence, and who opens a
     rank."""
-    pack, in_use = first_fit(array(6, 5, 4, 3), costs(6, 5, 4, 3), Packs(3, 1, 10), limit=10.0)
+    pack, in_use = first_fit(array(6, 5, 4, 3), costs(6, 5, 4, 3), PackGrid(3, 1, 10), limit=10.0)
     assert (pack.tolist(), in_use) == ([0, 1, 0, 1], 2)
     pack, in_use = first_fit(
-        array(6, 5, 4, 3), costs(6, 5, 4, 3), Packs(3, 2, 10), limit=9.0, opens_above=4.5
+        array(6, 5, 4, 3), costs(6, 5, 4, 3), PackGrid(3, 2, 10), limit=9.0, opens_above=4.5
     )
     assert (pack.tolist(), in_use) == ([0, 2, 3, 1], 2)
     # A rank whose first sequence costs 6 holds 20 - 2 * 6 = 8 in all.
     pack, _ = first_fit(
-        array(6, 4, 2), costs(6, 4, 2), Packs(1, 3, 10), limit=10.0, ceiling=20.0, overhead=2.0
+        array(6, 4, 2), costs(6, 4, 2), PackGrid(1, 3, 10), limit=10.0, ceiling=20.0, overhead=2.0
     )
     assert pack.tolist() == [0, -1, 1]
 
@@ -85,7 +85,9 @@ def test_all_ways_keep_capacity():
     for _ in range(60):
         length = descending(rng, 1, 60, rng.integers(1, 60))
         cost = length * (1.0 + length)
-        packs = Packs(int(rng.integers(1, 6)), int(rng.integers(1, 6)), int(rng.integers(60, 200)))
+        packs = PackGrid(
+            int(rng.integers(1, 6)), int(rng.integers(1, 6)), int(rng.integers(60, 200))
+        )
         check_packing(best_fit(length, packs.capacity)[0], length, packs.capacity, length.size)
         pack = place_longest_first(length, cost, packs)
         if pack is None:
@@ -97,7 +99,7 @@ def test_all_ways_keep_capacity():
         bisected = bisect_ranks(length, cost, packs, largest_rank(cost, pack, packs))
         ways += [] if bisected is None else [bisected]
         for way in ways:
-            check_packing(way, length, packs.capacity, packs.size)
+            check_packing(way, length, packs.capacity, packs.num_packs)
         assert bisected is None or largest_rank(cost, bisected, packs) < largest_rank(
             cost, pack, packs
         )
@@ -111,10 +113,10 @@ def test_split_ranks_by_weights():
     """A pipeline's shape is worth what packs follow it."""
     length = np.ones(40, np.int64)
     split = split_ranks(
-        length, np.ones(40), np.repeat([0, 1], 20), Packs(1, 2, 40), weights=np.array([1.0, 3.0])
+        length, np.ones(40), np.repeat([0, 1], 20), PackGrid(1, 2, 40), weights=np.array([1.0, 3.0])
     )
     assert np.bincount(split).tolist() == [10, 30]
-    even = split_ranks(length, np.ones(40), split, Packs(1, 2, 40), only_where_lower=True)
+    even = split_ranks(length, np.ones(40), split, PackGrid(1, 2, 40), only_where_lower=True)
     assert np.bincount(even).tolist() == [20, 20]
 
 
@@ -122,16 +124,16 @@ def test_split_ranks_by_weights():
 def test_trade_evens_out_what_no_single_move_can():
     """Without trades one for another, 7 5 | 4 4 stays as it is; by them it becomes 7 4 | 5 4."""
     length = array(7, 5, 4, 4)
-    packs = Packs(2, 1, 12)
+    packs = PackGrid(2, 1, 12)
     traded = trade(length, length.astype(float), array(0, 0, 1, 1), packs)
-    assert pack_costs(length.astype(float), traded, packs).ravel().tolist() in ([11, 9], [9, 11])
+    assert sums_of_packs(length.astype(float), traded, packs).ravel().tolist() in ([11, 9], [9, 11])
 
 
 @needs_compiled
 def test_others_trade_where_the_costliest_rank_finds_none():
     """Costs are squares: 7 3 2 finds no trade as long as 4 4 3 and 6 4 2 are as they are."""
     length = array(7, 6, 4, 4, 4, 3, 3, 2, 2)
-    pack, packs = array(0, 2, 1, 2, 1, 0, 1, 0, 2), Packs(3, 1, 12)
+    pack, packs = array(0, 2, 1, 2, 1, 0, 1, 0, 2), PackGrid(3, 1, 12)
     cost = length.astype(float) ** 2
     highest = [
         largest_rank(cost, trade(length, cost, pack, packs, aim=aim), packs) for aim in (62.0, 61.0)
