@@ -33,7 +33,8 @@ def as_in_run(
     """Returns the model and the parallel layout to plan with. Each is the run's, unless the user
     gave a flag of it (`given`).
 
-    Raises ValueError if the file does not have the options of a run.
+    Options of scheduling are the run's where model or layout is. Raises ValueError if the file does
+    not have the options of a run.
     """
     path = run.folder / OPTIONS_FILE
     takes = {
@@ -52,8 +53,7 @@ def as_in_run(
         options = read_json(path)
         model = _model_of(options) if takes["model"] else model
         layout = _layout_of(options, run) if takes["layout"] else layout
-        # Older versions had these options among those of packing.
-        scheduling = SchedulerOptions(**options.get("scheduling", {}))
+        scheduling = _scheduling_of(options)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path}: not the options of a run: {type(error).__name__}: {error}; give model and "
@@ -67,6 +67,13 @@ def as_in_run(
             "cost"
         )
     return Planned(model, layout, remarks, scheduling)
+
+
+def _scheduling_of(options: Mapping[str, Any]) -> SchedulerOptions:
+    """Returns a run's options of scheduling. Older versions have them among those of packing."""
+    names = {field.name for field in fields(SchedulerOptions)}
+    values = options["packing"] | options.get("scheduling", {})
+    return SchedulerOptions(**{name: value for name, value in values.items() if name in names})
 
 
 def _model_of(options: Mapping[str, Any]) -> ModelOptions:

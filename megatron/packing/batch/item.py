@@ -71,7 +71,7 @@ def plain_item(given: object) -> Item | None:
     if not isinstance(given, dict) or not given.keys() <= _PLAIN:
         return None
     fields: dict[str, npt.NDArray[Any]] = {}
-    source = size = 0
+    source, size = 0, None
     for name, values in given.items():
         if name == "source":
             source = values
@@ -85,7 +85,7 @@ def plain_item(given: object) -> Item | None:
                 return None
         if array.ndim == 2 and len(array) == 1:
             array = array[0]
-        if array.ndim != 1 or (size and size != array.size):
+        if array.ndim != 1 or (size is not None and size != array.size):
             return None
         fields[name], size = array, array.size
     if not size or "tokens" not in fields or type(source) is not int or not 0 <= source <= MAX_ID:

@@ -25,9 +25,10 @@ class SchedulerOptions:
     """
 
     def __post_init__(self) -> None:
-        if self.outlier_delay_steps < 0:
+        steps = self.outlier_delay_steps
+        if type(steps) is not int or steps < 0:  # a file may hold anything
             raise ValueError(
-                f"--outlier-delay-steps must be at least 0, but is {self.outlier_delay_steps}"
+                f"--outlier-delay-steps must be at least 0, a whole number, but is {steps!r:.80}"
             )
 
     @property

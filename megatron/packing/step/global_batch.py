@@ -197,10 +197,11 @@ def _load_and_place(
 
     Raises GlobalBatchError, or StopIteration at the end of the data, on all data ranks alike.
     """
-    iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
     name = f"data-parallel rank {data_ranks_group.rank()} (rank {dist.get_rank()})"
     is_scheduling_rank = data_ranks_group.rank() == 0
+    iterator: Any = None
     try:
+        iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
         loaded = load_samples(
             iterator,
             num_fetches,

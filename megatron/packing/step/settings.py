@@ -282,11 +282,10 @@ def reads_tokens(config: TransformerConfig, pp: dist.ProcessGroup) -> bool:
     one, too, unless the layout has it elsewhere. The other stages read only where sequences begin
     and end.
     """
-    if pp.rank() in (0, pp.size() - 1):
-        return True
     layout = getattr(config, "pipeline_model_parallel_layout", None)
+    # Read on all stages: what is no layout fails on all of them alike.
     chunks = () if layout is None else layout.layout[pp.rank()]
-    return any(LayerType.mtp in chunk for chunk in chunks)
+    return pp.rank() in (0, pp.size() - 1) or any(LayerType.mtp in chunk for chunk in chunks)
 
 
 def _kinds_of(config: TransformerConfig) -> Sequence[LayerKind]:

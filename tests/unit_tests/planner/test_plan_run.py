@@ -3,6 +3,7 @@ run.
 """
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,22 @@ def test_unequal_stages_of_a_run(tmp_path, flags, expected):
         del options["parallel"][name]
     (tmp_path / "options.json").write_text(json.dumps(options))
     assert as_in_run(run, *NONE_GIVEN, [])[1].decoder_first_pipeline_num_layers is None
+
+
+@pytest.mark.parametrize("group", ["packing", "scheduling"])
+def test_scheduling_of_an_older_run(tmp_path, group):
+    """Earlier versions wrote its options among those of packing. A file may hold anything."""
+    run = run_of(tmp_path)
+    options = json.loads((tmp_path / "options.json").read_text())
+    del options["scheduling"]
+    for value in (3, math.nan, 2.5, True, -1):
+        changed = options | {group: options.get(group, {}) | {"outlier_delay_steps": value}}
+        (tmp_path / "options.json").write_text(json.dumps(changed))
+        if value == 3:
+            assert as_in_run(run, *NONE_GIVEN, [])[3] == SchedulerOptions(outlier_delay_steps=3)
+        else:
+            with pytest.raises(ValueError, match="at least 0, a whole number"):
+                as_in_run(run, *NONE_GIVEN, [])
 
 
 def test_flags_win(tmp_path):

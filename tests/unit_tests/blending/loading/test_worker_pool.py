@@ -238,11 +238,12 @@ def test_a_hung_worker_is_named_with_its_stack(caplog, monkeypatch, tmp_path):
         if worker.name.startswith("worker 1 "):
             while not begun.exists():  # until the test's hard timeout
                 time.sleep(0.01)
+            assert (worker._slow, worker._timeout) in ((SECONDS, 2 * SECONDS), (0.5, 2.0))
             worker._slow, worker._timeout = 0.5, 2.0
         wait(worker)
 
     tree = MapDataset(source_of("a", 10, shuffle=False), functools.partial(hang, begun))
-    patient = {"slow_worker_seconds": SECONDS, "worker_timeout_seconds": SECONDS}
+    patient = {"slow_worker_seconds": SECONDS, "worker_timeout_seconds": 2 * SECONDS}
     loader = get_loader(tree, processes(**patient))
     given = [next(loader)[1] for _ in range(7)]
     monkeypatch.setattr(WorkerProcess, "_wait", wait_briefly)

@@ -99,11 +99,16 @@ def test_plain_samples_are_read_as_others_are(as_given: Callable[[list[int]], An
         {"source": "0"},
         {"extra": np.arange(3)},
         {"cu_seqlens": np.array([0, 3])},
+        {"labels": np.empty(0, np.int64)},
+        {"loss_mask": np.empty(0, np.float32)},
     ],
 )
 def test_other_samples_are_not_plain(changes: dict[str, Any]) -> None:
     """Such a sample read as plain would be trained with what must be refused, cut or converted."""
-    assert plain_item({"tokens": np.arange(3)} | changes) is None
+    sample = {"tokens": np.arange(3)} | changes
+    assert plain_item(sample) is None
+    assert plain_item(dict(reversed(sample.items()))) is None  # in any order of the keys
+    assert plain_item({"tokens": np.empty(0, np.int64), "labels": np.arange(3)}) is None
 
 
 def test_fields_that_only_some_samples_have() -> None:
