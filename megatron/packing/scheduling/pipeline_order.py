@@ -159,7 +159,7 @@ def _place_by_cost(costs: FloatArray, order: IntArray) -> IntArray:
     """
     place = np.empty(costs.shape, np.int64)
     by_cost = np.argsort(-costs, axis=1, kind="stable")
-    np.put_along_axis(place, by_cost, np.broadcast_to(order, costs.shape), axis=1)
+    place[np.arange(len(costs))[:, None], by_cost] = order
     return place
 
 
@@ -182,13 +182,17 @@ def _by_size(shape: FloatArray) -> IntArray:
 def _shapes(
     request: ScheduleRequest, packs: PackGrid, count: int | None = None
 ) -> list[FloatArray]:
-    """Returns the best shapes under `count` limits of the largest size, the best shape first."""
+    """Returns the best shapes under `count` limits of the largest size, the best shape first.
+
+    Of equal shapes one: in long or shallow pipelines few packs are larger than the mean.
+    """
     fits = packs.capacity * packs.num_packs / int(request.sorted.length.sum())
     fixed = request.cost.fixed * packs.num_packs / float(request.sorted.cost.sum())
-    return [
+    shapes = [
         best_shape(request.model, packs.num_microbatches, fixed, min(largest, fits))
         for largest in LIMITS.largest[:count]
     ]
+    return list({shape.tobytes(): shape for shape in shapes}.values())
 
 
 def best_shape(
@@ -207,11 +211,21 @@ def best_shape(
     parts = limits.rounding
     fixed = min(round(fixed * parts), 4 * parts) / parts
     largest = max(min(int(largest * parts), 2 * parts) / parts, 1.0)
+    return _best_sizes(model, num_microbatches, fixed, largest, limits)
+
+
+@lru_cache(maxsize=64)  # the placements of a step ask several times for each number of microbatches
+def _best_sizes(
+    model: StepModel, num_microbatches: int, fixed: float, largest: float, limits: ShapeLimits
+) -> FloatArray:
+    """Returns `best_shape` of rounded numbers, read-only."""
     # Searched in a shorter pipeline, of whole groups: 4 stages in groups of 5 -> 35, not 32 packs.
     group = model.stage_group if model.num_virtual_stages > 1 else 1
     longest = -(-limits.max_packs_per_stage * model.num_stages // group) * group
     ends = _best_ends(model, min(num_microbatches, longest), fixed, largest, limits)
-    return _sizes(model, num_microbatches, ends, fixed, limits)
+    sizes = _sizes(model, num_microbatches, ends, fixed, limits)
+    sizes.flags.writeable = False
+    return sizes
 
 
 @lru_cache(maxsize=1024)
