@@ -5,7 +5,7 @@ See `reading` for what a dict may hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -41,9 +41,9 @@ NO_PATHS: IntArray = np.empty(0, np.int64)
 class Item(NamedTuple):
     """Content of a dict, without its padding: T tokens of sequences or trees."""
 
-    fields: dict[str, npt.NDArray[Any]]
+    fields: dict[str, Any]
     """Fields that it has of tokens (always), labels, loss_mask, position_ids, num_paths: [T];
-    axis_positions: [T, 3].
+    axis_positions: [T, 3]. Arrays, or tensors that `joined_values` makes one array of.
     """
     extra: dict[str, Rows]
     lengths: list[int]
@@ -61,7 +61,7 @@ class Item(NamedTuple):
     @property
     def size(self) -> int:
         """Tokens of the item."""
-        return self.fields["tokens"].size
+        return sum(self.lengths)
 
 
 def plain_item(given: object) -> Item | None:
@@ -70,14 +70,17 @@ def plain_item(given: object) -> Item | None:
     """
     if not isinstance(given, dict) or not given.keys() <= _PLAIN:
         return None
-    fields: dict[str, npt.NDArray[Any]] = {}
+    fields: dict[str, Any] = {}
     source, size = 0, None
     for name, values in given.items():
         if name == "source":
             source = values
             continue
         array = values
-        if type(array) is not np.ndarray:
+        # Tensors are converted together, by `joined_values`: one alone takes as long as all else.
+        if type(array) is not np.ndarray and not (
+            getattr(array, "is_cpu", False) and array.ndim == 1
+        ):
             try:
                 array = values.numpy()
             # No tensor; or on a GPU, with a gradient, or of a type of torch's alone.
@@ -85,12 +88,28 @@ def plain_item(given: object) -> Item | None:
                 return None
         if array.ndim == 2 and len(array) == 1:
             array = array[0]
-        if array.ndim != 1 or (size is not None and size != array.size):
+        if array.ndim != 1 or (size is not None and size != array.shape[0]):
             return None
-        fields[name], size = array, array.size
+        fields[name], size = array, array.shape[0]
     if not size or "tokens" not in fields or type(source) is not int or not 0 <= source <= MAX_ID:
         return None
     return Item(fields, {}, [size], source)
+
+
+def joined_values(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """Returns the values of a field of several items in a new array."""
+    has_arrays = any(isinstance(each, np.ndarray) for each in values)
+    if not has_arrays and len({each.dtype for each in values}) == 1:
+        import torch  # it is there, as somebody made the tensors
+
+        try:
+            joined: npt.NDArray[Any] = torch.cat(list(values)).numpy()
+            return joined
+        except (RuntimeError, TypeError):  # with a gradient, or of a type of torch's alone
+            pass
+    return np.concatenate(
+        [each if isinstance(each, np.ndarray) else _of_tensor(each) for each in values]
+    )
 
 
 def items_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:

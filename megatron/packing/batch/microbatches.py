@@ -274,10 +274,13 @@ def _token_fields(samples: Samples, is_real: npt.NDArray[np.bool_]) -> dict[str,
     the next step. So the block holds all fields, and is never smaller.
     """
     num_tokens = is_real.size
-    block = np.zeros(max(_TOKEN_BYTES * num_tokens, _HUGE_PAGES_FROM), np.uint8)
+    block = np.empty(max(_TOKEN_BYTES * num_tokens, _HUGE_PAGES_FROM), np.uint8)
     # Three fields of 8 bytes per token, then one of 4.
     ids = block[: 24 * num_tokens].view(np.int64).reshape(3, num_tokens)
     loss_mask = block[24 * num_tokens : _TOKEN_BYTES * num_tokens].view(np.float32)
+    # Only padding is cleared: clearing the block would take half as long as writing it.
+    padding = np.flatnonzero(~is_real)
+    ids[:, padding] = loss_mask[padding] = 0
     fields = dict(zip(("tokens", "labels", "position_ids"), ids)) | {"loss_mask": loss_mask}
     # Where each run of real tokens begins and ends: T T F T F    ->    [0, 2], [3, 4]
     runs = np.flatnonzero(np.diff(is_real, prepend=False, append=False)).reshape(-1, 2)

@@ -52,7 +52,7 @@ from megatron.packing.batch.columns import (
 )
 from megatron.packing.batch.extra import column_of
 from megatron.packing.batch.huggingface import IGNORED
-from megatron.packing.batch.item import MAX_ID, Item, items_of, plain_item, read_item
+from megatron.packing.batch.item import MAX_ID, Item, items_of, joined_values, plain_item, read_item
 from megatron.packing.batch.paths import with_path_tokens
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
@@ -139,7 +139,7 @@ class SampleReader:
         self._kinds = {tuple(item.fields) for item in self._items}
         lengths = self._lengths()
         num_tokens, ends = int(lengths.sum()), np.cumsum(lengths)
-        tokens = np.concatenate([item.fields["tokens"] for item in self._items])
+        tokens = joined_values([item.fields["tokens"] for item in self._items])
         self._check_ids("tokens", tokens, ends)
         tokens = tokens.astype(np.int32)
         labels = self._column("labels", lambda: next_tokens(tokens, tokens[ends - 1], ends))
@@ -150,8 +150,8 @@ class SampleReader:
         if self._any_has("position_ids"):
             position_ids = self._column("position_ids", lambda: self._positions(lengths))
             self._check_ids("position_ids", position_ids, ends)
-        # One sum finds a NaN or an infinity; only then are all values looked at for its place.
-        if not np.isfinite(loss_mask.sum(dtype=np.float64)):
+        # A NaN is the least of all. Only then are all values looked at for its place.
+        if not np.isfinite((loss_mask.min(), loss_mask.max())).all():
             place = int(np.isfinite(loss_mask).argmin())
             raise SampleError(self._fetch_of(place, ends), "'loss_mask' must be finite, but is not")
         # Labels that were not given are the next tokens. Nothing follows a sequence's last token,
@@ -285,7 +285,7 @@ class SampleReader:
             values = [
                 default if value is None else value for value, default in zip(values, defaults)
             ]
-        return np.concatenate(values)  # type: ignore[arg-type]
+        return joined_values(values)
 
     def _check_ids(self, name: str, ids: npt.NDArray[Any], ends: IntArray) -> int:
         """Returns the least id; SampleError for ids that are no integers, or too large."""

@@ -111,7 +111,7 @@ class Samples:
             kept[LABELS] = labels
         # A mask of zeros and ones is its flags. Else each sequence may have one weight, which must
         # be the largest value, as masked tokens are zero.
-        if not np.array_equal(loss_mask, flags):
+        if not np.array_equal(loss_mask == 1, flags):
             # reduceat needs lengths of at least 1; item.py refuses empty sequences.
             weights = np.maximum.reduceat(loss_mask, ends - lengths)
             if not np.array_equal(loss_mask, flags * np.repeat(weights, lengths)):

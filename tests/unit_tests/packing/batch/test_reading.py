@@ -58,7 +58,15 @@ def test_weights_are_tensors_of_any_precision(dtype: torch.dtype, has_gradient: 
     """numpy takes neither bfloat16 nor what has a gradient."""
     weights = torch.tensor([0.5, 0.25, 0.0], dtype=dtype, requires_grad=has_gradient)
     item = {"tokens": torch.tensor([5, 6, 7]), "loss_mask": weights}
-    assert read(item) == [([5, 6, 7], [6, 7, 7], [0.5, 0.25, 0.0], [0, 1, 2])]
+    wanted = ([5, 6, 7], [6, 7, 7], [0.5, 0.25, 0.0], [0, 1, 2])
+    assert read(item) == [wanted]
+    # Tensors are converted together where all have one type, and not as torch joins several.
+    integers = item | {"loss_mask": torch.tensor([4097, 1, 0])}
+    array = item | {"loss_mask": np.array([0.5, 0.25, 0.0])}
+    large = (*wanted[:2], [4097.0, 1.0, 0.0], wanted[3])
+    assert read([item, item]) == [wanted, wanted]
+    assert read([item, integers]) == [wanted, large]
+    assert read([integers, array, item]) == [large, wanted, wanted]
 
 
 @pytest.mark.parametrize("as_given", [np.array, torch.tensor, lambda values: np.array([values])])
@@ -93,8 +101,8 @@ def test_plain_samples_are_read_as_others_are(as_given: Callable[[list[int]], An
         {"position_ids": np.ones((3, 3), np.int64)},
         {"labels": None},
         {"labels": [1, 2, 3]},
-        {"loss_mask": torch.ones(3, requires_grad=True)},
-        {"loss_mask": torch.ones(3, dtype=torch.bfloat16)},
+        {"loss_mask": torch.ones(1, 3, requires_grad=True)},
+        {"loss_mask": torch.ones(1, 3, dtype=torch.bfloat16)},
         {"source": -1},
         {"source": "0"},
         {"extra": np.arange(3)},
