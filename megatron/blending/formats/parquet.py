@@ -38,8 +38,8 @@ _Key = TypeVar("_Key")
 _Decoded = TypeVar("_Decoded")
 
 
-class _Kept(Generic[_Key, _Decoded]):
-    """What was decoded last, as far as there is room. Threads may use it at the same time."""
+class _ByteCache(Generic[_Key, _Decoded]):
+    """Cache of what was decoded last, up to a number of bytes. Threads may share it."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -66,7 +66,7 @@ class _Kept(Generic[_Key, _Decoded]):
                 self._num_bytes -= self._held.popitem(last=False)[1][1]
 
 
-_DECODED: "_Kept[tuple[object, int], pyarrow.Table]" = _Kept(_CACHED_BYTES)
+_DECODED: "_ByteCache[tuple[object, int], pyarrow.Table]" = _ByteCache(_CACHED_BYTES)
 os.register_at_fork(after_in_child=_DECODED.clear)
 
 
@@ -84,7 +84,9 @@ class _PlannedRows:
         self._indices = planned[self._numbers]
         self._most_bytes = _PLANNED_BYTES * len(planned)
         # By row group: rows of it as a table, and the place of each of them there.
-        self._kept: _Kept[int, tuple[pyarrow.Table, dict[int, int]]] = _Kept(self._most_bytes)
+        self._kept: _ByteCache[int, tuple[pyarrow.Table, dict[int, int]]] = _ByteCache(
+            self._most_bytes
+        )
 
     def find(self, row_group: int, rows: Sequence[int]) -> "tuple[pyarrow.Table, list[int]] | None":
         """Returns a table and the places of some rows of a row group in it; None if they are not

@@ -95,7 +95,7 @@ class ScheduleRequest:
     step: int = 0
     """Number of the optimizer step that the batch is for, from 0."""
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
-    """What the user set, for a scheduler of the user's own. The schedulers here read none of it."""
+    """Options that the user set, for a scheduler of their own. The schedulers here read none."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "capacity", "microbatch_multiple"):

@@ -103,7 +103,7 @@ class PackingSettings:
     model: StepModel
     """Step-time model: data-parallel ranks and pipeline stages wait for one another."""
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
-    """What the user says of scheduling."""
+    """Options of scheduling that the user set."""
     seed: int = 0
     step: int = 0
     """See `PackingOptions`."""

@@ -182,13 +182,13 @@ class Evaluation:
     num_tokens: int
     """Tokens with loss."""
     token_accuracy: float = math.nan
-    """As in `StepMetrics`."""
+    """Share of the tokens with loss that the model predicts best; NaN if it is not measured."""
     dropped_samples: int = 0
     truncated_samples: int = 0
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """As in `StepMetrics`."""
+    """Source -> reason -> number of dropped samples."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
-    """As in `StepMetrics`."""
+    """Metrics by source; empty if there is only one source."""
 
     @property
     def perplexity(self) -> float:

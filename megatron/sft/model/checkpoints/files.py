@@ -33,9 +33,9 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
     """Context that turns a failure to write on any rank into a CheckpointError on all ranks. Its
     end is collective.
 
-    is_collective: True if the body is collective itself. Then a failure of this rank alone leaves
-    the others waiting inside the body, where they cannot be told, and this rank raises at once.
-    Only a CheckpointException, which torch raises on all ranks alike, is shared.
+    is_collective: True if the body is collective itself. If then this
+    rank alone fails, the others are inside a collective of the body and cannot be told: this rank
+    raises at once. Only a CheckpointException, which torch raises on all ranks alike, is shared.
     """
     message = f"{unfinished.with_suffix('')} could not be saved"
     failure = None

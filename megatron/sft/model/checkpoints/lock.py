@@ -39,7 +39,7 @@ class FolderLock:
             shutil.rmtree(left, ignore_errors=True)
 
     def renew(self) -> None:
-        """Takes the lock again if the folder was removed and made anew by somebody in the meantime.
+        """Takes the lock again if the folder was removed, and another was made at its place.
 
         Raises ValueError if another process has taken it.
         """

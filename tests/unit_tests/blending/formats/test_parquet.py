@@ -44,7 +44,7 @@ def decoded(monkeypatch):
 @pytest.fixture
 def no_room(monkeypatch):
     """A process keeps one row group, as if each were of 256 MB."""
-    monkeypatch.setattr(parquet, "_DECODED", parquet._Kept(most_bytes=1))
+    monkeypatch.setattr(parquet, "_DECODED", parquet._ByteCache(most_bytes=1))
 
 
 def rows_of(name, count):
@@ -59,7 +59,7 @@ def test_parquet_rows_across_row_groups(tmp_path, monkeypatch):
     """A wrong border of row groups, or an evicted one that is looked up, would give another row
     than asked for.
     """
-    monkeypatch.setattr(parquet, "_DECODED", parquet._Kept(most_bytes=300))
+    monkeypatch.setattr(parquet, "_DECODED", parquet._ByteCache(most_bytes=300))
     rows = [{"id": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(10)]
     source = open_source(write_parquet(tmp_path / "x.parquet", rows, row_group_size=3))
     order = [9, 0, 3, 2, 6, 8, 1, 5, 4, 7, 0]
@@ -226,7 +226,7 @@ def test_a_plan_keeps_no_more_than_its_bytes(tmp_path, monkeypatch, decoded):
 
 def test_threads_keep_count_of_bytes():
     """A count that drifts would fill the memory, or keep nothing."""
-    kept: parquet._Kept[int, None] = parquet._Kept(most_bytes=300)
+    kept: parquet._ByteCache[int, None] = parquet._ByteCache(most_bytes=300)
 
     def add(seed):
         for key in np.random.default_rng(seed).integers(0, 20, 10_000).tolist():
