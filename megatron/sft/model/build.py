@@ -34,11 +34,13 @@ from megatron.sft.agreement import gathered
 from megatron.sft.model.checkpoints.weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import add_to_gpt, logit_rule, parts_of, prepare_config
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
+from megatron.sft.model.kernels import kernels_for
 from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.model.mcore_fixes import drop_unused_output_weight
 from megatron.sft.model.needs import check_needs
 from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.kernels import KernelConfig
 
 
 class Training(NamedTuple):
@@ -138,11 +140,13 @@ def build_transformer_config(
         # With two stages the first count implies the last. Given both, megatron-core divides by
         # zero middle stages.
         last = None
+    kernels = kernels_for(config, device)
     described = architecture(model) | {
         "attention_backend": AttnBackend[model.attention_backend],
-        "bias_activation_fusion": config.kernels.bias_swiglu_fusion,
-        "moe_permute_fusion": config.kernels.moe_permute_fusion,
-        "gradient_accumulation_fusion": config.kernels.gradient_accumulation_fusion,
+        "bias_activation_fusion": kernels.bias_swiglu_fusion,
+        "moe_grouped_gemm": kernels.moe_grouped_gemm,
+        "moe_permute_fusion": kernels.moe_permute_fusion,
+        "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
     }
     if model.recompute_granularity == "full":
         described["recompute_method"] = model.recompute_method or "uniform"
@@ -179,9 +183,10 @@ def build_transformer_config(
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     prepare_config(transformer_config, model)
-    # None of these is a field of megatron-core's dataclass. `cost_of` reads the first, the second
-    # is one of later Megatron-LM's, and `build_training` completes the third.
+    # None of these is a field of megatron-core's dataclass. `cost_of` reads the first, `build_gpt`
+    # the second, the third is one of later Megatron-LM's, and `build_training` completes the last.
     transformer_config.layer_kinds = model.layer_kinds()  # type: ignore[attr-defined]
+    transformer_config.kernels = kernels  # type: ignore[attr-defined]
     if packing.sequence_packing:
         scheduler = packing.sequence_packing_scheduler or "default"
         transformer_config.sequence_packing_scheduler = scheduler  # type: ignore[attr-defined]
@@ -280,15 +285,16 @@ def build_gpt(
     drop_unused_output_weight(gpt)
     mend_expert_biases(gpt)
     keep_frequencies(gpt)
-    if model.moe_grouped_gemm:
+    kernels: KernelConfig = transformer_config.kernels  # type: ignore[attr-defined]
+    if kernels.moe_grouped_gemm:
         group_experts(gpt)
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
     if not config.training.logits_of_masked_tokens:
         num_words = vocab_size if model.mask_vocab_padding else None
-        is_fused = config.kernels.cross_entropy_loss_fusion
-        skip_masked_tokens(gpt, num_words, logit_rule(model), is_fused=is_fused)
+        is_fused = kernels.cross_entropy_loss_fusion
+        skip_masked_tokens(gpt, num_words, logit_rule(model), is_fused=bool(is_fused))
     return gpt
 
 

@@ -308,35 +308,34 @@ class SFTConfig:
             )
 
     def _check_kernels(self) -> None:
-        model, kernels = self.model, self.kernels
-        if kernels.bias_swiglu_fusion:
-            if not model.swiglu:
-                raise ValueError("--bias-swiglu-fusion needs --swiglu; drop it")
-            if model.activation_func_clamp_value is not None or model.glu_linear_offset:
-                raise ValueError(
-                    "--bias-swiglu-fusion leaves out --activation-func-clamp-value and "
-                    "--glu-linear-offset; drop it"
-                )
-            if model.num_experts is not None and not model.disable_bias_linear:
-                raise ValueError(
-                    "--bias-swiglu-fusion of experts needs --disable-bias-linear; drop it"
-                )
-        if kernels.cross_entropy_loss_fusion:
-            if model.final_logit_softcapping is not None or model.logits_scaling != 1:
-                raise ValueError(
-                    "--cross-entropy-loss-fusion leaves out --final-logit-softcapping and "
-                    "--logits-scaling; drop it"
-                )
-            if self.training.logits_of_masked_tokens:
-                raise ValueError(
-                    "--cross-entropy-loss-fusion and --logits-of-masked-tokens exclude one another"
-                )
-        if kernels.moe_permute_fusion and model.num_experts is None:
-            raise ValueError("--moe-permute-fusion needs --num-experts; drop it")
-        if kernels.gradient_accumulation_fusion and self.lora.lora:
-            raise ValueError(
-                "--gradient-accumulation-fusion is of weights that --lora does not train; drop it"
+        for name, why in self.refused_kernels().items():
+            if getattr(self.kernels, name):
+                raise ValueError(f"{flag_of(name)} {why}")
+
+    def refused_kernels(self) -> dict[str, str]:
+        """Returns why the fused kernels that do not compute this model do not, by their option."""
+        model, why = self.model, {}
+        if not model.swiglu:
+            why["bias_swiglu_fusion"] = "needs --swiglu; drop it"
+        elif model.activation_func_clamp_value is not None or model.glu_linear_offset:
+            why["bias_swiglu_fusion"] = (
+                "leaves out --activation-func-clamp-value and --glu-linear-offset; drop it"
             )
+        elif model.num_experts is not None and not model.disable_bias_linear:
+            why["bias_swiglu_fusion"] = "of experts needs --disable-bias-linear; drop it"
+        if model.final_logit_softcapping is not None or model.logits_scaling != 1:
+            why["cross_entropy_loss_fusion"] = (
+                "leaves out --final-logit-softcapping and --logits-scaling; drop it"
+            )
+        elif self.training.logits_of_masked_tokens:
+            why["cross_entropy_loss_fusion"] = "and --logits-of-masked-tokens exclude one another"
+        if model.num_experts is None:
+            why["moe_grouped_gemm"] = why["moe_permute_fusion"] = "needs --num-experts; drop it"
+        if self.lora.lora:
+            why["gradient_accumulation_fusion"] = (
+                "is of weights that --lora does not train; drop it"
+            )
+        return why
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for logs and checkpoints."""

@@ -7,15 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Fused kernels. Never run on CUDA so far."""
+    """Fused kernels. Those that are None are taken on a GPU wherever they can be (see
+    `model.kernels`); `--no-...` turns one off.
+    """
 
-    bias_swiglu_fusion: bool = False
-    """Compute the activation of --swiglu, with its bias, in one compiled kernel each way."""
+    bias_swiglu_fusion: bool | None = None
+    """Compute the activation of --swiglu, with its bias, in one compiled kernel each way (default:
+    on a GPU).
+    """
+    moe_grouped_gemm: bool | None = None
+    """Multiply with all experts of a layer at once, in bfloat16 (float32 on CPU; default: on a GPU,
+    in bfloat16).
+    """
     moe_permute_fusion: bool = False
     """Sort tokens by expert in Transformer Engine's kernels, which must be installed."""
     gradient_accumulation_fusion: bool = False
     """Add a weight's gradient to those of earlier microbatches within the product that makes it;
     needs Apex with its CUDA extensions.
     """
-    cross_entropy_loss_fusion: bool = False
-    """Compute losses from logits, and their gradients, in one Triton kernel each way."""
+    cross_entropy_loss_fusion: bool | None = None
+    """Compute losses from logits, and their gradients, in one Triton kernel each way (default: on a
+    GPU).
+    """

@@ -50,9 +50,6 @@ class ModelConfig(Architecture):
     """Transformer Engine attention backend; ignored without it."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Precision of the router's logits (default: the model's)."""
-    moe_grouped_gemm: bool = False
-    """Multiply with all experts of a layer at once, in bfloat16 (float32 on CPU); never run on CUDA
-    so far."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the router's load-balancing loss."""
     mtp_loss_scaling_factor: float = 0.1
@@ -82,8 +79,6 @@ class ModelConfig(Architecture):
                 raise ValueError(f"{flag_of(name)} needs --recompute-granularity full")
         if self.num_experts is not None:
             self._check_experts()
-        elif self.moe_grouped_gemm:
-            raise ValueError("--moe-grouped-gemm needs --num-experts; leave it out")
 
     def _check_positions(self) -> None:
         if (
@@ -140,7 +135,6 @@ class ModelConfig(Architecture):
             "recompute_num_layers",
             "attention_backend",
             "moe_router_dtype",
-            "moe_grouped_gemm",
             "moe_aux_loss_coeff",
             "mtp_loss_scaling_factor",
         }

@@ -1,0 +1,47 @@
+"""Which fused kernels a run takes by itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from megatron.sft.model import kernels
+from tests.unit_tests.sft.command_line import parse
+
+SWIGLU, LOSS, EXPERTS = "bias_swiglu_fusion", "cross_entropy_loss_fusion", "moe_grouped_gemm"
+PLAIN = "--swiglu --disable-bias-linear --bf16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "expected"),
+    [
+        (PLAIN, "cuda", {SWIGLU, LOSS}),
+        (f"{PLAIN} --num-experts 4", "cuda", {SWIGLU, LOSS, EXPERTS}),
+        (f"{PLAIN} --num-experts 4", "cpu", set()),
+        ("--swiglu --num-experts 4", "cuda", {LOSS}),  # float32, and experts with biases
+        (f"{PLAIN} --final-logit-softcapping 30", "cuda", {SWIGLU}),
+        (f"{PLAIN} --logits-of-masked-tokens --glu-linear-offset 1", "cuda", set()),
+        (f"{PLAIN} --no-{SWIGLU} --no-{LOSS}".replace("_", "-"), "cuda", set()),
+        (f"{PLAIN} --num-experts 4 --{EXPERTS}".replace("_", "-"), "cpu", {EXPERTS}),
+    ],
+)
+def test_on_a_gpu_those_that_compute_the_model(
+    arguments: str, device: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cap that a kernel leaves out would train, to another loss."""
+    monkeypatch.setattr(kernels, "compiles", lambda: True)
+    found = asdict(kernels.kernels_for(parse(arguments), torch.device(device)))
+    assert {name for name, is_on in found.items() if is_on} == expected
+
+
+def test_none_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images for running alone have no C compiler, which Triton calls."""
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    found = kernels.kernels_for(parse(PLAIN), torch.device("cuda"))
+    assert not found.bias_swiglu_fusion
+    assert not found.cross_entropy_loss_fusion
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: name if name == "gcc" else None)
+    assert kernels.kernels_for(parse(PLAIN), torch.device("cuda")).cross_entropy_loss_fusion
