@@ -131,7 +131,7 @@ GPU_WORKERS ?= 4
 GPU_PYTHON ?=
 gpu_python = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 gpu-test: $(if $(GPU_PYTHON),,$(VENV)/.dev)
-	$(gpu_python) -m pytest --device $(GPU_DEVICE) --dist worksteal -n $(GPU_WORKERS) tests/gpu_tests
+	PYTORCH_ALLOC_CONF=expandable_segments:True $(gpu_python) -m pytest --device $(GPU_DEVICE) --dist worksteal -n $(GPU_WORKERS) tests/gpu_tests
 
 gpu-bench: $(if $(GPU_PYTHON),,$(VENV)/.dev)
 	$(gpu_python) -m examples.benchmarks.throughput --device $(GPU_DEVICE) --profile $(if $(filter cpu,$(GPU_DEVICE)),--tiny) \

@@ -27,6 +27,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron.sft.environment import let_memory_grow
+
 ROOT = Path(__file__).parents[2]
 SPECIFIED, MEASURED = 989, 790
 CASE_SECONDS = 150
@@ -147,33 +149,49 @@ def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
     ]
 
 
-def run(case: Case, device: str, is_tiny: bool) -> dict[str, Any]:
-    """What the process of a case measured; {"failed": the last line that it said} if it did not."""
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory() as folder:
-        asked = json.dumps({"case": asdict(case), "flags": case.flags(is_tiny), "folder": folder})
-        command = [sys.executable, "-m", "examples.benchmarks.throughput_case", asked]
+class Running:
+    """The process of a case, which waits for `result` as soon as it has imported what it needs:
+    that of the next case is started while one is measured.
+    """
+
+    def __init__(self, case: Case, device: str, is_tiny: bool) -> None:
+        environment = dict(os.environ)
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        self.case = case
+        self._folder = tempfile.TemporaryDirectory()
+        asked = {"case": asdict(case), "flags": case.flags(is_tiny), "folder": self._folder.name}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "examples.benchmarks.throughput_case", json.dumps(asked)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def result(self) -> dict[str, Any]:
+        """What it measured; {"failed": the last line that it said} if it did not."""
         try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=CASE_SECONDS,
-                check=False,
-            )
+            _, errors = self._process.communicate("\n", CASE_SECONDS)
         except subprocess.TimeoutExpired:
             return {"failed": f"not over after {CASE_SECONDS} s"}
-        if done.returncode == 0:
-            return json.loads((Path(folder) / "result.json").read_text())  # type: ignore[no-any-return]
-        print(done.stderr[-4000:], file=sys.stderr)
-        lines = [line for line in done.stderr.splitlines() if "Error" in line] or [
-            "no reason given"
-        ]
+        finally:
+            self.close()
+        if self._process.returncode == 0:
+            return self._found
+        print(errors[-4000:], file=sys.stderr)
+        lines = [line for line in errors.splitlines() if "Error" in line] or ["no reason given"]
         return {"failed": "out of memory" if "OutOfMemoryError" in lines[-1] else lines[-1][:120]}
+
+    def close(self) -> None:
+        """End it, also before it was asked for its result."""
+        self._process.kill()
+        self._process.wait()
+        found = Path(self._folder.name) / "result.json"
+        self._found: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {}
+        self._folder.cleanup()
 
 
 def row(case: Case, found: dict[str, Any], packed: dict[str, Any] | None) -> list[str]:
@@ -231,6 +249,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("--device cpu is a dry run; pass --tiny, too")
+    let_memory_grow()
     start = time.monotonic()
     lines = [
         f"| {' | '.join(COLUMNS)} |",
@@ -239,19 +258,26 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     profiles, left_out, machine = [], [], ""
     packed: dict[tuple[str, str], dict[str, Any]] = {}
-    for case in cases(arguments.profile, arguments.tiny)[: arguments.cases]:
+    wanted = cases(arguments.profile, arguments.tiny)[: arguments.cases]
+    ahead = Running(wanted[0], arguments.device, arguments.tiny)
+    for case, following in zip(wanted, [*wanted[1:], None]):
+        running = ahead
+        if following is not None:
+            ahead = Running(following, arguments.device, arguments.tiny)
         if time.monotonic() - start > 60 * arguments.minutes - CASE_SECONDS / 3:
+            running.close()
             names = (case.shape, case.way, case.option, case.kernel, case.data, f"{case.pack:,}")
             left_out.append(" ".join(filter(None, names)))
             continue
-        found = run(case, arguments.device, arguments.tiny)
+        found = running.result()
         if "flops_per_token" in found:
             packed.setdefault((case.shape, case.data), found)
         machine = found.get("machine", machine)
         lines.append(f"| {' | '.join(row(case, found, packed.get((case.shape, case.data))))} |")
         print(lines[-1], flush=True)
         if "profile" in found:
-            profiles.append((f"{case.shape} {case.option}".strip(), found["profile"]))
+            name = f"{case.shape} {case.option}".strip()
+            profiles.append((f"{name}, packed ({found['busy']:.0%} of a step)", found["profile"]))
     text = document(arguments, machine, lines, left_out, profiles, time.monotonic() - start)
     if arguments.output is not None:
         arguments.output.write_text(text)
@@ -304,10 +330,12 @@ def document(
     text += "\n".join(lines) + "\n"
     if left_out:
         text += f"\nLeft out for want of time: {'; '.join(left_out)}.\n"
+    if profiles:
+        text += "\nOf a step: the time of all kernels over that of a step without a profiler.\n"
     for shape, kernels in profiles:
-        text += f"\n## The ten costliest kernels: {shape}, packed\n\n"
+        text += f"\n## The ten costliest kernels: {shape}\n\n"
         text += "| kernel | share | ms per step | calls |\n|---|---|---|---|\n"
-        for name, share, milliseconds, calls in kernels:
+        for name, share, milliseconds, calls in kernels[:10]:
             text += (
                 f"| `{name[:90].replace('|', ' ')}` | {share:.1%} | {milliseconds:.2f} | "
                 f"{calls:,.0f} |\n"

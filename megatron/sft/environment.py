@@ -158,6 +158,17 @@ def _lazy_compile() -> Iterator[None]:
         torch.compile = compile_now
 
 
+def let_memory_grow() -> None:
+    """Lets torch's allocator on CUDA enlarge its segments, unless the user has configured it.
+    Before torch is imported.
+
+    Packs have other lengths in each step. Freed segments of a fixed size are then too small for the
+    next ones, and stay beside them until memory runs out.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def end_with_launcher() -> None:
     """Makes Linux send SIGTERM to this process when torchrun is killed: nothing else ends it."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

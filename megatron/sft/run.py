@@ -25,6 +25,7 @@ from megatron.sft.environment import (
     check_temporary_folder,
     end_with_launcher,
     fail,
+    let_memory_grow,
     outlive_output,
     quick_imports,
     silence_warnings,
@@ -71,6 +72,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     """Runs one rank of a training run."""
     if config.output.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: others may use the GPUs
+    let_memory_grow()
     # Imports that take seconds come after the command line is checked, so that a wrong flag is
     # answered at once.
     with quick_imports():

@@ -63,7 +63,7 @@ def run_example(*arguments: str, num_processes: int = 2) -> list[tuple[float, in
         env={
             "OMP_NUM_THREADS": "1",
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "PYTHONFAULTHANDLER": "1",
         },
         stdout=subprocess.PIPE,

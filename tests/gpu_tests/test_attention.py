@@ -15,8 +15,8 @@ from megatron.packing.model.attention.blocks import Scores, Segments
 from megatron.packing.model.attention.core_attention import causal_attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BLOCK = 1024
-"""Queries whose scores are in memory at once: of 8 heads and 32k keys 2 GiB in float64."""
+BLOCK = 256
+"""Queries whose scores are in memory at once: of 8 heads and 32k keys 0.5 GiB in float64."""
 
 
 class Case(NamedTuple):

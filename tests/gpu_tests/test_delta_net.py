@@ -52,6 +52,12 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def test_rule_and_its_gradients_are_those_in_float64(device: torch.device) -> None:
     """A state that leaks over a border of sequences still trains."""
     inputs = leaves(device)
+    try:
+        with_gradients(inputs, LENGTHS)
+    except RuntimeError as failure:  # its own word on some releases of Triton and some devices
+        if "incorrect results" not in str(failure):
+            raise
+        pytest.skip(f"flash-linear-attention refuses: {failure}")
     exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
     for found, expected in zip(with_gradients(inputs, LENGTHS), with_gradients(exact, LENGTHS)):
         assert relative(found, expected) < 8 * torch.finfo(torch.bfloat16).eps

@@ -45,6 +45,7 @@ def gpu(monkeypatch):
         (AMPERE, False, 256, False, "torch's"),
         (AMPERE, True, 64, False, "torch's"),
         (HOPPER, True, 128, False, "FlashAttention 4"),
+        (HOPPER, True, 80, False, "torch's"),
         (HOPPER, True, 136, False, "torch's"),
         (HOPPER, True, 128, True, "torch's"),
     ],
