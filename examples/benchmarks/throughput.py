@@ -204,17 +204,17 @@ def row(case: Case, found: dict[str, Any], packed: dict[str, Any] | None) -> lis
         case.kernel or found.get("kernel", ""),
     ]
     if "failed" in found:
-        return [*names, found["failed"], *[""] * 6]
+        return [*names, found["failed"], *[""] * 7]
     speed = found["tokens_per_second"]
     teraflops = speed * packed["flops_per_token"] / 1e12 if packed else None
-    memory = f"{found['peak_gib']:.1f}" if "peak_gib" in found else ""
+    memory = [f"{found[name]:.1f}" if name in found else "" for name in ("peak_gib", "held_gib")]
     waited = f"{found['data_wait']:.1%}" if "data_wait" in found else ""
     padded = f"{found['padding']:.1%}" if "padding" in found else ""
     flops = ["", "", ""]
     if teraflops is not None:
         shares = (f"{teraflops / peak:.1%}" for peak in (SPECIFIED, MEASURED))
         flops = [f"{teraflops:,.4g}", *shares]
-    return [*names, f"{speed:,.0f}", *flops, memory, waited, padded]
+    return [*names, f"{speed:,.0f}", *flops, *memory, waited, padded]
 
 
 COLUMNS = (
@@ -229,7 +229,7 @@ COLUMNS = (
         "MFU of 989",
         "of 790",
     ),
-    *("peak GiB", "data wait", "padding"),
+    *("peak GiB", "held GiB", "data wait", "padding"),
 )
 
 
@@ -323,6 +323,7 @@ def document(
         "and output layer,\n"
         "forward and backward: a limit. Padded rows are two at a time, padded to the longer of "
         "them.\n"
+        "Held is what torch's allocator kept of the device at most, peak what tensors took of it.\n"
         "`answers` are prompts of 2,048 tokens with eight answers of 256 each, which count: as "
         "trees, or as a sequence per\n"
         "answer (paths). Tokens are those of paths; the limit is that of trees. Data are ready.\n\n"

@@ -64,6 +64,7 @@ def main() -> None:
         result = measure(config, device, case, folder)
         if device.type == "cuda":
             result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            result["held_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
     if case.way != "matrix products":
         result["kernel"] = kernel
     (folder / "result.json").write_text(json.dumps(result | {"machine": machine()}))
