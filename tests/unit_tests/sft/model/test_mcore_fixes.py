@@ -174,6 +174,24 @@ def test_the_norm_of_gradients_is_that_of_megatron_core():
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
+def test_gradients_are_clipped_to_the_same_bits():
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_scale
+
+    install()
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(n, 1 + n % 7, generator=generator) for n in (1, 5, 64, 1000)]
+    expected, found = ([each.clone() for each in gradients] for _ in range(2))
+    for scale, them in (
+        (local_multi_tensor_scale, expected),
+        (clip_grads.multi_tensor_scale_impl, found),
+    ):
+        scale(2048, torch.zeros(1), [them, them], 0.3)
+    assert clip_grads.multi_tensor_scale_impl is not local_multi_tensor_scale
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(found[0], gradients[0])
+
+
 def test_float32_weights_are_counted_first(optimizer):
     """As the optimizer holds them; of the others the order stays."""
     half, other, whole = (
