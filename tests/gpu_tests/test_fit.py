@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from multiprocessing import get_context
 
 import pytest
@@ -25,20 +24,22 @@ TOLERANCE = 0.05
 
 
 def _estimated(request: Request) -> object:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a fake world is a CPU's
     return estimates(request)[0]
 
 
 @pytest.mark.parametrize(
     "flags", ["", "--recompute-granularity full", "--lora --lora-rank 8", "--num-experts 4"]
 )
-def test_an_estimate_is_what_is_held(device: torch.device, flags: str) -> None:
+def test_an_estimate_is_what_is_held(
+    device: torch.device, flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that is said to fit must fit; one that is said not to must not."""
     is_dry = device.type == "cpu"
     config = parse_config(f"{COMMON} {TINY * is_dry} {flags}".split(), 1)
     request = Request(config=config, vocab_size=32000, world_size=1, like_cuda=not is_dry)
     counter = ByteCounter() if is_dry else AllocatorCounter()
     found = measured(request, counter)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the child, as a fake world is a CPU's
     with get_context("spawn").Pool(1) as pool:
         stage = pool.apply(_estimated, (request,))
     for name, expected, size in comparison(stage, found):  # type: ignore[arg-type]
