@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.options.kernels import KernelConfig
 from megatron.sft.options.optimizer import OptimizerStateConfig
 from megatron.sft.options.training import TrainingConfig
 
@@ -122,8 +121,8 @@ def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
 
 def one_step(config: SFTConfig) -> SFTConfig:
     """Returns the same run for one step, with a plain schedule: no memory depends on either, and
-    how many steps --train-epochs makes is known only with the data. The optimizer's state and all
-    kernels are those without options, which need a GPU or packages, and no more memory.
+    how many steps --train-epochs makes is known only with the data. The optimizer's state is that
+    without options, and so are kernels that need other packages; neither takes more memory.
     """
     training = config.training
     once = TrainingConfig(
@@ -134,7 +133,8 @@ def one_step(config: SFTConfig) -> SFTConfig:
         },
         train_iters=1,
     )
-    return replace(config, training=once, optimizer=OptimizerStateConfig(), kernels=KernelConfig())
+    kernels = replace(config.kernels, moe_permute_fusion=False, gradient_accumulation_fusion=False)
+    return replace(config, training=once, optimizer=OptimizerStateConfig(), kernels=kernels)
 
 
 def _of_layers(config: SFTConfig) -> list[Any]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
+from megatron.sft.model import kernels
 from megatron.sft.options.config import SFTConfig
 
 _OF_FUSED_ADAM = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
@@ -30,11 +30,11 @@ def check_needs(config: SFTConfig, device: torch.device) -> None:
     if config.optimizer.use_precision_aware_optimizer:
         _check_optimizer(config, device)
     if config.kernels.cross_entropy_loss_fusion and (
-        device.type != "cuda" or find_spec("triton") is None
+        device.type != "cuda" or not kernels.compiles()
     ):
         raise ValueError(
-            "--cross-entropy-loss-fusion needs a GPU, and Triton, which torch for CUDA brings; "
-            "drop it"
+            "--cross-entropy-loss-fusion needs a GPU, Triton, which torch for CUDA brings, and a C "
+            "compiler; drop it"
         )
     if config.kernels.moe_permute_fusion and not all(
         getattr(moe_utils, name, None) for name in _OF_PERMUTE_FUSION

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
+from megatron.core.fusions import fused_bias_swiglu
 from torch import Tensor
 
 from megatron.packing.model.attention import delta_rule, zigzag
 from megatron.packing.model.attention import kernels as attention_kernels
+from megatron.packing.model.loss import cross_entropy
 from megatron.sft.fit.fake import delta_kernels
-from megatron.sft.model import build
+from megatron.sft.model import build, kernels
 
 How = Literal["run", "described", "none"]
 """run: the fake world takes CUDA's way. described: bytes are computed beside the run. none: no
@@ -77,6 +79,12 @@ BRANCHES = (
         "none",
     ),
     Branch("sft.model.needs.check_needs", "a check", "none"),
+    Branch(
+        "sft.model.kernels.kernels_for",
+        "fused SwiGLU, loss and experts: kernels that keep their inputs, and make no more than "
+        "their results",
+        "run",
+    ),
     Branch("sft.model.needs._check_optimizer", "a check", "none"),
     Branch("sft.commands.chat.open_speaker", "no training step", "none"),
     Branch("packing.model.attention.zigzag.to_device", "indices are copied to the device", "run"),
@@ -149,6 +157,11 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
     yield delta_rule, "convolution_kernel", lambda: delta_kernels.convolution
     yield torch.cuda, "current_device", lambda: torch.device("cpu")  # of layers with sinks
     yield build, "build_transformer_config", _for_cuda(build.build_transformer_config)
+    yield build, "check_needs", _for_cuda(build.check_needs)
+    yield kernels, "compiles", lambda: True
+    yield cross_entropy, "fused", lambda: _FusedLoss
+    for name, kernel in _COMPILED.items():
+        yield fused_bias_swiglu, name, kernel
     yield torch.nn.functional, "rms_norm", _rms_norm
     yield torch.nn.functional, "layer_norm", _layer_norm
     yield (
@@ -181,6 +194,37 @@ def _for_cuda(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(config, torch.device("cuda"), *arguments, **options)
 
     return config_of
+
+
+class _FusedLoss:
+    """Allocates as the kernels of `fused_cross_entropy` do."""
+
+    @staticmethod
+    def row_statistics(logits: Tensor, labels: Tensor, num_words: int) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return tuple(torch.empty(3, len(logits), dtype=wide, device=logits.device))
+
+    @staticmethod
+    def write_gradients(*_: Any) -> None:
+        """Over the logits."""
+
+
+def _half(x: Tensor, *_: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+_COMPILED: Mapping[str, Callable[..., Any]] = {
+    "swiglu": _half,
+    "bias_swiglu": _half,
+    "weighted_swiglu": _half,
+    "swiglu_back": lambda gradient, x: torch.empty_like(x),
+    "bias_swiglu_back": lambda gradient, x, bias: torch.empty_like(x),
+    "weighted_swiglu_back": lambda gradient, x, weights: (
+        torch.empty_like(x),
+        torch.empty_like(weights),
+    ),
+}
+"""Functions of megatron-core's fused SwiGLU, which torch.compile makes kernels of."""
 
 
 class _Norm(torch.autograd.Function):

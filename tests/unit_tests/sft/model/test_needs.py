@@ -50,7 +50,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (PRECISION, CUDA, "needs Transformer Engine's FusedAdam; pip install"),
         (f"{PRECISION} --optimizer-cpu-offload", CPU, "needs a GPU; drop it"),
         (f"{EXPERTS} --moe-permute-fusion", CUDA, "--moe-permute-fusion needs Transformer Engine"),
-        ("--cross-entropy-loss-fusion", CPU, "--cross-entropy-loss-fusion needs a GPU, and Triton"),
+        ("--cross-entropy-loss-fusion", CPU, "--cross-entropy-loss-fusion needs a GPU, Triton, which"),
         ("--gradient-accumulation-fusion", CUDA, "--gradient-accumulation-fusion needs Apex"),
     ],
 )
