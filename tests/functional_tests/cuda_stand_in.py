@@ -147,6 +147,9 @@ class OnCuda(Tensor):
                 mixed.append(f"{function.__name__}: {_where()}")
         if kwargs.get("device") is not None:
             kwargs["device"] = CPU
+        if function is torch.addmm and "out_dtype" in kwargs:  # CUDA's alone
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0].add_(args[1].to(args[0].dtype) @ args[2].to(args[0].dtype))
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
         return result if function is Tensor.copy_ else _on_cuda(result)

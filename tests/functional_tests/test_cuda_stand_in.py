@@ -66,7 +66,12 @@ def train_on_stand_in(arguments: Sequence[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "flags"), [("llama3", ""), ("gemma", "--lora"), ("qwen3", "--async-save")]
+    ("model", "flags"),
+    [
+        ("llama3", ""),
+        ("gemma", "--lora"),
+        ("qwen3", "--async-save --gradient-accumulation-fusion"),
+    ],
 )
 def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path: Path) -> None:
     """A tensor left on the host ends a run on a GPU; each further read empties the device's queue,

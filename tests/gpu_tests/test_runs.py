@@ -36,10 +36,12 @@ CASES = {
     "head of 20": (MODELS["grouped"] + " --kv-channels 20", PACKED),
     "state on the host": (MODELS["grouped"], f"{PACKED} --use-distributed-optimizer"),
     "fused loss": (MODELS["grouped"], PACKED),
+    "gradients within products": (MODELS["further-tied"], PACKED),
 }
 ON_GPU = {
     "state on the host": "--use-precision-aware-optimizer --optimizer-cpu-offload",
     "fused loss": "--cross-entropy-loss-fusion",
+    "gradients within products": "--gradient-accumulation-fusion",
 }
 """Options of a case that need a GPU."""
 

@@ -39,6 +39,7 @@ from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.model.mcore_fixes import drop_unused_output_weight
 from megatron.sft.model.needs import check_needs
 from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
+from megatron.sft.model.weight_gradients import keep_other_gradients
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
 
@@ -283,6 +284,7 @@ def build_gpt(
     )
     gpt.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
     drop_unused_output_weight(gpt)
+    keep_other_gradients(gpt)
     mend_expert_biases(gpt)
     keep_frequencies(gpt)
     kernels: KernelConfig = transformer_config.kernels  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.packing.model.loss import auxiliary_losses
-from megatron.sft.model import cpu_offload, host_time
+from megatron.sft.model import cpu_offload, host_time, weight_gradients
 
 
 def install() -> None:
@@ -35,6 +35,7 @@ def install() -> None:
     _clip_in_place()
     cpu_offload.install()
     host_time.install()
+    weight_gradients.install()
     auxiliary_losses.install()
 
 

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
 from megatron.sft.model import kernels
@@ -42,11 +41,6 @@ def check_needs(config: SFTConfig, device: torch.device) -> None:
         raise ValueError(
             "--moe-permute-fusion needs Transformer Engine 2.1 or later; pip install "
             "'transformer-engine[pytorch]>=2.9', or drop it"
-        )
-    if config.kernels.gradient_accumulation_fusion and not layers._grad_accum_fusion_available:
-        raise ValueError(
-            "--gradient-accumulation-fusion needs Apex with its CUDA extensions "
-            "(fused_weight_gradient_mlp_cuda); install it, or drop the option"
         )
 
 

@@ -86,6 +86,12 @@ BRANCHES = (
         "run",
     ),
     Branch("sft.model.needs._check_optimizer", "a check", "none"),
+    Branch("sft.model.weight_gradients.is_one_product", "a check", "none"),
+    Branch(
+        "sft.model.weight_gradients.add_product",
+        "a weight's gradient is added within its product; counted as made first, as on CPU",
+        "none",
+    ),
     Branch("sft.commands.chat.open_speaker", "no training step", "none"),
     Branch("packing.model.attention.zigzag.to_device", "indices are copied to the device", "run"),
     Branch("packing.model.pipeline.check_config", "a check", "none"),

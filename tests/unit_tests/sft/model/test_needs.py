@@ -50,8 +50,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (PRECISION, CUDA, "needs Transformer Engine's FusedAdam; pip install"),
         (f"{PRECISION} --optimizer-cpu-offload", CPU, "needs a GPU; drop it"),
         (f"{EXPERTS} --moe-permute-fusion", CUDA, "--moe-permute-fusion needs Transformer Engine"),
-        ("--cross-entropy-loss-fusion", CPU, "--cross-entropy-loss-fusion needs a GPU, Triton, which"),
-        ("--gradient-accumulation-fusion", CUDA, "--gradient-accumulation-fusion needs Apex"),
+        (
+            "--cross-entropy-loss-fusion",
+            CPU,
+            "--cross-entropy-loss-fusion needs a GPU, Triton, which",
+        ),
     ],
 )
 def test_what_is_not_here_is_refused_before_anything_is_built(
@@ -66,16 +69,13 @@ def test_what_is_not_here_is_refused_before_anything_is_built(
 
 def test_what_is_here_is_taken(engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that is never passed would hide an option from everybody."""
-    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import moe_utils
 
     from megatron.sft.model import needs
 
     for name in needs._OF_PERMUTE_FUSION:
         monkeypatch.setattr(moe_utils, name, object(), raising=False)
-    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
-    kernels = f"{EXPERTS} --moe-permute-fusion --gradient-accumulation-fusion"
-    needs.check_needs(parse(f"{PRECISION} {kernels}"), CUDA)
+    needs.check_needs(parse(f"{PRECISION} {EXPERTS} --moe-permute-fusion"), CUDA)
     engine.FusedAdam = type("FusedAdam", (), {"__init__": lambda self, params: None})  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="FusedAdam"):  # of an old release
         needs.check_needs(parse(PRECISION), CUDA)

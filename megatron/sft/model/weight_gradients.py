@@ -1,0 +1,57 @@
+"""mcore. Weight gradients that are added to those of earlier microbatches in the product that makes
+them.
+
+megatron-core's linear layers do so with `gradient_accumulation_fusion`, by functions of Apex's CUDA
+extensions. torch has such a product, too, which takes their place where Apex is not installed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+
+def is_one_product(device: torch.device) -> bool:
+    """Returns whether half precision is added to float32 without a gradient in between."""
+    return device.type == "cuda" and hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+def install() -> None:
+    """Offers the product to megatron-core's layers; Apex's comes first. Idempotent."""
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product
+        )
+        layers._grad_accum_fusion_available = True
+
+
+def add_product(x: Tensor, gradient: Tensor, total: Tensor) -> None:
+    """Adds the transpose of `gradient` [rows, out] times `x` [rows, in] to `total` [out, in].
+
+    `total` has the dtype of both, or is float32. On CPU the product in half precision is made, then
+    added, to the same bits as without fusion.
+    """
+    if total.dtype == x.dtype:
+        total.addmm_(gradient.t(), x)
+    elif total.is_cuda:
+        torch.addmm(total, gradient.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(gradient.t() @ x)
+
+
+def keep_other_gradients(gpt: GPTModel) -> None:
+    """Marks the weights of `gpt` that get gradients from linear layers and from elsewhere.
+
+    Multi-token prediction uses the embedding and the output layer again, and losses of unmasked
+    tokens have a gradient of their own for the latter (`loss.head`). DistributedDataParallel leaves
+    out what autograd gives for a weight to which a layer has added, unless it is marked.
+    megatron-core marks only embeddings, and only without pipeline parallel.
+    """
+    if gpt.mtp_process:
+        for name, weight in gpt.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                weight.zero_out_wgrad = True  # type: ignore[attr-defined]
