@@ -21,8 +21,10 @@ class KernelConfig:
     """
     moe_permute_fusion: bool = False
     """Sort tokens by expert in Transformer Engine's kernels, which must be installed."""
-    gradient_accumulation_fusion: bool = False
-    """Add a weight's gradient to those of earlier microbatches within the product that makes it."""
+    gradient_accumulation_fusion: bool | None = None
+    """Add a weight's gradient to those of earlier microbatches within the product that makes it
+    (default: on a GPU, in bfloat16).
+    """
     cross_entropy_loss_fusion: bool | None = None
     """Compute losses from logits, and their gradients, in one Triton kernel each way (default: on a
     GPU).

@@ -11,19 +11,21 @@ from megatron.sft.model import kernels
 from tests.unit_tests.sft.command_line import parse
 
 SWIGLU, LOSS, EXPERTS = "bias_swiglu_fusion", "cross_entropy_loss_fusion", "moe_grouped_gemm"
+SUMS = "gradient_accumulation_fusion"
 PLAIN = "--swiglu --disable-bias-linear --bf16"
 
 
 @pytest.mark.parametrize(
     ("arguments", "device", "expected"),
     [
-        (PLAIN, "cuda", {SWIGLU, LOSS}),
+        (PLAIN, "cuda", {SWIGLU, LOSS, SUMS}),
+        (f"{PLAIN} --lora --lora-rank 4", "cuda", {SWIGLU, LOSS}),
         (f"{PLAIN} --num-experts 4", "cuda", {SWIGLU, LOSS, EXPERTS}),
         (f"{PLAIN} --num-experts 4", "cpu", set()),
         ("--swiglu --num-experts 4", "cuda", {LOSS}),  # float32, and experts with biases
-        (f"{PLAIN} --final-logit-softcapping 30", "cuda", {SWIGLU}),
-        (f"{PLAIN} --logits-of-masked-tokens --glu-linear-offset 1", "cuda", set()),
-        (f"{PLAIN} --no-{SWIGLU} --no-{LOSS}".replace("_", "-"), "cuda", set()),
+        (f"{PLAIN} --final-logit-softcapping 30", "cuda", {SWIGLU, SUMS}),
+        (f"{PLAIN} --logits-of-masked-tokens --glu-linear-offset 1", "cuda", {SUMS}),
+        (f"{PLAIN} --no-{SWIGLU} --no-{LOSS}".replace("_", "-"), "cuda", {SUMS}),
         (f"{PLAIN} --num-experts 4 --{EXPERTS}".replace("_", "-"), "cpu", {EXPERTS}),
     ],
 )
