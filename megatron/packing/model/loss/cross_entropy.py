@@ -17,8 +17,11 @@ from torch import Tensor
 from megatron.packing.model.multipliers import LogitRule
 
 _CHUNK_LOGITS = 1 << 28
-"""Logits of a chunk, at most: 2,048 tokens' of 131,072 words, 1 GiB. The gradient of the weight is
-added up from chunk to chunk, which for fewer tokens at a time would cost as much as their products.
+"""Logits of a chunk, at most: 2,048 tokens' of 131,072 words. The gradient of the weight is added
+up from chunk to chunk, which for fewer tokens at a time would cost as much as their products.
+
+In bfloat16 they are 0.5 GiB as products and 1 GiB in float32, at once. Kernels keep the products
+alone, and take twice as many: 1 GiB, and half the passes over the gradient of the weight.
 """
 
 
@@ -45,7 +48,8 @@ def likeliest_words(
     ones the first. Collective over tensor parallel.
     """
     first = group.rank() * weight.shape[0]
-    chunks = _Chunks(states, weight, words.num_here(first, weight.shape[0]), words.rule)
+    plain = words._replace(is_fused=False)
+    chunks = _Chunks(states, weight, words.num_here(first, weight.shape[0]), plain)
     best = states.new_full((len(states),), -torch.inf, dtype=chunks.dtype)
     found = torch.zeros(len(states), dtype=torch.int64, device=states.device)
     for part in chunks.parts:
@@ -83,7 +87,7 @@ class CrossEntropy(torch.autograd.Function):
         num_here = words.num_here(first, weight.shape[0])
         is_here = (labels >= first) & (labels < first + num_here)
         labels_here = (labels - first).where(is_here, 0).unsqueeze(1)
-        ctx.chunks = chunks = _Chunks(states, weight, num_here, words.rule)
+        ctx.chunks = chunks = _Chunks(states, weight, num_here, words)
         log_sum, largest, of_label = torch.empty(
             3, len(labels), dtype=chunks.dtype, device=states.device
         )
@@ -125,21 +129,17 @@ class CrossEntropy(torch.autograd.Function):
         states, weight = ctx.saved_tensors[:2]
         chunks, kept = ctx.chunks, ctx.kept
         ctx.kept = None  # written over below
-        of_states, of_weight = torch.empty_like(states), None
-        if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(
-                weight, dtype=weight.dtype if kept is not None else chunks.dtype
-            )
+        of_states = torch.empty_like(states)
+        of_weight: Tensor | None = None
+        dtype = weight.dtype if len(chunks.parts) == 1 else chunks.dtype
         for part in chunks.parts:
             of_logits = (_fused_gradients if ctx.is_fused else _gradients)(
                 ctx, gradient, kept, part
             )
             of_logits = of_logits.to(weight.dtype)
             torch.mm(of_logits, weight, out=of_states[part])
-            if of_weight is not None and of_weight.dtype == weight.dtype:
-                of_weight.addmm_(of_logits.t(), states[part])
-            elif of_weight is not None:
-                of_weight += of_logits.t() @ states[part]
+            if ctx.needs_input_grad[1]:
+                of_weight = _add_product(of_weight, of_logits.t(), states[part], dtype)
         return (
             of_states,
             None if of_weight is None else of_weight.to(weight.dtype),
@@ -147,6 +147,23 @@ class CrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `total + left @ right` in `dtype`, written over `total`; None stands for zeros.
+
+    Where factors are in half precision and `dtype` is float32, CUDA adds within the product:
+    nothing is rounded to half precision, and no product of as many numbers as `total` is written
+    and read again. A CPU has no such product.
+    """
+    if left.dtype == dtype:
+        return left @ right if total is None else total.addmm_(left, right)
+    if left.is_cuda:
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+    product = left @ right
+    return product.to(dtype) if total is None else total.add_(product)
 
 
 def _gradients(ctx: Any, gradient: Tensor, kept: Tensor | None, part: slice) -> Tensor:
@@ -191,11 +208,13 @@ def fused() -> Any:
 class _Chunks:
     """The rows of each chunk, and how their logits are computed."""
 
-    def __init__(self, states: Tensor, weight: Tensor, num_here: int, rule: LogitRule) -> None:
-        size = max(1, _CHUNK_LOGITS // weight.shape[0])
-        self.parts = [slice(start, start + size) for start in range(0, len(states), size)]
+    def __init__(self, states: Tensor, weight: Tensor, num_here: int, words: Words) -> None:
         self.dtype = torch.promote_types(states.dtype, torch.float32)
-        self.rule, self.num_here = rule, num_here
+        most = _CHUNK_LOGITS * (2 if words.is_fused and states.dtype != self.dtype else 1)
+        size = max(1, most // weight.shape[0])
+        # Of no rows there is one chunk, whose sums are zeros.
+        self.parts = [slice(start, start + size) for start in range(0, max(1, len(states)), size)]
+        self.rule, self.num_here = words.rule, num_here
 
     def logits(self, states: Tensor, weight: Tensor, part: slice) -> Tensor:
         """Returns [rows of the chunk, words of this rank] in at least float32; those that are no

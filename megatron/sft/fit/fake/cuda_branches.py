@@ -69,6 +69,11 @@ BRANCHES = (
         "described",
     ),
     Branch(
+        "packing.model.loss.cross_entropy._add_product",
+        "the weight's gradient is added up within the products of chunks, which are not held",
+        "run",
+    ),
+    Branch(
         "packing.model.grouped_experts._is_for_grouped_mm",
         "in bfloat16 as on CPU; in float32 one product per expert, counted as grouped",
         "none",
@@ -161,6 +166,7 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
     yield delta_rule, "has_kernels", lambda device, dtype: dtype in _HALF
     yield delta_rule, "rule_kernel", lambda: delta_kernels.rule
     yield delta_rule, "convolution_kernel", lambda: delta_kernels.convolution
+    yield cross_entropy, "_add_product", _add_product
     yield torch.cuda, "current_device", lambda: torch.device("cpu")  # of layers with sinks
     yield build, "build_transformer_config", _for_cuda(build.build_transformer_config)
     yield build, "check_needs", _for_cuda(build.check_needs)
@@ -193,6 +199,13 @@ def _kernel_for(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _copy(values: Tensor, device: torch.device) -> Tensor:
     return values.clone()
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Makes what CUDA's product makes: the sum, once."""
+    if total is None:
+        return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+    return total
 
 
 def _for_cuda(plain: Callable[..., Any]) -> Callable[..., Any]:

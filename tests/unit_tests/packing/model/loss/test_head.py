@@ -84,6 +84,63 @@ def test_chunks_have_the_losses_and_gradients_of_the_whole(
         torch.testing.assert_close(gradient.double(), true.double(), rtol=limit, atol=20 * limit)
 
 
+class LikeCuda(Tensor):
+    """A tensor of the CPU that says it is on CUDA, where factors in half precision have products
+    in float32.
+    """
+
+    is_cuda = True
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """One operation with at least one such tensor."""
+        kwargs = dict(kwargs or {})
+        if (wide := kwargs.pop("out_dtype", None)) is not None:
+            args = [each.to(wide) for each in args]
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_products_of_chunks_are_added_up_in_float32_on_cuda():
+    """Each rounded to bfloat16 before, they would be 1e-3 off, and written and read once more."""
+    generator = torch.Generator().manual_seed(1)
+    factors = [
+        (
+            torch.randn(rows, NUM_WORDS, generator=generator).bfloat16().t(),
+            torch.randn(rows, WIDTH, generator=generator).bfloat16(),
+        )
+        for rows in (9, 9, 3)
+    ]
+    expected = torch.stack([left.double() @ right.double() for left, right in factors]).sum(0)
+    errors = []
+    for kind in (LikeCuda, Tensor):
+        total, first = None, None
+        for left, right in factors:
+            total = cross_entropy._add_product(
+                total, left.as_subclass(kind), right.as_subclass(kind), torch.float32
+            )
+            first = total if first is None else first
+            assert total.data_ptr() == first.data_ptr()
+        assert total is not None
+        assert total.dtype == torch.float32
+        errors.append(float((total.as_subclass(Tensor) - expected).abs().max()))
+    assert errors[0] < 5e-6
+    assert errors[1] > 5e-3
+
+
+def test_kernels_take_twice_the_rows_of_half_precision():
+    """Logits in bfloat16 alone take half the bytes of those in float32."""
+    plain, fused = Words(None, LogitRule()), Words(None, LogitRule(), is_fused=True)
+    weight = torch.empty(1 << 20, 1, dtype=torch.bfloat16)
+    states = torch.empty(1000, 1, dtype=torch.bfloat16)
+    sizes = [
+        cross_entropy._Chunks(rows, weight, 1, words).parts[0].stop
+        for rows, words in ((states, plain), (states, fused), (states.float(), fused))
+    ]
+    assert sizes == [256, 512, 256]
+
+
 def test_large_logits_neither_overflow_nor_lose_the_label():
     states, weight = (
         torch.full((2, 1), 300.0, requires_grad=True),

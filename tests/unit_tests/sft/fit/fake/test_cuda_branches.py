@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.packing.model.loss import cross_entropy
+from megatron.sft.fit.counter import ByteCounter
+from megatron.sft.fit.fake import cuda_branches
 from megatron.sft.fit.fake.cuda_branches import BRANCHES, flash_backward_bytes
 
 ROOT = Path(__file__).parents[5] / "megatron"
@@ -66,6 +69,20 @@ def test_a_new_branch_is_found(text: str) -> None:
     (function,) = sites(ast.parse(f"def ask(q):\n    {text}"), "module")
     assert function == "module.ask"
     assert not list(sites(ast.parse("def ask(q):\n    x = q.type"), "module"))
+
+
+def test_a_sum_of_products_is_held_once() -> None:
+    """On a CPU a product in bfloat16 is held beside it, half as large."""
+    torch = pytest.importorskip("torch")
+    left, right = (torch.empty(2, size, dtype=torch.bfloat16, device="meta") for size in (96, 32))
+    peaks = []
+    for add in (cuda_branches._add_product, cross_entropy._add_product):
+        with ByteCounter() as counter, counter.phase("sum"):
+            total = None
+            for _ in range(3):
+                total = add(total, left.t(), right, torch.float32)
+        peaks.append(counter.phases[0].peak)
+    assert peaks == [4 * 96 * 32, 6 * 96 * 32]
 
 
 def test_workspace_of_flash_attention() -> None:
