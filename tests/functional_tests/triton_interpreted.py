@@ -79,11 +79,14 @@ def compare_ranks() -> None:
     """On each rank: with the vocabulary cut, in one chunk and in several."""
     for rows_at_a_time in (NUM_ROWS, 3):
         for num_words in (None, NUM_WORDS - 8):
-            plain, fused = (
-                losses_and_gradients(Words(num_words, LogitRule(), is_fused), rows_at_a_time)
-                for is_fused in (False, True)
+            plain, fused, kept = (
+                losses_and_gradients(
+                    Words(num_words, LogitRule(), is_fused, keeps_logits), rows_at_a_time
+                )
+                for is_fused, keeps_logits in ((False, False), (True, False), (True, True))
             )
             torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
+            assert all(map(torch.equal, kept, fused))
 
 
 if __name__ == "__main__":

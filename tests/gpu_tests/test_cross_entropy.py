@@ -70,6 +70,20 @@ def test_the_weights_gradient_is_rounded_once(is_fused, device, monkeypatch):
     assert ((found.double() - expected).abs() <= bound).all()
 
 
+def test_kept_logits_change_no_bit(device, monkeypatch):
+    """Each chunk's gradients are written over its logits, which another chunk must not share."""
+    if device.type == "cpu":
+        pytest.skip("Triton's kernels need a GPU: make kernels interprets them")
+    monkeypatch.setattr(cross_entropy, "_CHUNK_LOGITS", 64 * NUM_ROWS_OF_WEIGHT)
+    states, weight, labels = states_weight_labels(device)
+    found = []
+    for keeps_logits in (False, True):
+        words = Words(50_257, LogitRule(), is_fused=True, keeps_logits=keeps_logits)
+        losses, _ = CrossEntropy.apply(states, weight, labels, words, Ranks())
+        found.append([losses, *torch.autograd.grad(losses.sum(), (states, weight))])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_product_is_added_in_place(device):
     """A copy of the sum for each chunk would cost what adding within the product saves."""
     if device.type == "cpu":

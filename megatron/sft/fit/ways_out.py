@@ -1,5 +1,6 @@
 """mcore. Changes of options that take less memory, cheapest in time first, by traces.
 
+    logits       computed again in the backward pass, where --keep-logits keeps them
     capacity     packs of half as many tokens, as far as the longest sequence lets them
     sharding     the optimizer's state over data-parallel ranks, in small buckets
     recompute    activations of layers computed again in the backward pass: a third more arithmetic
@@ -81,12 +82,15 @@ def flags_between(before: SFTConfig, after: SFTConfig) -> str:
             value = getattr(new, field.name)
             if value != getattr(old, field.name):
                 flag = flag_of(field.name)
-                found.append(flag if value is True else f"{flag} {value}")
+                without = f"without {flag}" if value is False else f"{flag} {value}"
+                found.append(flag if value is True else without)
     return " ".join(found)
 
 
 def _tried(config: SFTConfig) -> Iterator[SFTConfig]:
     model, parallel, training = config.model, config.parallel, config.training
+    if training.keep_logits:
+        yield replace(config, training=replace(training, keep_logits=False))
     smaller = _with_smaller_packs(config)
     if smaller != config:
         yield smaller

@@ -296,7 +296,13 @@ def build_gpt(
     if not config.training.logits_of_masked_tokens:
         num_words = vocab_size if model.mask_vocab_padding else None
         is_fused = kernels.cross_entropy_loss_fusion
-        skip_masked_tokens(gpt, num_words, logit_rule(model), is_fused=bool(is_fused))
+        skip_masked_tokens(
+            gpt,
+            num_words,
+            logit_rule(model),
+            is_fused=bool(is_fused),
+            keeps_logits=config.training.keep_logits,
+        )
     return gpt
 
 

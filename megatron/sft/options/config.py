@@ -308,6 +308,8 @@ class SFTConfig:
             )
 
     def _check_kernels(self) -> None:
+        if self.training.keep_logits and self.model.final_logit_softcapping is not None:
+            raise ValueError("--keep-logits does not work with --final-logit-softcapping; drop it")
         for name, why in self.refused_kernels().items():
             if getattr(self.kernels, name):
                 raise ValueError(f"{flag_of(name)} {why}")

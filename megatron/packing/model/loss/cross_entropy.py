@@ -35,6 +35,8 @@ class Words(NamedTuple):
     """True if kernels of `fused_cross_entropy` compute losses from logits. The rule must be plain:
     the kernels know no factor and no cap.
     """
+    keeps_logits: bool = False
+    """True if logits of all chunks are kept for the backward pass, as far as they can be."""
 
     def num_here(self, first: int, num_rows: int) -> int:
         """Returns how many of `num_rows` rows of the weight, from `first` on, are words."""
@@ -70,8 +72,9 @@ class CrossEntropy(torch.autograd.Function):
     """Cross entropy of rows of hidden states, whose logits exist for one chunk at a time.
 
     The gradient of the hidden states is this rank's part, of its words. Where there is one chunk,
-    its exponentials are kept for the backward pass; of several, logits are computed again. What is
-    as large as logits is changed in place: on CPU, new memory costs as much as the arithmetic.
+    its exponentials (fused: logits) are kept for the backward pass; of several, logits are computed
+    again, which is a quarter of all products, or kept on demand. What is as large as logits is
+    changed in place: on CPU, new memory costs as much as the arithmetic.
     """
 
     @staticmethod
@@ -91,15 +94,19 @@ class CrossEntropy(torch.autograd.Function):
         log_sum, largest, of_label = torch.empty(
             3, len(labels), dtype=chunks.dtype, device=states.device
         )
+        # Of exponentials the slope of a cap is not to be had.
+        is_kept = (words.keeps_logits or len(chunks.parts) == 1) and words.rule.softcap is None
+        ctx.kept = []
         for part in chunks.parts:
+            logits = (chunks.products if words.is_fused else chunks.logits)(states, weight, part)
+            if is_kept:
+                ctx.kept.append(logits)
             if words.is_fused:
-                logits = chunks.products(states, weight, part)
                 own = _labels_or_none(labels_here[part], is_here[part])
                 log_sum[part], largest[part], of_label[part] = fused().row_statistics(
                     logits, own, num_here
                 )
                 continue
-            logits = chunks.logits(states, weight, part)
             of_label[part] = logits.gather(1, labels_here[part]).squeeze(1)
             # A rank without words of its own has a maximum of -inf.
             largest[part] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
@@ -107,9 +114,6 @@ class CrossEntropy(torch.autograd.Function):
                 logits.sub_(largest[part].unsqueeze(1)).exp_().sum(1).log_() + largest[part]
             )
         ctx.is_fused = words.is_fused
-        # exponentials (fused: logits), of which the slope of a cap is not to be had
-        is_kept = len(chunks.parts) == 1 and words.rule.softcap is None
-        ctx.kept = logits if is_kept else None
         of_label = of_label.where(is_here, 0.0)
         largest_of_all = largest
         if group.size() > 1 and len(labels):
@@ -128,13 +132,13 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         states, weight = ctx.saved_tensors[:2]
         chunks, kept = ctx.chunks, ctx.kept
-        ctx.kept = None  # written over below
+        ctx.kept = []  # written over below, and each freed behind its chunk
         of_states = torch.empty_like(states)
         of_weight: Tensor | None = None
         dtype = weight.dtype if len(chunks.parts) == 1 else chunks.dtype
         for part in chunks.parts:
             of_logits = (_fused_gradients if ctx.is_fused else _gradients)(
-                ctx, gradient, kept, part
+                ctx, gradient, kept.pop(0) if kept else None, part
             )
             of_logits = of_logits.to(weight.dtype)
             torch.mm(of_logits, weight, out=of_states[part])
@@ -173,7 +177,7 @@ def _gradients(ctx: Any, gradient: Tensor, kept: Tensor | None, part: slice) -> 
     # The gradient of a logit is its probability, less one for the label, times that of the loss.
     capped = None
     if kept is not None:
-        of_logits = kept.mul_((gradient * (largest - log_sum).exp()).unsqueeze(1))
+        of_logits = kept.mul_((gradient * (largest - log_sum).exp())[part].unsqueeze(1))
     else:
         of_logits = chunks.logits(states, weight, part)
         capped = of_logits.clone() if chunks.rule.softcap is not None else None

@@ -38,6 +38,7 @@ def skip_masked_tokens(
     rule: LogitRule = PLAIN,
     *,
     is_fused: bool = False,
+    keeps_logits: bool = False,
 ) -> bool:
     """Lets `gpt` compute logits and losses of unmasked tokens alone, wherever it is given labels;
     returns False where it can't.
@@ -46,9 +47,9 @@ def skip_masked_tokens(
     [b, s], are zero where tokens are masked. Layers that predict further tokens still have logits
     for all. num_words: logits from that one on are minus infinity (padding of the vocabulary); None
     for no such rows. rule: see `multipliers`. is_fused: losses are computed by Triton's kernels
-    (`fused_cross_entropy`); the rule must be plain. It can't where loss or output layer are not
-    megatron-core's plain ones: fused losses, weights whose gradients are deferred, classes of your
-    own.
+    (`fused_cross_entropy`); the rule must be plain. keeps_logits: logits are kept for the backward
+    pass, not computed again. It can't where loss or output layer are not megatron-core's plain
+    ones: fused losses, weights whose gradients are deferred, classes of your own.
     """
     if not gpt.post_process or hasattr(gpt, "masked_tokens_head"):
         return gpt.post_process
@@ -61,7 +62,7 @@ def skip_masked_tokens(
         and not gpt.config.defer_embedding_wgrad_compute
     )
     if is_plain:
-        gpt.masked_tokens_head = _Head(gpt, Words(num_words, rule, is_fused))
+        gpt.masked_tokens_head = _Head(gpt, Words(num_words, rule, is_fused, keeps_logits))
     return is_plain
 
 

@@ -59,11 +59,12 @@ def gradients(losses: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     ],
 )
 @pytest.mark.parametrize("rows_at_a_time", [1, 4, NUM_TOKENS - 1, NUM_TOKENS, 1000])
+@pytest.mark.parametrize("keeps_logits", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 5e-2)]
 )
 def test_chunks_have_the_losses_and_gradients_of_the_whole(
-    num_words, rule, rows_at_a_time, dtype, limit, monkeypatch
+    num_words, rule, rows_at_a_time, keeps_logits, dtype, limit, monkeypatch
 ):
     monkeypatch.setattr(cross_entropy, "_CHUNK_LOGITS", rows_at_a_time * NUM_WORDS)
     states, weight, labels = rows_and_weight(dtype)
@@ -72,7 +73,7 @@ def test_chunks_have_the_losses_and_gradients_of_the_whole(
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
     expected = plain_cross_entropy(logits, labels, reduction="none")
     losses, is_right = cross_entropy.CrossEntropy.apply(
-        states, weight, labels, Words(num_words, rule), Ranks()
+        states, weight, labels, Words(num_words, rule, keeps_logits=keeps_logits), Ranks()
     )
     if dtype == torch.float64:  # in bfloat16 words tie
         assert torch.equal(is_right, logits.argmax(1) == labels)
@@ -139,6 +140,24 @@ def test_kernels_take_twice_the_rows_of_half_precision():
         for rows, words in ((states, plain), (states, fused), (states.float(), fused))
     ]
     assert sizes == [256, 512, 256]
+
+
+@pytest.mark.parametrize("keeps_logits", [False, True])
+def test_kept_logits_are_computed_once(keeps_logits, monkeypatch):
+    """An option that only takes memory would be seen in no loss."""
+    monkeypatch.setattr(cross_entropy, "_CHUNK_LOGITS", 5 * NUM_WORDS)
+    states, weight, labels = rows_and_weight(torch.float64)
+    products, rows = cross_entropy._Chunks.products, list[int]()
+
+    def counted(chunks: Any, states: Tensor, weight: Tensor, part: slice) -> Tensor:
+        rows.append(len(states[part]))
+        return products(chunks, states, weight, part)
+
+    monkeypatch.setattr(cross_entropy._Chunks, "products", counted)
+    words = PLAIN._replace(keeps_logits=keeps_logits)
+    losses, _ = cross_entropy.CrossEntropy.apply(states, weight, labels, words, Ranks())
+    gradients(losses, states, weight)
+    assert sum(rows) == NUM_TOKENS * (1 if keeps_logits else 2)
 
 
 def test_large_logits_neither_overflow_nor_lose_the_label():
