@@ -37,11 +37,23 @@ CASES = {
     "state on the host": (MODELS["grouped"], f"{PACKED} --use-distributed-optimizer"),
     "fused loss": (MODELS["grouped"], PACKED),
     "gradients within products": (MODELS["further-tied"], PACKED),
+    "fused activation, biases": ("--position-embedding-type rope --swiglu", PACKED),
+    "fused activation, experts": (
+        f"{MODELS['experts']} --moe-shared-expert-intermediate-size 32",
+        PACKED,
+    ),
+    "fused activation, recomputed": (
+        f"{MODELS['grouped']} --recompute-granularity selective --recompute-modules mlp",
+        PACKED,
+    ),
 }
 ON_GPU = {
     "state on the host": "--use-precision-aware-optimizer --optimizer-cpu-offload",
     "fused loss": "--cross-entropy-loss-fusion",
     "gradients within products": "--gradient-accumulation-fusion",
+    "fused activation, biases": "--bias-swiglu-fusion",
+    "fused activation, experts": "--bias-swiglu-fusion",
+    "fused activation, recomputed": "--bias-swiglu-fusion",
 }
 """Options of a case that need a GPU."""
 
