@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.packing.model.attention import fused_rotary, rotary
 from megatron.packing.model.loss import cross_entropy
 from megatron.packing.model.loss.cross_entropy import CrossEntropy, Words
 from megatron.packing.model.loss.fused_cross_entropy import row_statistics, write_gradients
@@ -24,6 +25,14 @@ SHAPES = ((5, 9000, 8999), (3, 4096, 4096), (4, 100, 1), (2, 50, 0), (0, 10, 10)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Of gradients, which are rounded to these."""
 NUM_ROWS, WIDTH, NUM_WORDS, NUM_RANKS = 7, 6, 5000, 2
+# Tokens, rows of a batch, heads, channels of a head, channels that are turned.
+HEADS = (
+    (5, 1, 3, 16, 16),
+    (3, 2, 40, 256, 256),
+    (4, 1, 8, 80, 80),
+    (3, 1, 4, 20, 12),
+    (0, 1, 2, 8, 8),
+)
 
 
 def compare_kernels(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
@@ -55,6 +64,27 @@ def compare_kernels(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     write_gradients(logits, labels, log_sum, of_loss, num_words)
     bound = TOLERANCES[dtype]
     torch.testing.assert_close(logits, expected.to(dtype), rtol=bound, atol=bound)
+
+
+def compare_rotation(
+    dtype: torch.dtype, shape: tuple[int, int, int, int, int], *, is_interleaved: bool
+) -> None:
+    """Heads that are slices of a product and dense ones, turned and turned back."""
+    *sizes, width, rotated = shape
+    generator = torch.Generator().manual_seed(1)
+    product = torch.randn(*sizes, 2 * width + 3, generator=generator).to(dtype)
+    angles = torch.randn(sizes[0], 1, 1, rotated // 2, generator=generator, dtype=torch.float64)
+    twice = angles.repeat_interleave(2, -1) if is_interleaved else torch.cat((angles, angles), -1)
+    cos, sin, _ = rotary.turns_of(twice, width, is_interleaved, 1.3, dtype)
+    sliced = product[..., 3 : 3 + width]
+    for x in (sliced, sliced.contiguous(), product[..., :1].expand_as(sliced)):
+        for sign in (1, -1):
+            wide = x.double()
+            expected = rotary._turned(wide, cos.double(), sin.double(), is_interleaved, sign)
+            found = fused_rotary.turned(x, cos, sin, is_interleaved, sign)
+            assert found.is_contiguous()
+            bound = torch.finfo(dtype).eps
+            torch.testing.assert_close(found.double(), expected, rtol=bound, atol=1e-6)
 
 
 def losses_and_gradients(words: Words, rows_at_a_time: int) -> list[Tensor]:
@@ -94,6 +124,10 @@ if __name__ == "__main__":
     for each in TOLERANCES:
         for one in SHAPES:
             compare_kernels(each, one)
+    for each in (torch.float32, torch.bfloat16):
+        for heads in HEADS:
+            compare_rotation(each, heads, is_interleaved=False)
+            compare_rotation(each, heads, is_interleaved=True)
     for num_ranks in (1, NUM_RANKS):
         run_ranks(compare_ranks, num_ranks)
     print("equal")

@@ -15,11 +15,15 @@ soft caps, sinks and pieces of sequences; on CUDA both are slow, and a warning s
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -297,3 +301,13 @@ def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
     return to_device(
         torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32), device
     )
+
+
+@cache
+def compiles_triton() -> bool:
+    """Returns whether kernels in Triton can be compiled: torch for CUDA brings it, and it calls a C
+    compiler for a module of Python's.
+    """
+    has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    return find_spec("triton") is not None and has_compiler and header.exists()

@@ -2,8 +2,8 @@
 
 megatron-core cuts the frequencies sequence by sequence, for queries, for keys and in each layer,
 and takes their cosines and sines again each time. Here that is done once per microbatch; a layer
-turns queries and keys by the result, in three operations each. Where Transformer Engine's fused
-kernel is on (`apply_rope_fusion`), that is left to it.
+turns queries and keys by the result, in three operations each, or on CUDA in one (`fused_rotary`).
+Where Transformer Engine's fused kernel is on (`apply_rope_fusion`), that is left to it.
 
 Multimodal rotary embeddings are of positions along axes, which are given for the whole pack and
 restart in each sequence. A layer takes those of its tokens (see `give_whole_packs`).
@@ -14,6 +14,7 @@ Layers with a rotary embedding of their own (Gemma 3's windowed ones have anothe
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from megatron.packing.model.attention.kernels import compiles_triton
 from megatron.packing.model.attention.tree_keys import depths_of
 from megatron.packing.model.attention.zigzag import (
     Lengths,
@@ -307,8 +309,16 @@ class _Turn(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, sign: int = 1) -> Tensor:
+    if _is_fused(x):
+        kernel = import_module("megatron.packing.model.attention.fused_rotary")
+        out: Tensor = kernel.turned(x, cos, sin, is_interleaved, sign)
+        return out
     first, second = _pairs(sin.shape[-1], is_interleaved)
     out = x * cos
     out[..., first].addcmul_(x[..., second], sin, value=-sign)
     out[..., second].addcmul_(x[..., first], sin, value=sign)
     return out
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and compiles_triton()

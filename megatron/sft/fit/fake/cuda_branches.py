@@ -53,6 +53,11 @@ BRANCHES = (
         "none",
     ),
     Branch(
+        "packing.model.attention.rotary._is_fused",
+        "one kernel each way; its outputs are of the shapes of torch's, and it keeps as much",
+        "none",
+    ),
+    Branch(
         "packing.step.transformer_engine.transformer_engine_installed",
         "Transformer Engine's layers; the estimate is of layers without it",
         "none",
