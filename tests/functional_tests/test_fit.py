@@ -145,7 +145,7 @@ def test_a_folder_with_a_config_alone_is_enough(
     ]
     fit.main([*arguments, "8GiB"], "fit")
     printed = capsys.readouterr().out
-    assert "fits: 5.99 GiB left on every rank" in printed
+    assert "fits: 6.00 GiB left on every rank" in printed
     assert "vocabulary 512, bfloat16" in printed
     (stage,) = json.loads((tmp_path / "out.json").read_text())["stages"]
     sizes = {part["name"]: part["bytes"] for part in stage["parts"]}
