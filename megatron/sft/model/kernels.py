@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 
+from megatron.packing.model.attention.kernels import compiles_triton as compiles
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
 
@@ -29,11 +28,3 @@ def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
         if getattr(config.kernels, name) is None
     }
     return replace(config.kernels, **chosen)
-
-
-def compiles() -> bool:
-    """Returns whether kernels in Triton can be compiled: torch for CUDA brings it, and it calls a C
-    compiler.
-    """
-    compilers = ("cc", "gcc", "clang")
-    return find_spec("triton") is not None and any(map(shutil.which, compilers))

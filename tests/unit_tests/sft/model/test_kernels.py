@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.sft.model import kernels
 from tests.unit_tests.sft.command_line import parse
 
@@ -38,12 +40,22 @@ def test_on_a_gpu_those_that_compute_the_model(
     assert {name for name, is_on in found.items() if is_on} == expected
 
 
-def test_none_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images for running alone have no C compiler, which Triton calls."""
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
-    found = kernels.kernels_for(parse(PLAIN), torch.device("cuda"))
-    assert not found.bias_swiglu_fusion
-    assert not found.cross_entropy_loss_fusion
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: name if name == "gcc" else None)
-    assert kernels.kernels_for(parse(PLAIN), torch.device("cuda")).cross_entropy_loss_fusion
+def test_none_that_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images for running alone have no C compiler, which Triton calls, or no headers of Python."""
+    compilers: set[str] = set()
+    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(attention_kernels.shutil, "which", lambda name: name in compilers)
+    monkeypatch.setattr(attention_kernels.sysconfig, "get_path", lambda *_: str(tmp_path))
+    monkeypatch.setattr(kernels, "compiles", attention_kernels.compiles_triton.__wrapped__)
+    monkeypatch.delenv("CC", raising=False)
+
+    def taken() -> set[str]:
+        found = asdict(kernels.kernels_for(parse(PLAIN), torch.device("cuda")))
+        return {name for name in (SWIGLU, LOSS) if found[name]}
+
+    (tmp_path / "Python.h").touch()
+    assert taken() == set()
+    compilers.add("gcc")
+    assert taken() == {SWIGLU, LOSS}
+    (tmp_path / "Python.h").unlink()
+    assert taken() == set()
