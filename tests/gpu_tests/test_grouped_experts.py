@@ -7,12 +7,16 @@ from megatron.packing.model import grouped_experts
 from megatron.packing.model.grouped_experts import Groups, grouped_linear
 
 
+@pytest.mark.parametrize("gap", [None, 0, 64], ids=str)
 @pytest.mark.parametrize(
     "sizes", [(7, 0, 130, 1), (0, 0, 0, 64), (33, 65, 3, 27)], ids=["mixed", "one", "odd"]
 )
-def test_they_are_each_experts_own(sizes, device, monkeypatch):
-    """Numbers of tokens are odd, and some experts have none: kernels read in blocks of 8 and more,
-    and must neither read a neighbour's tokens nor leave the gradient of an idle expert unwritten.
+def test_they_are_each_experts_own(sizes, gap, device, monkeypatch):
+    """Weights lie apart, or behind one another with a gap of so many numbers, and so do the float32
+    gradients to which those of a pass are added.
+
+    Numbers of tokens are odd, and some experts have none: kernels read in blocks of 8 and more, and
+    must neither read a neighbour's tokens nor leave the gradient of an idle expert unwritten.
     """
     generator = torch.Generator(device).manual_seed(1)
 
@@ -21,14 +25,26 @@ def test_they_are_each_experts_own(sizes, device, monkeypatch):
         return torch.randn(*shape, **options).requires_grad_()
 
     x, weights = random(sum(sizes), 64), [random(128, 64) for _ in sizes]
+    totals = [torch.ones(128, 64, device=device) for _ in sizes]
+    if gap is not None:
+        for tensors in (weights, totals):
+            whole = tensors[0].new_empty(len(sizes), 128 * 64 + gap)
+            for tensor, place in zip(tensors, whole):
+                place[: 128 * 64] = tensor.detach().flatten()
+                tensor.data = place[: 128 * 64].view(128, 64)
+    assert (grouped_experts._side_by_side(weights) is None) == (gap is None)
+    for weight, total in zip(weights, totals):
+        weight.main_grad, weight.grad_added_to_main_grad = total, False
     gradient = torch.randn(
         sum(sizes), 128, device=device, dtype=torch.bfloat16, generator=generator
     )
     groups = Groups(sizes, device)
-    found = grouped_linear(x, weights, groups)
+    found = grouped_linear(x, weights, groups, accumulates=True)
     gradients = torch.autograd.grad(found, [x, *weights], gradient)
     monkeypatch.setattr(grouped_experts, "_is_for_grouped_mm", lambda *_: False)
     wanted = grouped_linear(x, weights, groups)
     torch.testing.assert_close(found, wanted)
     for one, other in zip(gradients, torch.autograd.grad(wanted, [x, *weights], gradient)):
         torch.testing.assert_close(one, other)
+    for total, one in zip(totals, gradients[1:]):
+        torch.testing.assert_close(total, 1 + one.float())

@@ -46,6 +46,10 @@ CASES = {
         f"{MODELS['grouped']} --recompute-granularity selective --recompute-modules mlp",
         PACKED,
     ),
+    "grouped experts": (
+        MODELS["experts"],
+        f"{PACKED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 ON_GPU = {
     "state on the host": "--use-precision-aware-optimizer --optimizer-cpu-offload",
@@ -54,6 +58,7 @@ ON_GPU = {
     "fused activation, biases": "--bias-swiglu-fusion",
     "fused activation, experts": "--bias-swiglu-fusion",
     "fused activation, recomputed": "--bias-swiglu-fusion",
+    "grouped experts": "--moe-grouped-gemm --gradient-accumulation-fusion",
 }
 """Options of a case that need a GPU."""
 

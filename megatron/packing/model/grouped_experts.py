@@ -3,14 +3,17 @@
 megatron-core without Transformer Engine runs experts one after another: 128 experts are 384 small
 products per layer and microbatch. Here tokens, which stand sorted by expert, are multiplied with
 the weights of all experts by `torch.nn.functional.grouped_mm`. Parameters stay one per expert, so
-checkpoints, weights in and out and adapters keep their names. The price is a copy of the weights
-next to each other in each pass, which is not kept for the backward pass.
+checkpoints, weights in and out and adapters keep their names. Weights that lie side by side in
+memory (`place_side_by_side`, `side_by_side_in_buffers`) are multiplied where they are. The price of
+others is a copy of them in each pass, which is not kept for the backward pass.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -33,10 +36,49 @@ def group_experts(model: torch.nn.Module) -> None:
         if type(module) is not SequentialMLP or module.num_local_experts == 1:
             continue
         config = module.config
-        for name in ("fp8", "fp4", "gradient_accumulation_fusion", "moe_apply_probs_on_input"):
+        for name in ("fp8", "fp4", "moe_apply_probs_on_input"):
             if getattr(config, name, None):
                 raise ValueError(f"moe_grouped_gemm does not go with {name}; leave one out")
         module.__class__ = GroupedExperts
+
+
+def place_side_by_side(model: torch.nn.Module) -> None:
+    """Moves the weights of a linear layer of all experts into one allocation, in order."""
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            experts = cast("list[MLP]", list(module.local_experts))
+            for name in ("linear_fc1", "linear_fc2"):
+                weights = [getattr(expert, name).weight for expert in experts]
+                for weight, place in zip(weights, torch.stack([each.data for each in weights])):
+                    weight.data = place
+
+
+@contextmanager
+def side_by_side_in_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Lets DistributedDataParallel lay out the weights of a linear layer of all experts, and their
+    gradients, as `place_side_by_side` does, where it is made of `model` in here.
+
+    It fills its buffers from the last of the model's parameters to the first:
+    [0.fc1, 0.fc2, 1.fc1, 1.fc2] -> listed as [1.fc1, 0.fc1, 1.fc2, 0.fc2]
+    -> laid out as [0.fc2, 1.fc2, 0.fc1, 1.fc1].
+    """
+    listed = model.named_parameters
+    experts = "local_experts."
+
+    def place(named: tuple[str, torch.nn.Parameter]) -> tuple[str, int]:
+        number, _, layer = named[0].rpartition(experts)[2].partition(".")
+        return layer, -int(number)
+
+    def in_order(*arguments: Any, **options: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        named = listed(*arguments, **options)
+        for prefix, of_one in groupby(named, lambda each: each[0].rpartition(experts)[0]):
+            parameters = list(of_one)
+            yield from sorted(parameters, key=place) if prefix else parameters
+
+    if any(isinstance(module, GroupedExperts) for module in model.modules()):
+        model.named_parameters = in_order  # type: ignore[method-assign]
+    yield
+    vars(model).pop("named_parameters", None)
 
 
 class GroupedExperts(SequentialMLP):
@@ -101,10 +143,14 @@ def _multiplied(
 
     _await_weights(layers)
 
-    def of_all(x: Tensor, weight_of: Callable[[Any], Tensor]) -> Tensor:
-        return grouped_linear(x, [weight_of(layer) for layer in layers], groups)
+    def of_all(
+        x: Tensor, weight_of: Callable[[Any], Tensor], *, accumulates: bool = False
+    ) -> Tensor:
+        weights = [weight_of(layer) for layer in layers]
+        return grouped_linear(x, weights, groups, accumulates=accumulates)
 
-    result = of_all(x, lambda layer: layer.weight)
+    fusion = layers[0].gradient_accumulation_fusion
+    result = of_all(x, lambda layer: layer.weight, accumulates=fusion)
     if getattr(layers[0], "adapter", None) is not None:
         update = layers[0].adapter(x, lambda x, of: of_all(x, lambda layer: of(layer.adapter)))
         result = (result + update).to(result.dtype)
@@ -126,16 +172,24 @@ def _await_weights(layers: list[Any]) -> None:
                 hook(module, ())
 
 
-def grouped_linear(x: Tensor, weights: Sequence[Tensor], groups: Groups) -> Tensor:
-    """Returns `x` [rows, in] times the transpose of its group's weight [out, in]: [rows, out]."""
-    return cast(Tensor, _GroupedLinear.apply(x, groups, *weights))
+def grouped_linear(
+    x: Tensor, weights: Sequence[Tensor], groups: Groups, *, accumulates: bool = False
+) -> Tensor:
+    """Returns `x` [rows, in] times the transpose of its group's weight [out, in]: [rows, out].
+
+    accumulates: weights under DistributedDataParallel have their gradients added to `main_grad`, as
+    megatron-core's layers do with `gradient_accumulation_fusion`.
+    """
+    accumulates = accumulates and hasattr(weights[0], "grad_added_to_main_grad")
+    return cast(Tensor, _GroupedLinear.apply(x, groups, accumulates, *weights))
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: Groups, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, groups: Groups, accumulates: bool, *weights: Tensor) -> Tensor:
         ctx.groups = groups
-        ctx.has_x = any(ctx.needs_input_grad[2:])  # frozen weights do not need it
+        ctx.has_x = any(ctx.needs_input_grad[3:])  # frozen weights do not need it
+        ctx.accumulated = weights if accumulates and ctx.has_x else ()
         # Not the weights side by side: that would be a second copy of all experts in each layer.
         ctx.save_for_backward(*([x] if ctx.has_x else []), *weights)
         return _product(x, weights, groups, transposed=True)
@@ -151,25 +205,61 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = _product(gradient, weights, groups, transposed=False)
         if ctx.has_x:
-            of_weights = _weight_gradients(gradient, inputs[0], groups)
-        return of_x, None, *of_weights
+            stacked = _weight_gradients(gradient, inputs[0], groups)
+            if ctx.accumulated:
+                _add_to_main_grads(ctx.accumulated, stacked)
+            of_weights = stacked.unbind()
+        return of_x, None, None, *of_weights
+
+
+def _add_to_main_grads(weights: Sequence[Any], gradients: Tensor) -> None:
+    """Adds [groups, out, in], and marks the weights: hooks of DistributedDataParallel then add
+    nothing. They do count gradients, so that autograd must still be given some.
+    """
+    totals = [weight.main_grad for weight in weights]
+    stacked = _side_by_side(totals)
+    if stacked is not None:
+        stacked.add_(gradients)
+    else:
+        torch._foreach_add_(totals, gradients.unbind())
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
 
 
 def _product(x: Tensor, weights: Sequence[Tensor], groups: Groups, *, transposed: bool) -> Tensor:
     """Returns [rows, in] x transposed weights [out, in], or [rows, out] x the weights."""
     if _is_for_grouped_mm(x, *weights[0].shape):
-        stacked = torch.stack(list(weights))
+        stacked = _side_by_side(weights)
+        if stacked is None:
+            stacked = torch.stack(list(weights))
         return grouped_mm(x, stacked.mT if transposed else stacked, offs=groups.ends)
     parts = zip(x.split(groups.sizes), weights)
     return torch.cat([rows @ (weight.mT if transposed else weight) for rows, weight in parts])
 
 
-def _weight_gradients(gradient: Tensor, x: Tensor, groups: Groups) -> Sequence[Tensor]:
-    """[rows, out] and [rows, in] -> for each group [out, in]."""
+def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns a view [groups, out, in] of contiguous tensors that lie behind one another in one
+    storage, with equal gaps or none; None if they do not.
+    """
+    first, start = tensors[0], tensors[0].storage_offset()
+    step = (tensors[-1].storage_offset() - start) // max(1, len(tensors) - 1)
+    storage = first.untyped_storage()._cdata
+    if step < first.numel() or not all(
+        tensor.storage_offset() == start + number * step
+        and tensor.is_contiguous()
+        and tensor.untyped_storage()._cdata == storage
+        for number, tensor in enumerate(tensors)
+    ):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+
+
+def _weight_gradients(gradient: Tensor, x: Tensor, groups: Groups) -> Tensor:
+    """[rows, out] and [rows, in] -> for each group [out, in]: [groups, out, in]."""
     if _is_for_grouped_mm(gradient, gradient.shape[-1], x.shape[-1]):
-        return grouped_mm(gradient.mT, x, offs=groups.ends).unbind()
+        return grouped_mm(gradient.mT, x, offs=groups.ends)
     parts = zip(gradient.split(groups.sizes), x.split(groups.sizes))
-    return [left.mT @ right for left, right in parts]
+    return torch.stack([left.mT @ right for left, right in parts])
 
 
 def _is_for_grouped_mm(operand: Tensor, *widths: int) -> bool:

@@ -24,7 +24,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.attention.frequencies import keep_frequencies
-from megatron.packing.model.grouped_experts import group_experts
+from megatron.packing.model.grouped_experts import (
+    group_experts,
+    place_side_by_side,
+    side_by_side_in_buffers,
+)
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.model.layers.experts import mend_expert_biases
 from megatron.packing.model.loss.head import skip_masked_tokens
@@ -241,8 +245,9 @@ def build_model(
             add_adapters(gpt, config.lora, config.training.seed, tensors)
             if adapter is not None:
                 read_weights([gpt], adapter.weights, adapter.folder)
-        chunks.append(
-            DistributedDataParallel(
+        place_side_by_side(gpt)
+        with side_by_side_in_buffers(module):
+            chunk = DistributedDataParallel(
                 config=transformer_config,
                 ddp_config=ddp_config,
                 module=module,
@@ -250,7 +255,7 @@ def build_model(
                 # other chunks, so that buckets would gain nothing.
                 disable_bucketing=number > 0,
             )
-        )
+        chunks.append(chunk)
     # Only the first data-parallel rank has read the HuggingFace weights: send them to the others.
     for chunk in chunks:
         chunk.broadcast_params()

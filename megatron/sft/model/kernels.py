@@ -19,7 +19,7 @@ def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
         "bias_swiglu_fusion": compiles(),
         "cross_entropy_loss_fusion": compiles(),
         "moe_grouped_gemm": config.training.bf16,
-        "gradient_accumulation_fusion": config.training.bf16 and config.model.num_experts is None,
+        "gradient_accumulation_fusion": config.training.bf16,
     }
     refused = config.refused_kernels()
     chosen = {

@@ -15,11 +15,6 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 
-def is_one_product(device: torch.device) -> bool:
-    """Returns whether half precision is added to float32 without a gradient in between."""
-    return device.type == "cuda" and hasattr(torch.ops.aten.addmm, "dtype_out")
-
-
 def install() -> None:
     """Offers the product to megatron-core's layers; Apex's comes first. Idempotent."""
     if not layers._grad_accum_fusion_available:

@@ -96,7 +96,6 @@ BRANCHES = (
         "run",
     ),
     Branch("sft.model.needs._check_optimizer", "a check", "none"),
-    Branch("sft.model.weight_gradients.is_one_product", "a check", "none"),
     Branch(
         "sft.model.weight_gradients.add_product",
         "a weight's gradient is added within its product; counted as made first, as on CPU",

@@ -73,6 +73,54 @@ def test_frozen_weights_keep_no_inputs():
     torch.testing.assert_close(gradient, torch.cat(wanted))
 
 
+@pytest.mark.parametrize(
+    ("starts", "is_one"),
+    [
+        ((0, 6, 12), True),
+        ((4, 12, 20), True),  # gaps of 2
+        ((12, 6, 0), False),
+        ((0, 6, 13), False),
+        ((0, 4, 8), False),
+        ((0, 0, 0), False),
+        ((5,), False),
+    ],
+    ids=str,
+)
+def test_tensors_side_by_side_are_found(starts: tuple[int, ...], is_one: bool):
+    """A view that is wrong by one number multiplies with a neighbour's weights."""
+    storage = torch.arange(30.0)
+    tensors = [storage[start : start + 6].view(2, 3) for start in starts]
+    found = grouped_experts._side_by_side(tensors)
+    assert (found is not None) == is_one
+    if found is not None:
+        assert torch.equal(found, torch.stack(tensors))
+        assert found.data_ptr() == tensors[0].data_ptr()
+    others = [*tensors[:-1], storage.clone()[starts[-1] :][:6].view(2, 3)]
+    assert grouped_experts._side_by_side(others) is None
+    turned = [storage[start : start + 6].view(3, 2).t() for start in starts]
+    assert grouped_experts._side_by_side(turned) is None
+
+
+@pytest.mark.parametrize("is_side_by_side", [True, False])
+@pytest.mark.parametrize("sizes", [(5, 0, 3), (0, 0, 0)], ids=str)
+def test_gradients_are_added_to_those_before(is_side_by_side: bool, sizes: tuple[int, ...]):
+    """Once: autograd still gives gradients, which hooks must leave alone where weights say so."""
+    x = torch.randn(sum(sizes), 8, dtype=torch.bfloat16)
+    weights = [torch.randn(16, 8, dtype=torch.bfloat16).requires_grad_() for _ in sizes]
+    totals = torch.ones(len(sizes), 16, 8)
+    for weight, total in zip(weights, totals):
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        weight.main_grad = total if is_side_by_side else total.clone()  # type: ignore[attr-defined]
+    groups = Groups(sizes, CPU)
+    alone = torch.autograd.grad(grouped_linear(x, weights, groups).sum(), weights)
+    assert not any(weight.grad_added_to_main_grad for weight in weights)  # type: ignore[attr-defined]
+    found = torch.autograd.grad(grouped_linear(x, weights, groups, accumulates=True).sum(), weights)
+    for weight, one, other in zip(weights, alone, found):
+        assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+        assert torch.equal(weight.main_grad, 1 + one.float())  # type: ignore[attr-defined]
+        assert one.shape == other.shape
+
+
 def test_what_needs_one_after_another_is_refused():
     from types import SimpleNamespace
 

@@ -22,7 +22,7 @@ PLAIN = "--swiglu --disable-bias-linear --bf16"
     [
         (PLAIN, "cuda", {SWIGLU, LOSS, SUMS}),
         (f"{PLAIN} --lora --lora-rank 4", "cuda", {SWIGLU, LOSS}),
-        (f"{PLAIN} --num-experts 4", "cuda", {SWIGLU, LOSS, EXPERTS}),
+        (f"{PLAIN} --num-experts 4", "cuda", {SWIGLU, LOSS, EXPERTS, SUMS}),
         (f"{PLAIN} --num-experts 4", "cpu", set()),
         ("--swiglu --num-experts 4", "cuda", {LOSS}),  # float32, and experts with biases
         (f"{PLAIN} --final-logit-softcapping 30", "cuda", {SWIGLU, SUMS}),
