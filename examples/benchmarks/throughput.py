@@ -62,6 +62,7 @@ TINY_PARTS = {
     "8B, LoRA": "--lora --lora-rank 4 --untie-embeddings-and-output-weights",
 }
 """Options of a dry run for shapes that are more than sizes."""
+UNFUSED = "--no-cross-entropy-loss-fusion --no-bias-swiglu-fusion --no-gradient-accumulation-fusion"
 CHATS = '{"mode":"distribution","type":"empirical","preset":"chat","max_seq_len":%d}'
 TAIL = (
     '{"mode":"distribution","type":"lognormal","min_seq_len":16,"max_seq_len":%d,"mean_seq_len":%d,'
@@ -134,12 +135,13 @@ def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
     ]
     return [
         *first,
-        Case(way="packed", shape=experts, option="--moe-grouped-gemm", is_profiled=is_profiled),
+        Case(way="packed", shape=experts, option="--no-moe-grouped-gemm", num_steps=2),
         *(
             Case(way=way, data="answers")
             for way in ("trees", "paths", "transformers", "matrix products")
         ),
-        *([] if is_tiny else [Case(way="packed", option="--cross-entropy-loss-fusion")]),
+        Case(way="packed", option="--keep-logits"),
+        Case(way="packed", option=UNFUSED),
         Case(way="padded", num_steps=3),
         *(Case(way="packed", kernel=kernel) for kernel in kernels),
         Case(way="packed", pack=32768),

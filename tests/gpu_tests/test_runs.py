@@ -35,32 +35,33 @@ CASES = {
     "head of 256": (MODELS["grouped"] + " --kv-channels 256", PACKED),
     "head of 20": (MODELS["grouped"] + " --kv-channels 20", PACKED),
     "state on the host": (MODELS["grouped"], f"{PACKED} --use-distributed-optimizer"),
-    "fused loss": (MODELS["grouped"], PACKED),
-    "gradients within products": (MODELS["further-tied"], PACKED),
-    "fused activation, biases": ("--position-embedding-type rope --swiglu", PACKED),
-    "fused activation, experts": (
+    "unfused": (MODELS["grouped"], PACKED),
+    "unfused experts": (MODELS["experts"], PACKED),
+    "biases": ("--position-embedding-type rope --swiglu", PACKED),
+    "shared experts": (
         f"{MODELS['experts']} --moe-shared-expert-intermediate-size 32",
         PACKED,
     ),
-    "fused activation, recomputed": (
+    "recomputed activation": (
         f"{MODELS['grouped']} --recompute-granularity selective --recompute-modules mlp",
         PACKED,
     ),
-    "grouped experts": (
+    "sharded experts": (
         MODELS["experts"],
         f"{PACKED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
+    "kept logits": (MODELS["tied"], f"{PACKED} --keep-logits"),
 }
+UNFUSED = (
+    "--no-cross-entropy-loss-fusion --no-bias-swiglu-fusion --no-gradient-accumulation-fusion "
+    "--no-moe-grouped-gemm"
+)
 ON_GPU = {
     "state on the host": "--use-precision-aware-optimizer --optimizer-cpu-offload",
-    "fused loss": "--cross-entropy-loss-fusion",
-    "gradients within products": "--gradient-accumulation-fusion",
-    "fused activation, biases": "--bias-swiglu-fusion",
-    "fused activation, experts": "--bias-swiglu-fusion",
-    "fused activation, recomputed": "--bias-swiglu-fusion",
-    "grouped experts": "--moe-grouped-gemm --gradient-accumulation-fusion",
+    "unfused": UNFUSED,
+    "unfused experts": UNFUSED,
 }
-"""Options of a case that need a GPU."""
+"""Options of a case that need a GPU, or turn off what one takes by itself."""
 
 
 def train(arguments: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
