@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from unittest import mock
@@ -116,6 +117,35 @@ def test_worst_routing_takes_more_than_balanced() -> None:
     request = request_of(flags, 2, 5)
     worst = estimates(Request(**{**vars(request), "routing": "worst"}))
     assert worst[0].peak > estimates(request)[0].peak
+
+
+TOKENS, WIDTH, NUM_WORDS = 1024, 48, 4096
+
+
+@pytest.mark.parametrize(
+    ("kernel", "model", "saved"),
+    [
+        # Two layers keep SiLU of one half, and the other half plus an offset of zero.
+        ("bias-swiglu", GROUPED, 2 * 2 * 2 * TOKENS * WIDTH),
+        # Each token of two experts keeps its weighted product before it is rounded, too.
+        ("bias-swiglu", EXPERTS, 2 * 2 * 2 * 3 * TOKENS * WIDTH),
+        # A copy of the logits in float32.
+        ("cross-entropy-loss", GROUPED, 4 * TOKENS * NUM_WORDS),
+        # What megatron-core returns in the gradient's place is as large.
+        ("gradient-accumulation", GROUPED, 0),
+    ],
+)
+def test_fused_kernels_save_what_they_do_not_keep(kernel: str, model: str, saved: int) -> None:
+    """A model that fits only by them would be refused, or one said to fit that runs without."""
+    flags = f"{model} --bf16 --vocab-size {NUM_WORDS} --max-seqlen-per-dp-cp-rank {TOKENS}"
+    fused, explicit, plain = (
+        estimates(replace(request_of(f"{flags} {flag}", 1, 2), vocab_size=NUM_WORDS))
+        for flag in ("", f"--{kernel}-fusion", f"--no-{kernel}-fusion")
+    )
+    assert fused == explicit
+    # The peak beside smaller logits is in the backward pass, beside their weight's gradient.
+    of_weight = 2 * NUM_WORDS * 32 if kernel == "cross-entropy-loss" else 0
+    assert saved - of_weight <= plain[0].peak - fused[0].peak <= saved
 
 
 def test_a_folder_with_a_config_alone_is_enough(

@@ -11,7 +11,9 @@ from megatron.sft.memory_estimate import GIB, gib
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "kb": 10**3, "mb": 10**6}
 _UNITS |= {"gb": 10**9, "tib": 2**40, "tb": 10**12}
 FRAGMENTATION_PERCENT = 5
-"""Share of the tensors' peak that torch's allocator holds beyond it: 2 to 5 % is common."""
+"""Share of the tensors' peak that torch's allocator holds beyond it: 2 to 5 % is common where
+segments grow, as training lets them.
+"""
 LIBRARIES_BYTES = 2 * GIB
 """CUDA context, NCCL's buffers, cuBLAS's workspace: 1 to 2 GiB is common."""
 ESTIMATED = "estimated: kernels' saved tensors by table, not yet compared on a GPU"

@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron.packing.model.attention import delta_rule, zigzag
@@ -98,8 +100,9 @@ BRANCHES = (
     Branch("sft.model.needs._check_optimizer", "a check", "none"),
     Branch(
         "sft.model.weight_gradients.add_product",
-        "a weight's gradient is added within its product; counted as made first, as on CPU",
-        "none",
+        "a weight's gradient is added within its product: what megatron-core returns in its place "
+        "is as large",
+        "run",
     ),
     Branch("sft.commands.chat.open_speaker", "no training step", "none"),
     Branch("packing.model.attention.zigzag.to_device", "indices are copied to the device", "run"),
@@ -178,6 +181,7 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
     yield cross_entropy, "fused", lambda: _FusedLoss
     for name, kernel in _COMPILED.items():
         yield fused_bias_swiglu, name, kernel
+    yield layers, "fused_weight_gradient_mlp_cuda", _IN_PLACE
     yield torch.nn.functional, "rms_norm", _rms_norm
     yield torch.nn.functional, "layer_norm", _layer_norm
     yield (
@@ -248,6 +252,13 @@ _COMPILED: Mapping[str, Callable[..., Any]] = {
     ),
 }
 """Functions of megatron-core's fused SwiGLU, which torch.compile makes kernels of."""
+
+
+_IN_PLACE = SimpleNamespace(
+    wgrad_gemm_accum_fp32=lambda x, gradient, total: None,
+    wgrad_gemm_accum_fp16=lambda x, gradient, total: None,
+)
+"""Products that are added to gradients: those of Apex, or `weight_gradients.add_product`."""
 
 
 class _Norm(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,3 +93,31 @@ def test_workspace_of_flash_attention() -> None:
     rows = 1000 + 2 * 128
     expected = 4 * rows * 8 * 64 + 4 * rows * 8 + 2 * 2 * 1000 * 8 * 64
     assert flash_backward_bytes(query, key, torch.empty(3, device="meta")) == expected
+
+
+def test_stand_ins_return_what_fused_swiglu_does() -> None:
+    """Another shape or type would be counted as other bytes, and no run would fail."""
+    torch = pytest.importorskip("torch")
+    fused_bias_swiglu = cuda_branches.fused_bias_swiglu
+    x, gradient = (torch.ones(6, width, dtype=torch.bfloat16) for width in (8, 4))
+    bias, weights = torch.ones(8, dtype=torch.bfloat16), torch.ones(6, 1)
+    arguments = {
+        "swiglu": (x,),
+        "bias_swiglu": (x, bias),
+        "weighted_swiglu": (x, weights),
+        "swiglu_back": (gradient, x),
+        "bias_swiglu_back": (gradient, x, bias),
+        "weighted_swiglu_back": (gradient, x, weights),
+    }
+    assert list(cuda_branches._COMPILED) == list(arguments)
+    for name, stand_in in cuda_branches._COMPILED.items():
+        with torch.compiler.set_stance("force_eager"):
+            expected = getattr(fused_bias_swiglu, name)(*arguments[name])
+        found = stand_in(*arguments[name])
+        for one, other in zip(tensors(found), tensors(expected), strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype), name
+
+
+def tensors(value: object) -> tuple[Any, ...]:
+    """Returns the tensors of a result."""
+    return value if isinstance(value, tuple) else (value,)
