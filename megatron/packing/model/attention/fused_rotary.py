@@ -26,11 +26,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, sign: int 
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_pairs = sin.shape[-1]
-    pair_block = triton.next_power_of_2(num_pairs)
-    head_block = min(triton.next_power_of_2(heads), max(1, _MOST_PAIRS // pair_block))
+    sizes = sizes_of(heads, width, sin.shape[-1])
     if out.numel():
-        _turn[(tokens * batch, triton.cdiv(heads, head_block))](
+        _turn[(tokens * batch, triton.cdiv(heads, sizes["HEAD_BLOCK"]))](
             x,
             out,
             cos,
@@ -43,17 +41,25 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, sign: int 
             x.stride(2),
             cos.stride(0),
             sin.stride(0),
-            WIDTH=width,
-            NUM_PAIRS=num_pairs,
             IS_INTERLEAVED=is_interleaved,
-            HEAD_BLOCK=head_block,
-            PAIR_BLOCK=pair_block,
-            REST_BLOCK=triton.next_power_of_2(width - 2 * num_pairs)
-            if width > 2 * num_pairs
-            else 0,
-            num_warps=min(8, max(1, head_block * pair_block // _PAIRS_PER_WARP)),
+            **sizes,
         )
     return out
+
+
+def sizes_of(heads: int, width: int, num_pairs: int) -> dict[str, int]:
+    """Returns the constants of the kernel for heads of `width` channels, and its warps."""
+    pair_block = triton.next_power_of_2(num_pairs)
+    head_block = min(triton.next_power_of_2(heads), max(1, _MOST_PAIRS // pair_block))
+    num_rest = width - 2 * num_pairs
+    return {
+        "WIDTH": width,
+        "NUM_PAIRS": num_pairs,
+        "HEAD_BLOCK": head_block,
+        "PAIR_BLOCK": pair_block,
+        "REST_BLOCK": triton.next_power_of_2(num_rest) if num_rest else 0,
+        "num_warps": min(8, max(1, head_block * pair_block // _PAIRS_PER_WARP)),
+    }
 
 
 @triton.jit
