@@ -307,8 +307,7 @@ def document(
     if arguments.device == "cpu":
         text += (
             "**This is a dry run on CPU with tiny models and lengths. It shows that every case "
-            "runs; its figures mean\n"
-            "nothing, and nothing here has run on a GPU yet.**\n\n"
+            "runs; its figures mean\nnothing.**\n\n"
         )
     flags = (
         f"--device {arguments.device}{' --tiny' * arguments.tiny}{' --profile' * arguments.profile}"

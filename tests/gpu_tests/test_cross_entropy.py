@@ -27,7 +27,7 @@ def states_weight_labels(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("num_words", [None, 50_257], ids=["all words", "padding"])
 @pytest.mark.parametrize("rows_at_a_time", [NUM_ROWS, 128], ids=["one chunk", "chunks"])
 def test_losses_and_gradients_are_torchs(num_words, rows_at_a_time, device, monkeypatch):
-    """The kernels have been interpreted and compiled, and never run, where there is no GPU."""
+    """Where there is no GPU the kernels are interpreted, elsewhere (make kernels)."""
     if device.type == "cpu":
         pytest.skip("Triton's kernels need a GPU: make kernels interprets them")
     monkeypatch.setattr(cross_entropy, "_CHUNK_LOGITS", rows_at_a_time * NUM_ROWS_OF_WEIGHT)

@@ -2,8 +2,8 @@
 measurement.
 
 Peaks and bandwidths are the vendors'. The share of a peak that matrix products reach depends on
-their size and is a round figure after public measurements; nothing here was measured by this
-project.
+their size and is a round figure after public measurements. A whole step of one model was compared
+with an H200 (see the README of the planner).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 _SHARES = (0.20, 0.35, 0.50, 0.62, 0.70, 0.74)
 """Share of the peak that a product reaches whose smallest side is that wide."""
 ATTENTION_SHARE = 0.45
-"""Share that FlashAttention 2 reaches, forward and backward."""
+"""Share that FlashAttention 2 reaches in long sequences, forward and backward. In chats of some 700
+tokens it was 0.13 to 0.15 on an H200.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

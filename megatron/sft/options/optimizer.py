@@ -10,7 +10,7 @@ from megatron.packing.flags import check_range, flag_of
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStateConfig:
-    """Optimizer state. Never run on CUDA so far."""
+    """Optimizer state. Of it only the state on the host has run on CUDA so far."""
 
     use_precision_aware_optimizer: bool = False
     """Keep gradients, main parameters and Adam's state in the precisions below; needs Transformer

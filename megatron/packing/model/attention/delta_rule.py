@@ -6,9 +6,10 @@ key, and is corrected:
 
     S = exp(decay) S;  S = S + key (beta (value - key S))^T;  output = query S
 
-On CUDA both are kernels of flash-linear-attention where that is installed; nothing of this has run
-on a GPU yet. Elsewhere the rule is computed in chunks of up to 64 tokens, all chunks of a pack at
-once but for the state, which goes from chunk to chunk. Nothing passes from sequence to sequence.
+On CUDA both are kernels of flash-linear-attention where that is installed (never run: on Hopper it
+refuses the Triton of torch 2.11). Elsewhere the rule is computed in chunks of up to 64 tokens, all
+chunks of a pack at once but for the state, which goes from chunk to chunk. Nothing passes from
+sequence to sequence.
 """
 
 from __future__ import annotations
