@@ -100,10 +100,10 @@ class StopSignals:
 
     def _listen(self, read: socket.socket) -> None:
         # Python runs a handler in the main thread alone, once that is back from where it waits;
-        # this is told at once.
+        # this is told at once. It listens to the end: Python complains of signals that nobody hears.
+        on_sigterm = self._on_sigterm
         with read:
             while numbers := read.recv(1):
-                if numbers[0] in (signal.SIGTERM, signal.SIGHUP):
-                    assert self._on_sigterm is not None
-                    self._on_sigterm(self.agreed)
-                    return
+                if on_sigterm is not None and numbers[0] in (signal.SIGTERM, signal.SIGHUP):
+                    on_sigterm(self.agreed)
+                    on_sigterm = None

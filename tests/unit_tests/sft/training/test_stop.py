@@ -35,6 +35,7 @@ def test_a_signal_only_sets_the_flag(handlers, number):
     assert handlers == []
 
 
+@pytest.mark.filterwarnings("error")
 def test_sigterm_is_told_to_a_thread_once(handlers):
     """The main thread may wait for a rank that has died, and would hear of it when the launcher
     loses its patience.
@@ -47,6 +48,8 @@ def test_sigterm_is_told_to_a_thread_once(handlers):
         end = time.monotonic() + 5
         while not told and time.monotonic() < end:
             time.sleep(0.01)
+        time.sleep(0.1)
+        signal.raise_signal(signal.SIGTERM)
     assert len(told) == 1
     assert told[0] != threading.get_ident()
 
