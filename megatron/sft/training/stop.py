@@ -100,7 +100,7 @@ class StopSignals:
 
     def _listen(self, read: socket.socket) -> None:
         # Python runs a handler in the main thread alone, once that is back from where it waits;
-        # this is told at once. It listens to the end: Python complains of signals that nobody hears.
+        # this is told at once. It listens to the end: Python complains where nobody hears a signal.
         on_sigterm = self._on_sigterm
         with read:
             while numbers := read.recv(1):
