@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -13,8 +14,15 @@ from megatron.sft.options.kernels import KernelConfig
 
 def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
     """Returns the kernels of a run on `device`, each True or False: what the user chose, and else
-    on CUDA each that computes the same as torch's operations for this model.
+    on CUDA each that computes the same as torch's operations for this model. Warns where Triton
+    cannot compile there.
     """
+    if device.type == "cuda" and not compiles():
+        warnings.warn(
+            "loss, SwiGLU and rotary embeddings are not fused, which costs up to a fifth of the "
+            "speed: Triton needs a C compiler (gcc) and Python's headers (Python.h)",
+            stacklevel=2,
+        )
     can_be = {
         "bias_swiglu_fusion": compiles(),
         "cross_entropy_loss_fusion": compiles(),
