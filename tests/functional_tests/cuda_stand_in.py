@@ -128,7 +128,7 @@ class OnCuda(Tensor):
             raise RuntimeError(f"{function.__name__} of a tensor on the device: {_where()}")
         if function in (Tensor.to, Tensor.cpu, Tensor.cuda):
             return _moved(function, args, kwargs)
-        if function in _READING:
+        if function in _READING and kwargs.get("output_size") is None:
             reads.append(f"{function.__name__}: {_where()}")
         if function is Tensor.copy_ and not isinstance(args[0], OnCuda) and not _is_pinned(args[0]):
             reads.append(f"copy_ to the host: {_where()}")

@@ -155,7 +155,7 @@ def _padded() -> StepData:
 
 
 CASES = _cases()
-FEW = ("tp2-sp", "pp2", "cp2", "dp2-sharded", "ep2", "lora-full")
+FEW = ("tp2-sp", "pp2", "cp2", "dp2-sharded", "ep2", "grouped-experts", "lora-full")
 """The cases of every test run."""
 
 

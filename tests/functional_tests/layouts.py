@@ -257,9 +257,10 @@ class Uneven(NamedTuple):
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 EMBEDDING = "--account-for-embedding-in-pipeline-split"
 LOSS = "--account-for-loss-in-pipeline-split"
+MOE = "--recompute-granularity selective --recompute-modules moe"
 UNEVEN = [
     Uneven("qwen3.5", 4, 2, f"{FIRST} 1 --recompute-granularity full --use-distributed-optimizer"),
-    Uneven("experts", 6, 4, f"{EMBEDDING} {LOSS}"),
+    Uneven("experts", 6, 4, f"{EMBEDDING} {LOSS} --moe-grouped-gemm {MOE}"),
     Uneven("grouped", 6, 2, f"{FIRST} 4 {LAST} 2 --num-virtual-stages-per-pipeline-rank 2"),
     Uneven("tied", 2, 4, f"{EMBEDDING} {LOSS}"),  # no layer on the first stage and on the last
     Uneven("gemma", 4, 3, f"{EMBEDDING} {LOSS}"),

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 
 from megatron.packing.model import grouped_experts
+from megatron.packing.model.dispatcher import Order, permute, unpermute
 from megatron.packing.model.grouped_experts import Groups, grouped_linear
+from tests.gpu_tests.test_step import set_sync_debug_mode
 
 
 @pytest.mark.parametrize("gap", [None, 0, 64], ids=str)
@@ -38,7 +41,7 @@ def test_they_are_each_experts_own(sizes, gap, device, monkeypatch):
     gradient = torch.randn(
         sum(sizes), 128, device=device, dtype=torch.bfloat16, generator=generator
     )
-    groups = Groups(sizes, device)
+    groups = Groups(torch.tensor(sizes), device)
     found = grouped_linear(x, weights, groups, accumulates=True)
     gradients = torch.autograd.grad(found, [x, *weights], gradient)
     monkeypatch.setattr(grouped_experts, "_is_for_grouped_mm", lambda *_: False)
@@ -48,3 +51,46 @@ def test_they_are_each_experts_own(sizes, gap, device, monkeypatch):
         torch.testing.assert_close(one, other)
     for total, one in zip(totals, gradients[1:]):
         torch.testing.assert_close(total, 1 + one.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_tokens", "topk"), [(300, 4), (1, 1), (0, 2)])
+def test_rows_and_sums_are_megatron_cores_and_wait_for_nothing(num_tokens, topk, dtype, device):
+    """In both directions; megatron-core adds in the rows' dtype, so it computes in float64 here.
+    Sums are to the bit those of deterministic algorithms.
+    """
+    torch.manual_seed(1)
+    chosen = torch.rand(num_tokens, 16, device=device).topk(topk).indices
+    routing_map = torch.zeros(num_tokens, 16, dtype=torch.bool, device=device)
+    routing_map.scatter_(1, chosen, True)
+    x = torch.randn(num_tokens, 64, device=device, dtype=dtype).requires_grad_()
+    probs = torch.rand(num_tokens, 16, device=device).requires_grad_()
+    gradient = torch.randn(num_tokens, 64, device=device, dtype=dtype)
+
+    def ours():
+        order = Order.of(routing_map, topk)
+        rows, weights = permute(x, probs, order)
+        sums = unpermute(rows, order)
+        gradients = torch.autograd.grad([sums, weights.sum()], [x, probs], [gradient, None])
+        return order.tokens, rows, weights, sums, *gradients
+
+    set_sync_debug_mode("error", device)
+    try:
+        found = ours()
+    finally:
+        set_sync_debug_mode("default", device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = ours()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wide = x.detach().double().requires_grad_()
+    rows, weights, tokens, *_ = moe_utils.permute(
+        wide, routing_map, probs=probs, num_out_tokens=num_tokens * topk
+    )
+    sums = moe_utils.unpermute(rows, tokens, x.shape)
+    gradients = torch.autograd.grad([sums, weights.sum()], [wide, probs], [gradient.double(), None])
+    wanted = tokens, rows, weights, sums, *gradients
+    for one, other, right in zip(found, again, wanted, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, right.to(one.dtype))

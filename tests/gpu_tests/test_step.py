@@ -64,7 +64,7 @@ def set_sync_debug_mode(mode: str, device: torch.device) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-@pytest.mark.parametrize("model", ["grouped", "tied"])
+@pytest.mark.parametrize("model", ["grouped", "tied", "experts"])
 def test_passes_read_nothing_from_the_device(
     model: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import groupby
 from typing import Any, cast
 
@@ -21,6 +22,9 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+
+from megatron.packing.model.attention.zigzag import to_device
+from megatron.packing.model.dispatcher import gather_tokens
 
 _ALIGNMENT = 16
 """Bytes of which a row's length must be a multiple: grouped_mm refuses others."""
@@ -40,6 +44,9 @@ def group_experts(model: torch.nn.Module) -> None:
             if getattr(config, name, None):
                 raise ValueError(f"moe_grouped_gemm does not go with {name}; leave one out")
         module.__class__ = GroupedExperts
+    for module in model.modules():
+        if isinstance(getattr(module, "experts", None), GroupedExperts):
+            gather_tokens(module.token_dispatcher)
 
 
 def place_side_by_side(model: torch.nn.Module) -> None:
@@ -93,10 +100,10 @@ class GroupedExperts(SequentialMLP):
         """Returns the weighted outputs [tokens, hidden], and None for a bias, which is added.
 
         permuted_local_hidden_states: [tokens, hidden], sorted by expert.
-        tokens_per_expert: [experts on this rank], int.
+        tokens_per_expert: [experts on this rank], int, on the device or the host.
         permuted_probs: [tokens], the router's weight of each token.
         """
-        groups = Groups(tokens_per_expert.tolist(), permuted_local_hidden_states.device)
+        groups = Groups(tokens_per_expert, permuted_local_hidden_states.device)
         experts = cast("list[MLP]", list(self.local_experts))
         # An expert's own forward is run once for all tokens; only its linear layers are replaced.
         together = copy.copy(experts[0])
@@ -125,13 +132,20 @@ class _Layers(torch.nn.Module):
 class Groups:
     """Bounds of the rows of each group, which stand in order of their group.
 
-    sizes: rows of each group.
-    ends: [groups], int32, on the rows' device: the number of rows up to the end of each.
+    num_rows: [groups], int, of each.
+    ends: [groups], int32: the number of rows up to the end of each.
+    Both are on the rows' device.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self.sizes = list(sizes)
-        self.ends = torch.tensor(self.sizes).cumsum(0).to(device, torch.int32)
+    def __init__(self, num_rows: Tensor, device: torch.device) -> None:
+        self._num_rows = num_rows  # may be on the host
+        self.num_rows = to_device(num_rows, device)
+        self.ends = self.num_rows.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """`num_rows` on the host, which waits for them."""
+        return cast("list[int]", self._num_rows.tolist())
 
 
 def _multiplied(
@@ -155,9 +169,8 @@ def _multiplied(
         update = layers[0].adapter(x, lambda x, of: of_all(x, lambda layer: of(layer.adapter)))
         result = (result + update).to(result.dtype)
     if layers[0].bias is not None:
-        sizes = torch.tensor(groups.sizes, device=x.device)
         biases = torch.stack([layer.bias for layer in layers]).to(result.dtype)
-        rows = biases.repeat_interleave(sizes, 0, output_size=len(x))
+        rows = biases.repeat_interleave(groups.num_rows, 0, output_size=len(x))
         result = result + (rows if bias_scale is None else rows * bias_scale.unsqueeze(-1))
     return result.to(x.dtype)
 

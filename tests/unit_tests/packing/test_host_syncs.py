@@ -9,13 +9,16 @@ import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.microbatches import FIELDS
 from megatron.packing.model import get_batch as get_batch_module
 from megatron.packing.model.attention.core_attention import PackedDotProductAttention
+from megatron.packing.model.dispatcher import GatheringDispatcher, gather_tokens
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.model.grouped_experts import Groups, grouped_linear
 from megatron.packing.model.loss import cross_entropy
 from megatron.packing.model.multipliers import PLAIN
 from megatron.sft.model.forward import loss_sum
@@ -97,6 +100,34 @@ def test_attention_reads_nothing():
     assert out.shape == (sum(LENGTHS), 8)
     out.sum().backward()
     assert query.grad is not None
+
+
+def test_experts_read_nothing(monkeypatch):
+    """Where this rank has all of them: numbers of their tokens are the device's."""
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object())
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+    )
+    groups = ProcessGroupCollection()
+    groups.ep = groups.expt_tp = groups.tp_ep = Ranks()
+    dispatcher = MoEAlltoAllTokenDispatcher(4, [0, 1, 2, 3], config, groups)
+    gather_tokens(dispatcher)
+    assert isinstance(dispatcher, GatheringDispatcher)
+    numbers: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE, "requires_grad": True}
+    x, probs = torch.empty(3, 1, 16, **numbers), torch.empty(3, 4, **numbers)
+    weights = [torch.empty(16, 16, **numbers) for _ in range(4)]
+    routing_map = torch.empty(3, 4, dtype=torch.bool, device=DEVICE)
+    sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing_map, probs))
+    rows, sizes, scales = dispatcher.dispatch_postprocess(*sent)
+    out = grouped_linear(rows, weights, Groups(sizes, DEVICE)) * scales.unsqueeze(1)
+    out = dispatcher.token_combine(dispatcher.combine_preprocess(out))
+    dispatcher.combine_postprocess(out).sum().backward()
+    assert all(each.grad is not None for each in (x, probs, *weights))
 
 
 @pytest.mark.parametrize("context_parallel_size", [1, 2])

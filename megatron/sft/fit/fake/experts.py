@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
@@ -19,8 +18,8 @@ _Dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
 
 def replaced(reads: HostReads) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Returns what `world` replaces for them: (owner, name, replacement)."""
-    synchronize, permute = _Dispatcher._maybe_dtoh_and_synchronize, token_dispatcher.permute
-    initialize = _Dispatcher.__init__
+    initialize, preprocess = _Dispatcher.__init__, _Dispatcher.preprocess
+    permute = token_dispatcher.permute
 
     def with_order(self: Any, *arguments: Any, **options: Any) -> None:
         initialize(self, *arguments, **options)
@@ -30,9 +29,8 @@ def replaced(reads: HostReads) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         self.sort_input_by_local_experts = Read(by_expert, self.sort_input_by_local_experts)
         self.restore_output_by_local_experts = Read(by_rank, self.restore_output_by_local_experts)
 
-    def with_numbers(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        if point != self.cuda_dtoh_point:
-            return synchronize(self, point, tokens_per_expert)
+    def with_numbers(self: Any, routing_map: Tensor) -> Any:
+        tokens_per_expert = preprocess(self, routing_map)
         experts = Experts(
             self.num_experts,
             self.num_local_experts,
@@ -40,7 +38,7 @@ def replaced(reads: HostReads) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             self.ep_size,
             self.ep_group.rank(),
         )
-        numbers = reads.dispatch(self.routing_map.shape[0], experts)
+        numbers = reads.dispatch(routing_map.shape[0], experts)
         for name in ("input_splits", "output_splits"):
             if getattr(self, name) is not None:
                 setattr(self, name, Held.of(getattr(numbers, name), getattr(self, name)))
@@ -50,15 +48,16 @@ def replaced(reads: HostReads) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         if self.num_local_experts > 1:
             fake = self.num_global_tokens_per_local_expert
             self.num_global_tokens_per_local_expert = Read(numbers.from_ranks, fake)
-        self.d2h_event = torch.cpu.Event()
-        return Read(numbers.tokens_per_expert, tokens_per_expert)
+        # Still a tensor: grouped experts compute with it, and read it where they run in turn.
+        tokens_per_expert.tolist = numbers.tokens_per_expert.tolist
+        return tokens_per_expert
 
     def counted_permute(*arguments: Any, num_out_tokens: int, **options: Any) -> Any:
         reads.num_selected = num_out_tokens
         return permute(*arguments, num_out_tokens=num_out_tokens, **options)
 
     yield _Dispatcher, "__init__", with_order
-    yield _Dispatcher, "_maybe_dtoh_and_synchronize", with_numbers
+    yield _Dispatcher, "preprocess", with_numbers
     yield token_dispatcher, "permute", counted_permute
 
 
@@ -96,19 +95,19 @@ def recorded() -> Iterator[list[Dispatch]]:
     """Yields a list to which each layer and microbatch of a run on real tensors adds its
     numbers."""
     found: list[Dispatch] = []
-    synchronize = _Dispatcher._maybe_dtoh_and_synchronize
+    preprocess = _Dispatcher.preprocess
 
-    def record(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        if point == self.cuda_dtoh_point:
-            parts = (
-                tokens_per_expert,
-                self.input_splits,
-                self.output_splits,
-                getattr(self, "num_global_tokens_per_local_expert", None),
-            )
-            values: list[Any] = [None if part is None else np.array(part) for part in parts]
-            found.append(Dispatch(*values))
-        return synchronize(self, point, tokens_per_expert)
+    def record(self: Any, routing_map: Tensor) -> Any:
+        tokens_per_expert = preprocess(self, routing_map)
+        parts = (
+            tokens_per_expert,
+            self.input_splits,
+            self.output_splits,
+            getattr(self, "num_global_tokens_per_local_expert", None),
+        )
+        values: list[Any] = [None if part is None else np.array(part) for part in parts]
+        found.append(Dispatch(*values))
+        return tokens_per_expert
 
-    with mock.patch.object(_Dispatcher, "_maybe_dtoh_and_synchronize", record):
+    with mock.patch.object(_Dispatcher, "preprocess", record):
         yield found

@@ -46,7 +46,7 @@ def test_it_is_each_groups_own_product(monkeypatch, dtype, width, is_grouped, si
         return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
 
     x, weights = random(sum(sizes), width), [random(16, width) for _ in sizes]
-    found = grouped_linear(x, weights, Groups(sizes, CPU))
+    found = grouped_linear(x, weights, Groups(torch.tensor(sizes), CPU))
     wanted = one_by_one(x, weights, sizes)
     torch.testing.assert_close(found, wanted)
     # A sum's gradient is an expanded one, which grouped_mm refuses.
@@ -66,7 +66,7 @@ def test_frozen_weights_keep_no_inputs():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found = grouped_linear(x, weights, Groups((3, 5), CPU))
+        found = grouped_linear(x, weights, Groups(torch.tensor((3, 5)), CPU))
     assert kept == [(16, 16)] * 2
     (gradient,) = torch.autograd.grad(found.sum(), [x])
     wanted = [weight.sum(0).expand(size, -1) for weight, size in zip(weights, (3, 5))]
@@ -111,7 +111,7 @@ def test_gradients_are_added_to_those_before(is_side_by_side: bool, sizes: tuple
     for weight, total in zip(weights, totals):
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         weight.main_grad = total if is_side_by_side else total.clone()  # type: ignore[attr-defined]
-    groups = Groups(sizes, CPU)
+    groups = Groups(torch.tensor(sizes), CPU)
     alone = torch.autograd.grad(grouped_linear(x, weights, groups).sum(), weights)
     assert not any(weight.grad_added_to_main_grad for weight in weights)  # type: ignore[attr-defined]
     found = torch.autograd.grad(grouped_linear(x, weights, groups, accumulates=True).sum(), weights)
