@@ -119,6 +119,19 @@ def test_worst_routing_takes_more_than_balanced() -> None:
     assert worst[0].peak > estimates(request)[0].peak
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_grouped_experts_in_float32_are_estimated(num_ranks: int) -> None:
+    """CUDA multiplies with one expert after another there; as on CPU, it was an error of torch's.
+    Outputs and gradients of weights are then joined.
+    """
+    flags = f"{EXPERTS} --expert-model-parallel-size {num_ranks}"
+    plain, grouped = (
+        estimates(request_of(f"{flags} {flag}", num_ranks, 2))[0].peak
+        for flag in ("", "--moe-grouped-gemm")
+    )
+    assert plain < grouped < 1.05 * plain
+
+
 TOKENS, WIDTH, NUM_WORDS = 1024, 48, 4096
 
 

@@ -32,7 +32,8 @@ _ALIGNMENT = 16
 
 def group_experts(model: torch.nn.Module) -> None:
     """Lets all experts of a layer run together, in each layer of `model` that has more than one on
-    this rank; experts of Transformer Engine stay as they are.
+    this rank, and their tokens be moved by gathers (see `gather_tokens`). Experts of Transformer
+    Engine stay as they are.
 
     Raises ValueError for what only one expert after another can do.
     """

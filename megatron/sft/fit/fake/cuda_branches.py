@@ -20,6 +20,7 @@ from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
+from megatron.packing.model import grouped_experts
 from megatron.packing.model.attention import delta_rule, zigzag
 from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.packing.model.loss import cross_entropy
@@ -82,8 +83,8 @@ BRANCHES = (
     ),
     Branch(
         "packing.model.grouped_experts._is_for_grouped_mm",
-        "in bfloat16 as on CPU; in float32 one product per expert, counted as grouped",
-        "none",
+        "in bfloat16 as on CPU; in float32 one product per expert",
+        "run",
     ),
     Branch(
         "sft.model.mcore_fixes._recompute_without_a_compiler",
@@ -173,6 +174,12 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
     yield delta_rule, "has_kernels", lambda device, dtype: dtype in _HALF
     yield delta_rule, "rule_kernel", lambda: delta_kernels.rule
     yield delta_rule, "convolution_kernel", lambda: delta_kernels.convolution
+    grouped = grouped_experts._is_for_grouped_mm
+    yield (
+        grouped_experts,
+        "_is_for_grouped_mm",
+        lambda x, *widths: x.dtype == torch.bfloat16 and grouped(x, *widths),
+    )
     yield cross_entropy, "_add_product", _add_product
     yield torch.cuda, "current_device", lambda: torch.device("cpu")  # of layers with sinks
     yield build, "build_transformer_config", _for_cuda(build.build_transformer_config)
