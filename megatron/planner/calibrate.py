@@ -39,8 +39,11 @@ from megatron.packing.batch.microbatches import layout_microbatches
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import check_range, parse_flags
 from megatron.packing.model.architecture import architecture
+from megatron.packing.model.attention.kernels import triton_fault
 from megatron.packing.model.get_batch import packed_seq_params
+from megatron.packing.model.grouped_experts import group_experts
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
+from megatron.packing.model.loss.head import skip_masked_tokens
 from megatron.packing.model.options import Architecture
 from megatron.packing.scheduling.fitted_cost import Point, fit_pack_cost, write_fitted_cost
 from megatron.packing.step.settings import model_of
@@ -146,8 +149,15 @@ def transformer_config(
     """Returns megatron-core's config of the model as training builds it, on one rank."""
     is_bf16 = device.type == "cuda" if options.bf16 is None else options.bf16
     dtype = torch.bfloat16 if is_bf16 else torch.float32
+    takes_fused = device.type == "cuda" and options.swiglu and options.num_experts is None
+    described = {
+        **architecture(options),
+        "num_layers": num_layers,
+        "bf16": is_bf16,
+        "bias_activation_fusion": takes_fused and triton_fault() is None,
+    }
     return TransformerConfig(
-        **{**architecture(options), "num_layers": num_layers, "bf16": is_bf16},
+        **described,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         moe_router_load_balancing_type="none",
@@ -172,6 +182,11 @@ def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
         position_embedding_type=options.position_embedding_type,
     ).to(device)
     layer = TransformerBlock(config=config, spec=spec, post_layer_norm=False).to(device)
+    # The kernels that training takes by itself.
+    if device.type == "cuda" and config.bf16:
+        group_experts(model)
+        group_experts(layer)
+    skip_masked_tokens(model, is_fused=device.type == "cuda" and triton_fault() is None)
     passes = [_passes(model, layer, lengths, device) for lengths in packs]
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in passes]
     for repeat in range(_WARM_UPS + options.repeats):

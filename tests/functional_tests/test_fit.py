@@ -22,7 +22,7 @@ from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import fit
 from megatron.sft.distributed import make_groups
 from megatron.sft.fit import estimate, ways_out
-from megatron.sft.fit.counter import ByteCounter
+from megatron.sft.fit.counter import SettledCounter
 from megatron.sft.fit.estimate import Request, Shared, StageEstimate, estimates
 from megatron.sft.fit.report import GIB
 from megatron.sft.fit.save_bytes import save_bytes
@@ -213,7 +213,7 @@ def _save(case: Case) -> tuple[int, int, int]:
     cpu_support.install()
     make_groups(config)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
-    counter = ByteCounter()
+    counter = SettledCounter()
     training = run_step(config, VOCAB_SIZE, case.data, counter, num_steps=1)
     with counter, counter.phase("save"):
         state = state_to_save(training, Progress(1, 24, False), {}, {})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.packing.model.attention.kernels import compiles_triton
+from megatron.packing.model.attention.kernels import triton_fault
 from megatron.packing.model.attention.rotary import _is_fused, _Turn, turns_of
 
 TOKENS, GROUPS, SHARED = 1000, 4, 3
@@ -45,7 +45,7 @@ def test_queries_and_keys_are_turned_as_in_float64(
 
     found = outputs_and_gradient(torch.bfloat16)
     if device.type == "cuda":
-        assert compiles_triton()
+        assert triton_fault() is None
         assert _is_fused(product)
     # Torch's operations round products, the kernel only its outputs.
     atol = 1e-6 if device.type == "cuda" else 4e-2

@@ -31,7 +31,7 @@ from megatron.packing.model.grouped_experts import (
 )
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.model.layers.experts import mend_expert_biases
-from megatron.packing.model.loss.head import skip_masked_tokens
+from megatron.packing.model.loss.head import keep_other_gradients, skip_masked_tokens
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered
@@ -43,7 +43,6 @@ from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.model.mcore_fixes import drop_unused_output_weight
 from megatron.sft.model.needs import check_needs
 from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
-from megatron.sft.model.weight_gradients import keep_other_gradients
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
 
@@ -289,7 +288,6 @@ def build_gpt(
     )
     gpt.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
     drop_unused_output_weight(gpt)
-    keep_other_gradients(gpt)
     mend_expert_biases(gpt)
     keep_frequencies(gpt)
     kernels: KernelConfig = transformer_config.kernels  # type: ignore[attr-defined]
@@ -298,7 +296,9 @@ def build_gpt(
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
-    if not config.training.logits_of_masked_tokens:
+    if config.training.logits_of_masked_tokens:
+        keep_other_gradients(gpt)
+    else:
         num_words = vocab_size if model.mask_vocab_padding else None
         is_fused = kernels.cross_entropy_loss_fusion
         skip_masked_tokens(

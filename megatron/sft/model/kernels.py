@@ -7,31 +7,38 @@ from dataclasses import replace
 
 import torch
 
-from megatron.packing.model.attention.kernels import compiles_triton as compiles
+from megatron.packing.model.attention.kernels import triton_fault
+from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
+
+NEEDS_OF_TRITON = "Triton needs a C compiler (gcc) and Python's headers (Python.h)"
 
 
 def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
     """Returns the kernels of a run on `device`, each True or False: what the user chose, and else
-    on CUDA each that computes the same as torch's operations for this model. Warns where Triton
-    cannot compile there.
+    on CUDA each that computes the same as torch's operations for this model. Warns where Triton's
+    do not run there.
     """
-    if device.type == "cuda" and not compiles():
+    on_cuda = device.type == "cuda"
+    fault = triton_fault() if on_cuda else "no GPU"
+    if on_cuda and fault is not None:
         warnings.warn(
             "loss, SwiGLU and rotary embeddings are not fused, which costs up to a fifth of the "
-            "speed: Triton needs a C compiler (gcc) and Python's headers (Python.h)",
+            f"speed: {NEEDS_OF_TRITON} ({fault})",
             stacklevel=2,
         )
+    # Transformer Engine's grouped experts have names for biases that are not known here.
+    has_foreign_biases = not config.model.disable_bias_linear and transformer_engine_installed()
     can_be = {
-        "bias_swiglu_fusion": compiles(),
-        "cross_entropy_loss_fusion": compiles(),
-        "moe_grouped_gemm": config.training.bf16,
+        "bias_swiglu_fusion": fault is None,
+        "cross_entropy_loss_fusion": fault is None,
+        "moe_grouped_gemm": config.training.bf16 and not has_foreign_biases,
         "gradient_accumulation_fusion": config.training.bf16,
     }
     refused = config.refused_kernels()
     chosen = {
-        name: device.type == "cuda" and possible and name not in refused
+        name: on_cuda and possible and name not in refused
         for name, possible in can_be.items()
         if getattr(config.kernels, name) is None
     }

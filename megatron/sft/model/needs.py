@@ -28,13 +28,13 @@ def check_needs(config: SFTConfig, device: torch.device) -> None:
     """Raises ValueError for an option that needs what is not here, with the way out."""
     if config.optimizer.use_precision_aware_optimizer:
         _check_optimizer(config, device)
-    if config.kernels.cross_entropy_loss_fusion and (
-        device.type != "cuda" or not kernels.compiles()
-    ):
-        raise ValueError(
-            "--cross-entropy-loss-fusion needs a GPU, Triton, which torch for CUDA brings, and a C "
-            "compiler; drop it"
-        )
+    if config.kernels.cross_entropy_loss_fusion and device.type != "cuda":
+        raise ValueError("--cross-entropy-loss-fusion needs a GPU; drop it")
+    of_triton = ("cross_entropy_loss_fusion", "bias_swiglu_fusion")
+    asked = [name for name in of_triton if getattr(config.kernels, name)]
+    if asked and device.type == "cuda" and (fault := kernels.triton_fault()) is not None:
+        flag = asked[0].replace("_", "-")
+        raise ValueError(f"--{flag}: {kernels.NEEDS_OF_TRITON} ({fault}); drop it")
     if config.kernels.moe_permute_fusion and not all(
         getattr(moe_utils, name, None) for name in _OF_PERMUTE_FUSION
     ):

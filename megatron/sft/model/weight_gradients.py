@@ -10,7 +10,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
@@ -30,23 +29,11 @@ def add_product(x: Tensor, gradient: Tensor, total: Tensor) -> None:
     `total` has the dtype of both, or is float32. On CPU the product in half precision is made, then
     added, to the same bits as without fusion.
     """
+    if not len(x):
+        return
     if total.dtype == x.dtype:
         total.addmm_(gradient.t(), x)
     elif total.is_cuda:
         torch.addmm(total, gradient.t(), x, out_dtype=total.dtype, out=total)
     else:
         total.add_(gradient.t() @ x)
-
-
-def keep_other_gradients(gpt: GPTModel) -> None:
-    """Marks the weights of `gpt` that get gradients from linear layers and from elsewhere.
-
-    Multi-token prediction uses the embedding and the output layer again, and losses of unmasked
-    tokens have a gradient of their own for the latter (`loss.head`). DistributedDataParallel leaves
-    out what autograd gives for a weight to which a layer has added, unless it is marked.
-    megatron-core marks only embeddings, and only without pipeline parallel.
-    """
-    if gpt.mtp_process:
-        for name, weight in gpt.named_parameters():
-            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                weight.zero_out_wgrad = True  # type: ignore[attr-defined]

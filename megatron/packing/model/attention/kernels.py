@@ -15,15 +15,12 @@ soft caps, sinks and pieces of sequences; on CUDA both are slow, and a warning s
 from __future__ import annotations
 
 import inspect
-import os
-import shutil
-import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -304,10 +301,17 @@ def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
 
 
 @cache
-def compiles_triton() -> bool:
-    """Returns whether kernels in Triton can be compiled: torch for CUDA brings it, and it calls a C
-    compiler for a module of Python's.
+def triton_fault() -> str | None:
+    """Returns why kernels in Triton do not run on this GPU; None if they do.
+
+    One is tried: images for running alone lack a C compiler or headers of Python, and homes may
+    refuse to be written to, in more ways than could be asked for.
     """
-    has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    return find_spec("triton") is not None and has_compiler and header.exists()
+    try:
+        rotary = import_module("megatron.packing.model.attention.fused_rotary")
+        x = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16, device="cuda")
+        turns = torch.ones(1, 1, 1, 64, device="cuda")
+        rotary.turned(x, turns, turns[..., :32].contiguous(), is_interleaved=False)
+    except Exception as error:  # of Triton, of the compiler's process, of files
+        return next(iter(f"{type(error).__name__}: {error}".splitlines()))
+    return None

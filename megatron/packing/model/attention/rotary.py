@@ -27,7 +27,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megatron.packing.model.attention.kernels import compiles_triton
+from megatron.packing.model.attention.kernels import triton_fault
 from megatron.packing.model.attention.tree_keys import depths_of
 from megatron.packing.model.attention.zigzag import (
     Lengths,
@@ -321,4 +321,4 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, sign: int
 
 
 def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and compiles_triton()
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and triton_fault() is None

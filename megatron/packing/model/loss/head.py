@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -51,6 +52,7 @@ def skip_masked_tokens(
     pass, not computed again. It can't where loss or output layer are not megatron-core's plain
     ones: fused losses, weights whose gradients are deferred, classes of your own.
     """
+    keep_other_gradients(gpt)
     if not gpt.post_process or hasattr(gpt, "masked_tokens_head"):
         return gpt.post_process
     is_plain = (
@@ -64,6 +66,20 @@ def skip_masked_tokens(
     if is_plain:
         gpt.masked_tokens_head = _Head(gpt, Words(num_words, rule, is_fused, keeps_logits))
     return is_plain
+
+
+def keep_other_gradients(gpt: GPTModel) -> None:
+    """Marks the weights of `gpt` that get gradients from linear layers and from elsewhere.
+
+    Multi-token prediction uses the embedding and the output layer again, and losses of unmasked
+    tokens have a gradient of their own for the latter. With `gradient_accumulation_fusion`
+    DistributedDataParallel leaves out what autograd gives for a weight to which a layer has added,
+    unless it is marked. megatron-core marks only embeddings, and only without pipeline parallel.
+    """
+    if gpt.mtp_process:
+        for name, weight in gpt.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                weight.zero_out_wgrad = True  # type: ignore[attr-defined]
 
 
 class Hidden(NamedTuple):
@@ -133,9 +149,10 @@ class _Head:
         states = states.flatten(0, 1).index_select(0, rows)
         if not self._layer.sequence_parallel:
             states = copy_to_tensor_model_parallel_region(states, group=group)
-        losses, is_right = CrossEntropy.apply(
-            states, logits.weight, of_tokens[rows], self._words, group
-        )
+        # Nothing is kept for a backward pass that does not come.
+        keeps = self._words.keeps_logits and torch.is_grad_enabled()
+        words = self._words._replace(keeps_logits=keeps)
+        losses, is_right = CrossEntropy.apply(states, logits.weight, of_tokens[rows], words, group)
         if self._num_paths is not None:
             is_right = is_right * self._num_paths.flatten()[rows]
         self.num_right = is_right.sum()

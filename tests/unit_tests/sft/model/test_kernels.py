@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.sft.model import kernels
+from megatron.sft.model.needs import check_needs
 from tests.unit_tests.sft.command_line import parse
 
 SWIGLU, LOSS, EXPERTS = "bias_swiglu_fusion", "cross_entropy_loss_fusion", "moe_grouped_gemm"
@@ -35,29 +34,27 @@ def test_on_a_gpu_those_that_compute_the_model(
     arguments: str, device: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cap that a kernel leaves out would train, to another loss."""
-    monkeypatch.setattr(kernels, "compiles", lambda: True)
+    monkeypatch.setattr(kernels, "triton_fault", lambda: None)
     found = asdict(kernels.kernels_for(parse(arguments), torch.device(device)))
     assert {name for name, is_on in found.items() if is_on} == expected
 
 
-def test_none_that_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images for running alone have no C compiler, which Triton calls, or no headers of Python."""
-    compilers: set[str] = set()
-    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name)
-    monkeypatch.setattr(attention_kernels.shutil, "which", lambda name: name in compilers)
-    monkeypatch.setattr(attention_kernels.sysconfig, "get_path", lambda *_: str(tmp_path))
-    monkeypatch.setattr(kernels, "compiles", attention_kernels.compiles_triton.__wrapped__)
-    monkeypatch.delenv("CC", raising=False)
-
-    def taken() -> set[str]:
+    with pytest.warns(UserWarning, match=r"not fused.*C compiler.*\(\w+Error: .*\)"):
         found = asdict(kernels.kernels_for(parse(PLAIN), torch.device("cuda")))
-        return {name for name in (SWIGLU, LOSS) if found[name]}
+    assert {name for name, is_on in found.items() if is_on} == {SUMS}
+    for flag in (SWIGLU, LOSS):
+        asked = parse(f"{PLAIN} --{flag}".replace("_", "-"))
+        with pytest.raises(ValueError, match=f"--{flag}: .*C compiler".replace("_", "-")):
+            check_needs(asked, torch.device("cuda"))
 
-    (tmp_path / "Python.h").touch()
-    with pytest.warns(UserWarning, match="not fused.*C compiler"):
-        assert taken() == set()
-    compilers.add("gcc")
-    assert taken() == {SWIGLU, LOSS}
-    (tmp_path / "Python.h").unlink()
-    with pytest.warns(UserWarning, match=r"Python\.h"):
-        assert taken() == set()
+
+def test_biases_that_transformer_engine_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of gpt-oss could not be read into Transformer Engine's grouped experts."""
+    monkeypatch.setattr(kernels, "triton_fault", lambda: None)
+    monkeypatch.setattr(kernels, "transformer_engine_installed", lambda: True)
+    for flag, is_grouped in (("", False), ("--disable-bias-linear", True)):
+        arguments = f"--swiglu --bf16 --num-experts 4 {flag}"
+        found = kernels.kernels_for(parse(arguments), torch.device("cuda"))
+        assert found.moe_grouped_gemm is is_grouped

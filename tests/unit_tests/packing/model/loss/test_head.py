@@ -250,6 +250,25 @@ def test_a_model_trains_as_before_and_computes_no_logits_of_masked_tokens(
 
 
 @pytest.mark.usefixtures("one_process")
+def test_logits_are_kept_for_backward_passes_alone(monkeypatch):
+    """Evaluation would hold the logits of a whole microbatch, which no estimate counts."""
+    model, kept = gpt(), list[bool]()
+    skip_masked_tokens(model, keeps_logits=True)
+    apply = cross_entropy.CrossEntropy.apply
+
+    def noting(*arguments: Any) -> tuple[Tensor, Tensor]:
+        kept.append(arguments[3].keeps_logits)
+        return apply(*arguments)
+
+    monkeypatch.setattr(cross_entropy.CrossEntropy, "apply", noting)
+    run(model, None)
+    tokens, mask = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+    with torch.no_grad():
+        model(tokens, tokens, mask, labels=tokens)
+    assert kept == [True, False]
+
+
+@pytest.mark.usefixtures("one_process")
 def test_without_labels_there_are_logits_of_all_tokens():
     model = gpt()
     skip_masked_tokens(model)
