@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -68,9 +69,14 @@ class Sizes:
 
     def num_rows(self, scope: str) -> int:
         """Returns the rows of all sequences."""
-        if scope == TOKEN or scope in self.ragged:
-            return int(self.rows(scope).sum())
-        return self.lengths.size
+        if scope == TOKEN:
+            return self.num_tokens
+        return int(self.rows(scope).sum()) if scope in self.ragged else self.lengths.size
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.lengths.sum())
 
     def take(self, ids: npt.NDArray[Any]) -> Sizes:
         """Returns the sizes of some sequences, in this order."""
@@ -134,8 +140,9 @@ class Column(NamedTuple):
     def from_words(self, words: npt.NDArray[np.int32], num_rows: int) -> npt.NDArray[Any]:
         """Returns the rows that `to_words` made words of; a view where its address allows one."""
         values = words.view(np.uint8)[: num_rows * self._row_bytes].view(self.dtype)
-        # A float64 column may begin at an odd word: "A" copies what is not aligned.
-        return np.require(values, requirements="A").reshape(num_rows, *self.shape)
+        if not values.flags.aligned:  # a float64 column may begin at an odd word
+            values = values.copy()
+        return values.reshape(num_rows, *self.shape)
 
     @property
     def _row_bytes(self) -> int:

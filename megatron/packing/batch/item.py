@@ -70,27 +70,18 @@ def plain_item(given: object) -> Item | None:
     """
     if not isinstance(given, dict) or not given.keys() <= _PLAIN:
         return None
-    fields: dict[str, Any] = {}
-    source, size = 0, None
-    for name, values in given.items():
-        if name == "source":
-            source = values
-            continue
-        array = values
+    fields: dict[str, Any] = dict(given)
+    source, size = fields.pop("source", 0), None
+    for name, values in fields.items():
         # Tensors are converted together, by `joined_values`: one alone takes as long as all else.
-        if type(array) is not np.ndarray and not (
-            getattr(array, "is_cpu", False) and array.ndim == 1
-        ):
-            try:
-                array = values.numpy()
-            # No tensor; or on a GPU, with a gradient, or of a type of torch's alone.
-            except (AttributeError, RuntimeError, TypeError):
-                return None
-        if array.ndim == 2 and len(array) == 1:
-            array = array[0]
-        if array.ndim != 1 or (size is not None and size != array.shape[0]):
+        if type(values) is not np.ndarray and not getattr(values, "is_cpu", False):
             return None
-        fields[name], size = array, array.shape[0]
+        shape = values.shape
+        if len(shape) == 2 and shape[0] == 1:
+            fields[name], shape = values[0], shape[1:]
+        if len(shape) != 1 or size not in (None, shape[0]):
+            return None
+        size = shape[0]
     if not size or "tokens" not in fields or type(source) is not int or not 0 <= source <= MAX_ID:
         return None
     return Item(fields, {}, [size], source)

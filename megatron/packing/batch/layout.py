@@ -45,7 +45,7 @@ class Alignment:
 
     def padded_length(self, length: IntArray) -> IntArray:
         """Returns the tokens that sequences of these lengths occupy in a pack."""
-        return -(-length // self.sequence) * self.sequence
+        return length if self.sequence == 1 else -(-length // self.sequence) * self.sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +103,14 @@ class PackLayout:
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest segment and of those that it continues, its padding included."""
-        depths = 0 if self.depths is None else self.depths
-        return int((self.padded_lengths + depths).max())
+        lengths = self.padded_lengths
+        return int((lengths if self.depths is None else lengths + self.depths).max())
 
     @cached_property
     def cu_seqlens(self) -> npt.NDArray[np.int32]:
         """int32 [segments + 1]: running sum of the real lengths."""
+        if self.lengths is self.padded_lengths:
+            return self.cu_seqlens_padded
         return _running_sum(self.lengths)
 
     @cached_property

@@ -282,8 +282,9 @@ def _token_fields(samples: Samples, is_real: npt.NDArray[np.bool_]) -> dict[str,
     padding = np.flatnonzero(~is_real)
     ids[:, padding] = loss_mask[padding] = 0
     fields = dict(zip(("tokens", "labels", "position_ids"), ids)) | {"loss_mask": loss_mask}
-    # Where each run of real tokens begins and ends: T T F T F    ->    [0, 2], [3, 4]
-    runs = np.flatnonzero(np.diff(is_real, prepend=False, append=False)).reshape(-1, 2)
+    runs = np.array([[0, num_tokens]])
+    if padding.size:  # where each run of real tokens begins and ends: T T F T F -> [0, 2], [3, 4]
+        runs = np.flatnonzero(np.diff(is_real, prepend=False, append=False)).reshape(-1, 2)
     for column in (TOKENS, LABELS, POSITION_IDS, LOSS_MASK):
         field, values = fields[column.name], samples.values_of(column)
         if len(runs) > num_tokens / _LONG_RUN:

@@ -137,7 +137,7 @@ class Samples:
     @property
     def schema(self) -> Schema:
         """Columns that are kept beyond those that always are."""
-        return schema_of(self.columns)
+        return schema_of(self.columns) if len(self.columns) > len(ALWAYS) else ()
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -155,9 +155,8 @@ class Samples:
         if not self.lengths.size:
             return np.empty(0, np.int64)
         # Lengths are at least 1, as reduceat needs: item.py refuses empty sequences.
-        return np.add.reduceat(
-            self.columns[FLAGS], np.cumsum(self.lengths) - self.lengths, dtype=np.int64
-        )
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.add.reduceat(self.columns[FLAGS], starts, dtype=np.int32).astype(np.int64)
 
     def fields(self) -> Fields:
         """Returns what a model is trained on, in full."""
@@ -204,8 +203,7 @@ class Samples:
         columns = {
             column: values[numbers]
             if column.scope == SEQUENCE
-            # values[:0]: concatenate takes at least one array, and the dtype from it
-            else np.concatenate([values[:0], *map(values.__getitem__, runs[column.scope])])
+            else _joined_runs(values, runs[column.scope])
             for column, values in self.columns.items()
         }
         return Samples(sizes=self.sizes.take(numbers), columns=columns)
@@ -315,6 +313,15 @@ def common_schema(schemas: Sequence[Schema]) -> Schema:
                 "lack it; give it a value in each"
             )
     return common
+
+
+def _joined_runs(values: npt.NDArray[Any], runs: Sequence[slice]) -> npt.NDArray[Any]:
+    """Returns some runs of rows, one after the other: as bytes, they take half of the time that
+    arrays take.
+    """
+    rows = np.ascontiguousarray(values).data
+    joined_bytes = bytearray().join(map(rows.__getitem__, runs))
+    return np.frombuffer(joined_bytes, values.dtype).reshape(-1, *values.shape[1:])
 
 
 def _are_next_tokens(

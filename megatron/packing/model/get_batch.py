@@ -5,6 +5,7 @@ and PackedSeqParams. No collectives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -272,7 +273,7 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
         max_seqlen_kv=microbatch["max_seqlen"],
     )
     # `zigzag.padded_lengths` takes these: reading `cu_seqlens` from the device would sync.
-    params.padded_lengths = tuple(on_host.diff().tolist())
+    params.padded_lengths = tuple(end - start for start, end in pairwise(on_host.tolist()))
     params.has_axes = "axis_positions" in microbatch
     if microbatch.get("parents") is not None:
         params.tree = PackTree(

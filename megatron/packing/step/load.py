@@ -85,6 +85,8 @@ def load_samples(
 def _within(loaded: Loaded, longest: int, policy: OverLengthPolicy, rank_name: str) -> Loaded:
     """Returns sequences of at most `longest` tokens, by `policy`."""
     samples, fetch = loaded.samples, loaded.fetch
+    if samples.lengths.max(initial=0) <= longest:  # nor are paths longer than their tree
+        return loaded
     path_lengths = Nodes.of(samples).longest_paths(samples.lengths.size)
     is_long = path_lengths > longest
     num_long = int(is_long.sum())

@@ -54,9 +54,12 @@ def test_given_fields_are_kept() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("has_gradient", [False, True])
-def test_weights_are_tensors_of_any_precision(dtype: torch.dtype, has_gradient: bool) -> None:
+@pytest.mark.parametrize("shape", [(-1,), (1, -1)])
+def test_weights_are_tensors_of_any_precision(
+    dtype: torch.dtype, has_gradient: bool, shape: tuple[int, ...]
+) -> None:
     """numpy takes neither bfloat16 nor what has a gradient."""
-    weights = torch.tensor([0.5, 0.25, 0.0], dtype=dtype, requires_grad=has_gradient)
+    weights = torch.tensor([0.5, 0.25, 0.0], dtype=dtype, requires_grad=has_gradient).view(shape)
     item = {"tokens": torch.tensor([5, 6, 7]), "loss_mask": weights}
     wanted = ([5, 6, 7], [6, 7, 7], [0.5, 0.25, 0.0], [0, 1, 2])
     assert read(item) == [wanted]
@@ -101,8 +104,6 @@ def test_plain_samples_are_read_as_others_are(as_given: Callable[[list[int]], An
         {"position_ids": np.ones((3, 3), np.int64)},
         {"labels": None},
         {"labels": [1, 2, 3]},
-        {"loss_mask": torch.ones(1, 3, requires_grad=True)},
-        {"loss_mask": torch.ones(1, 3, dtype=torch.bfloat16)},
         {"source": -1},
         {"source": "0"},
         {"extra": np.arange(3)},
