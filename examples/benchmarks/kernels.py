@@ -2,9 +2,9 @@
 
     make kernels
 
-Compiles each kernel of `fused_cross_entropy`, and that of `fused_rotary` for queries and keys,
-for compute capabilities 8.0, 9.0 and 10.0, and reads what `cuobjdump` says of the result. Prints a
-table.
+Compiles each kernel of `fused_cross_entropy`, that of `fused_rotary` for queries and keys, and that
+of `fused_sums` for eight experts, for compute capabilities 8.0, 9.0 and 10.0, and reads what
+`cuobjdump` says of the result. Prints a table.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron.packing.model import fused_sums
 from megatron.packing.model.attention import fused_rotary
 from megatron.packing.model.loss import fused_cross_entropy
 
@@ -38,6 +39,9 @@ SIGNATURE = {
     "sign": "fp32",
     **dict.fromkeys(("token_stride", "batch_stride", "head_stride"), "i32"),
     **dict.fromkeys(("cos_stride", "sin_stride"), "i32"),
+    "rows": "*bf16",
+    "places": "*i64",
+    "width": "i32",
 }
 OF_LOSS = {
     "LOWEST": -3.4028234663852886e38,
@@ -61,6 +65,10 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rotary, 32 heads of 128, interleaved": (
         fused_rotary._turn,
         of_heads(32, 128, is_interleaved=True),
+    ),
+    "sums of 8 rows": (
+        fused_sums._sum_rows,
+        {"NUM_ROWS": 8, "BLOCK": fused_sums._BLOCK, "num_warps": fused_sums._WARPS},
     ),
 }
 

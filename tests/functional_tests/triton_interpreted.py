@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.packing.model import fused_sums
 from megatron.packing.model.attention import fused_rotary, rotary
 from megatron.packing.model.loss import cross_entropy
 from megatron.packing.model.loss.cross_entropy import CrossEntropy, Words
@@ -87,6 +88,17 @@ def compare_rotation(
             torch.testing.assert_close(found.double(), expected, rtol=bound, atol=1e-6)
 
 
+def compare_sums(dtype: torch.dtype, num_sums: int, num_rows: int, width: int) -> None:
+    """Rows beyond one program's, and none."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(num_sums * num_rows, width, generator=generator).to(dtype)
+    places = torch.randperm(len(rows), generator=generator).view(num_sums, num_rows)
+    expected = rows.double()[places].sum(1)
+    found = fused_sums.row_sums(rows, places)
+    bound = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=bound, atol=1e-5)
+
+
 def losses_and_gradients(words: Words, rows_at_a_time: int) -> list[Tensor]:
     """Of this rank: losses, right answers, gradients of the states and of its part of the
     weight.
@@ -128,6 +140,8 @@ if __name__ == "__main__":
         for heads in HEADS:
             compare_rotation(each, heads, is_interleaved=False)
             compare_rotation(each, heads, is_interleaved=True)
+        for sizes in ((5, 3, 1100), (2, 8, 1024), (4, 1, 20), (0, 2, 16)):
+            compare_sums(each, *sizes)
     for num_ranks in (1, NUM_RANKS):
         run_ranks(compare_ranks, num_ranks)
     print("equal")

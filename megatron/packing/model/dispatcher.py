@@ -11,12 +11,15 @@ host reads no number of tokens.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.nn.functional import embedding_bag
+
+from megatron.packing.model.attention.kernels import triton_fault
 
 
 def gather_tokens(dispatcher: Any) -> None:
@@ -86,12 +89,19 @@ class _Gathered(torch.autograd.Function):
         ctx.save_for_backward(index, back)
         if index.dim() == 1:
             return x.index_select(0, index)
-        return embedding_bag(index, x, mode="sum")  # one kernel, without a copy of the rows
+        if _is_fused(x):
+            fused = import_module("megatron.packing.model.fused_sums")
+            return cast(Tensor, fused.row_sums(x, index))
+        return embedding_bag(index, x, mode="sum")  # no copy of the rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         index, back = ctx.saved_tensors
         return cast(Tensor, _Gathered.apply(gradients[0], back, index)), None, None
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and triton_fault() is None
 
 
 class GatheringDispatcher(MoEAlltoAllTokenDispatcher):

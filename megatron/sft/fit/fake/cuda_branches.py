@@ -60,6 +60,7 @@ BRANCHES = (
         "one kernel each way; its outputs are of the shapes of torch's, and it keeps as much",
         "none",
     ),
+    Branch("packing.model.dispatcher._is_fused", "one kernel: its output is torch's", "none"),
     Branch(
         "packing.step.transformer_engine.transformer_engine_installed",
         "Transformer Engine's layers; the estimate is of layers without it",
