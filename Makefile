@@ -127,11 +127,11 @@ fuzz: $(VENV)/.dev
 # GPU_PYTHON: one that has torch for the GPU at hand, megatron-core, transformers and this project; without it the
 # environment of the other tests. Whole runs are small, so several share the device.
 GPU_DEVICE ?= cuda
-GPU_WORKERS ?= 4
+GPU_WORKERS ?= auto
 GPU_PYTHON ?=
 gpu_python = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 gpu-test: $(if $(GPU_PYTHON),,$(VENV)/.dev)
-	PYTORCH_ALLOC_CONF=expandable_segments:True $(gpu_python) -m pytest --device $(GPU_DEVICE) --dist worksteal -n $(GPU_WORKERS) tests/gpu_tests
+	PYTORCH_ALLOC_CONF=expandable_segments:True $(gpu_python) -m pytest --device $(GPU_DEVICE) --dist worksteal -n $(GPU_WORKERS) --maxprocesses 14 tests/gpu_tests
 
 gpu-bench: $(if $(GPU_PYTHON),,$(VENV)/.dev)
 	$(gpu_python) -m examples.benchmarks.throughput --device $(GPU_DEVICE) --profile $(if $(filter cpu,$(GPU_DEVICE)),--tiny) \
