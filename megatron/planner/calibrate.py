@@ -149,12 +149,12 @@ def transformer_config(
     """Returns megatron-core's config of the model as training builds it, on one rank."""
     is_bf16 = device.type == "cuda" if options.bf16 is None else options.bf16
     dtype = torch.bfloat16 if is_bf16 else torch.float32
-    takes_fused = device.type == "cuda" and options.swiglu and options.num_experts is None
     described = {
         **architecture(options),
         "num_layers": num_layers,
         "bf16": is_bf16,
-        "bias_activation_fusion": takes_fused and triton_fault() is None,
+        "bias_activation_fusion": _takes("bias_swiglu_fusion", options, device),
+        "moe_grouped_gemm": is_bf16 and _takes("moe_grouped_gemm", options, device),
     }
     return TransformerConfig(
         **described,
@@ -165,6 +165,12 @@ def transformer_config(
         use_cpu_initialization=device.type == "cpu",
         variable_seq_lengths=True,
     )
+
+
+def _takes(kernel: str, options: CalibrateOptions, device: torch.device) -> bool:
+    """Returns whether training on `device` takes that fused kernel by itself."""
+    runs = kernel == "moe_grouped_gemm" or (device.type == "cuda" and triton_fault() is None)
+    return device.type == "cuda" and runs and kernel not in options.refused_kernels()
 
 
 def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
@@ -182,11 +188,10 @@ def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
         position_embedding_type=options.position_embedding_type,
     ).to(device)
     layer = TransformerBlock(config=config, spec=spec, post_layer_norm=False).to(device)
-    # The kernels that training takes by itself.
-    if device.type == "cuda" and config.bf16:
+    if config.moe_grouped_gemm:
         group_experts(model)
         group_experts(layer)
-    skip_masked_tokens(model, is_fused=device.type == "cuda" and triton_fault() is None)
+    skip_masked_tokens(model, is_fused=_takes("cross_entropy_loss_fusion", options, device))
     passes = [_passes(model, layer, lengths, device) for lengths in packs]
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in passes]
     for repeat in range(_WARM_UPS + options.repeats):

@@ -321,7 +321,8 @@ def _joined_runs(values: npt.NDArray[Any], runs: Sequence[slice]) -> npt.NDArray
     """
     rows = np.ascontiguousarray(values).data
     joined_bytes = bytearray().join(map(rows.__getitem__, runs))
-    return np.frombuffer(joined_bytes, values.dtype).reshape(-1, *values.shape[1:])
+    num_rows = sum(run.stop - run.start for run in runs)
+    return np.frombuffer(joined_bytes, values.dtype).reshape(num_rows, *values.shape[1:])
 
 
 def _are_next_tokens(

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.nn.functional import embedding_bag
@@ -22,14 +23,17 @@ from torch.nn.functional import embedding_bag
 from megatron.packing.model.attention.kernels import triton_fault
 
 
-def gather_tokens(dispatcher: Any) -> None:
-    """Lets a layer's dispatcher move tokens by gathers. Others than megatron-core's all-to-all one
-    stay as they are, and so does one that drops or pads tokens, has a fused permutation, runs
-    shared experts meanwhile or is captured in CUDA graphs.
+def gather_tokens(layer: Any) -> None:
+    """Lets the dispatcher of a layer of experts move tokens by gathers. Others than megatron-core's
+    all-to-all one stay as they are, and so does one that drops or pads tokens, has a fused
+    permutation, runs shared experts meanwhile or is captured in CUDA graphs. So does one behind
+    another router than megatron-core's, which gives each token as many experts.
     """
-    config = dispatcher.config
+    dispatcher, config = layer.token_dispatcher, layer.config
     if (
         type(dispatcher) is MoEAlltoAllTokenDispatcher
+        and type(layer.router) is TopKRouter
+        and not getattr(config, "moe_enable_routing_replay", False)
         and config.moe_expert_capacity_factor is None
         and not config.moe_router_padding_for_quantization
         and not config.moe_permute_fusion

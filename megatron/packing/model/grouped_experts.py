@@ -18,6 +18,7 @@ from itertools import groupby
 from typing import Any, cast
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
@@ -40,6 +41,9 @@ def group_experts(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module) is not SequentialMLP or module.num_local_experts == 1:
             continue
+        experts: Any = module.local_experts
+        if not isinstance(experts[0].linear_fc1, ColumnParallelLinear):
+            continue
         config = module.config
         for name in ("fp8", "fp4", "moe_apply_probs_on_input"):
             if getattr(config, name, None):
@@ -47,7 +51,7 @@ def group_experts(model: torch.nn.Module) -> None:
         module.__class__ = GroupedExperts
     for module in model.modules():
         if isinstance(getattr(module, "experts", None), GroupedExperts):
-            gather_tokens(module.token_dispatcher)
+            gather_tokens(module)
 
 
 def place_side_by_side(model: torch.nn.Module) -> None:

@@ -156,3 +156,22 @@ class Architecture(ModelShape):
             raise ValueError("--recompute-modules mlp needs --disable-bias-linear; leave mlp out")
         if self.recompute_granularity != "selective":
             raise ValueError("--recompute-modules needs --recompute-granularity selective; pass it")
+
+    def refused_kernels(self) -> dict[str, str]:
+        """Returns why the fused kernels that do not compute this model do not, by their option."""
+        why = {}
+        if not self.swiglu:
+            why["bias_swiglu_fusion"] = "needs --swiglu; drop it"
+        elif self.activation_func_clamp_value is not None or self.glu_linear_offset:
+            why["bias_swiglu_fusion"] = (
+                "leaves out --activation-func-clamp-value and --glu-linear-offset; drop it"
+            )
+        elif self.num_experts is not None and not self.disable_bias_linear:
+            why["bias_swiglu_fusion"] = "of experts needs --disable-bias-linear; drop it"
+        if self.final_logit_softcapping is not None or self.logits_scaling != 1:
+            why["cross_entropy_loss_fusion"] = (
+                "leaves out --final-logit-softcapping and --logits-scaling; drop it"
+            )
+        if self.num_experts is None:
+            why["moe_grouped_gemm"] = why["moe_permute_fusion"] = "needs --num-experts; drop it"
+        return why

@@ -24,8 +24,8 @@ def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
     fault = triton_fault() if on_cuda else "no GPU"
     if on_cuda and fault is not None:
         warnings.warn(
-            "loss, SwiGLU and rotary embeddings are not fused, which costs up to a fifth of the "
-            f"speed: {NEEDS_OF_TRITON} ({fault})",
+            "loss, SwiGLU, rotary embeddings and sums over experts are not fused, which costs up "
+            f"to a fifth of the speed: {NEEDS_OF_TRITON} ({fault})",
             stacklevel=2,
         )
     # Transformer Engine's grouped experts have names for biases that are not known here.

@@ -316,23 +316,11 @@ class SFTConfig:
 
     def refused_kernels(self) -> dict[str, str]:
         """Returns why the fused kernels that do not compute this model do not, by their option."""
-        model, why = self.model, {}
-        if not model.swiglu:
-            why["bias_swiglu_fusion"] = "needs --swiglu; drop it"
-        elif model.activation_func_clamp_value is not None or model.glu_linear_offset:
-            why["bias_swiglu_fusion"] = (
-                "leaves out --activation-func-clamp-value and --glu-linear-offset; drop it"
+        why = self.model.refused_kernels()
+        if self.training.logits_of_masked_tokens:
+            why.setdefault(
+                "cross_entropy_loss_fusion", "and --logits-of-masked-tokens exclude one another"
             )
-        elif model.num_experts is not None and not model.disable_bias_linear:
-            why["bias_swiglu_fusion"] = "of experts needs --disable-bias-linear; drop it"
-        if model.final_logit_softcapping is not None or model.logits_scaling != 1:
-            why["cross_entropy_loss_fusion"] = (
-                "leaves out --final-logit-softcapping and --logits-scaling; drop it"
-            )
-        elif self.training.logits_of_masked_tokens:
-            why["cross_entropy_loss_fusion"] = "and --logits-of-masked-tokens exclude one another"
-        if model.num_experts is None:
-            why["moe_grouped_gemm"] = why["moe_permute_fusion"] = "needs --num-experts; drop it"
         if self.lora.lora:
             why["gradient_accumulation_fusion"] = (
                 "is of weights that --lora does not train; drop it"

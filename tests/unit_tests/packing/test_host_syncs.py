@@ -3,12 +3,14 @@ values, so that reading one is an error. On a GPU it would be a wait for all wor
 each microbatch or even each layer.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -116,7 +118,8 @@ def test_experts_read_nothing(monkeypatch):
     groups = ProcessGroupCollection()
     groups.ep = groups.expt_tp = groups.tp_ep = Ranks()
     dispatcher = MoEAlltoAllTokenDispatcher(4, [0, 1, 2, 3], config, groups)
-    gather_tokens(dispatcher)
+    router = TopKRouter.__new__(TopKRouter)
+    gather_tokens(SimpleNamespace(token_dispatcher=dispatcher, config=config, router=router))
     assert isinstance(dispatcher, GatheringDispatcher)
     numbers: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE, "requires_grad": True}
     x, probs = torch.empty(3, 1, 16, **numbers), torch.empty(3, 4, **numbers)

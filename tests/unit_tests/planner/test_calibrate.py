@@ -12,7 +12,9 @@ from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.step.settings import model_of
 from megatron.planner import calibrate
 from megatron.planner.calibrate import packs_to_measure, parse_arguments
+from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import calibrate as command
+from megatron.sft.model import kernels
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -66,7 +68,6 @@ def test_model_is_the_one_that_training_builds(arguments):
     """A default that differs between the two would make training refuse the file of its own
     options.
     """
-    from megatron.sft.arguments.parse import parse_config
     from megatron.sft.model.build import build_transformer_config
     from megatron.sft.model.build import padded_vocab_size as padded_in_training
 
@@ -79,6 +80,32 @@ def test_model_is_the_one_that_training_builds(arguments):
         calibrate.transformer_config(options, options.num_layers, CPU), options.padded_vocab_size
     )
     assert mine == model_of(build_transformer_config(run, CPU), padded_in_training(200, run))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--swiglu",
+        "--swiglu --num-experts 4 --disable-bias-linear",
+        "--swiglu --num-experts 4",
+        "--swiglu --activation-func-clamp-value 7",
+        "--swiglu --glu-linear-offset 1",
+        "--final-logit-softcapping 30",
+    ],
+)
+def test_kernels_are_those_of_training(flags: str, monkeypatch) -> None:
+    """Experts one by one would be measured, where training runs them together."""
+    for module in (calibrate, kernels):
+        monkeypatch.setattr(module, "triton_fault", lambda: None)
+    arguments = [*NEEDED, *flags.split(), "--bf16"]
+    run = parse_config(
+        [*arguments, *"--mock-data --train-iters 1 --global-batch-size 8 --lr 1".split()], 1
+    )
+    trained = kernels.kernels_for(run, torch.device("cuda"))
+    options = parse_arguments(arguments)
+    for name in ("bias_swiglu_fusion", "moe_grouped_gemm", "cross_entropy_loss_fusion"):
+        taken = calibrate._takes(name, options, torch.device("cuda"))
+        assert taken == getattr(trained, name), name
 
 
 def test_refusals_are_one_line(monkeypatch, tmp_path, capsys):

@@ -184,6 +184,7 @@ EXTRA = [
     Column("axes", "int16", TOKEN, shape=(3,), extra=True),
     Column("is_best", "bool", SEQUENCE, extra=True),
     Column("sample_id", "int64", SEQUENCE, extra=True),
+    Column("void", "float32", TOKEN, (0,), extra=True),
 ]
 
 

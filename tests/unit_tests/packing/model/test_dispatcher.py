@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
@@ -80,6 +81,10 @@ def test_sums_in_bfloat16_are_rounded_once():
     assert torch.equal(gradient, torch.full((2, 8), 262, dtype=torch.bfloat16))
 
 
+class Own(TopKRouter):
+    """Of a script."""
+
+
 @pytest.mark.parametrize(
     ("changes", "overlaps"),
     [
@@ -88,12 +93,15 @@ def test_sums_in_bfloat16_are_rounded_once():
         ({"moe_router_padding_for_quantization": True}, False),
         ({"moe_permute_fusion": True}, False),
         ({"cuda_graph_impl": "local"}, False),
+        ({"moe_enable_routing_replay": True}, False),
         ({}, True),
     ],
     ids=str,
 )
 def test_what_drops_or_does_more_stays_megatron_cores(changes: dict[str, Any], overlaps: bool):
-    """A token with fewer rows than experts would take others' rows."""
+    """A token with fewer rows than experts would take others' rows, as a router of one's own may
+    choose.
+    """
     plain = {
         "moe_expert_capacity_factor": None,
         "moe_router_padding_for_quantization": False,
@@ -103,5 +111,9 @@ def test_what_drops_or_does_more_stays_megatron_cores(changes: dict[str, Any], o
     dispatcher = MoEAlltoAllTokenDispatcher.__new__(MoEAlltoAllTokenDispatcher)
     dispatcher.config = SimpleNamespace(**plain | changes)  # type: ignore[assignment]
     dispatcher.shared_experts = object() if overlaps else None
-    gather_tokens(dispatcher)
-    assert isinstance(dispatcher, GatheringDispatcher) == (not changes and not overlaps)
+    layer = SimpleNamespace(token_dispatcher=dispatcher, config=dispatcher.config)
+    for router in (Own.__new__(Own), TopKRouter.__new__(TopKRouter)):
+        layer.router = router
+        gather_tokens(layer)
+        is_known = type(router) is TopKRouter and not changes and not overlaps
+        assert isinstance(dispatcher, GatheringDispatcher) == is_known

@@ -122,13 +122,20 @@ def test_gradients_are_added_to_those_before(is_side_by_side: bool, sizes: tuple
 
 
 def test_what_needs_one_after_another_is_refused():
+    """Linear layers of others (Transformer Engine) stay as they are."""
     from types import SimpleNamespace
 
+    from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     experts = SequentialMLP.__new__(SequentialMLP)
     torch.nn.Module.__init__(experts)
     experts.num_local_experts = 2
     experts.config = SimpleNamespace(moe_apply_probs_on_input=True)
+    expert = SimpleNamespace(linear_fc1=ColumnParallelLinear.__new__(ColumnParallelLinear))
+    experts.local_experts = [expert] * 2
     with pytest.raises(ValueError, match="moe_grouped_gemm does not go with moe_apply_probs"):
         group_experts(torch.nn.Sequential(experts))
+    expert.linear_fc1 = torch.nn.Linear(2, 2)
+    group_experts(torch.nn.Sequential(experts))
+    assert type(experts) is SequentialMLP
