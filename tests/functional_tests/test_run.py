@@ -366,6 +366,11 @@ def test_continued_run_follows_its_own_learning_rate(
     assert all(4e-4 <= step["lr"] <= 5e-4 for step in steps_of(tmp_path).values())
     assert "after step 6" in output
     assert "was trained on other data, or in another order" in output
+    # Schedules count sequences: with fewer in a step that of eight steps is over already.
+    few = ["--global-batch-size", "2", "--run-dir", str(tmp_path / "few")]
+    status, output = train_forked(1, [*MODEL, *arguments, *few])
+    assert status == 2, output
+    assert "2 steps would train nothing; pass --lr-decay-samples" in output
 
 
 def test_parts_of_a_checkpoint(chats: Path, whole: Path, tmp_path: Path) -> None:

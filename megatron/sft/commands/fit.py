@@ -58,7 +58,7 @@ class FitOptions:
     loss_share: float = 1.0
     """Part of the tokens that counts for the loss; the others need no output layer."""
     expert_routing: Literal["balanced", "worst"] = "balanced"
-    """Distribution of tokens over experts: even, or all to those of one rank."""
+    """Distribution of tokens over experts: evenly, or as many as can be to those of one rank."""
     verify: bool = False
     """Run two steps on a GPU of this machine as well, and say by how much its peaks differ. Needs
     --world-size 1.

@@ -48,6 +48,8 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
         **config.model.identity(),
         **datasets.vocabulary(),
         "use_distributed_optimizer": sharded,
+        # Sharded, the state is float32 in both precisions, under the same keys.
+        "bf16": None if sharded else config.training.bf16,
     }
     options |= config.lora.identity(
         has_delta_nets=any(config.model.linear_attention_freq),
@@ -112,6 +114,8 @@ class SavedRun:
         loaded = load_checkpoint(
             folder, self._training, self._model_options, self._identity, wanted
         )
+        if loaded is not None and not takes_weights:
+            self._check_schedule(loaded)
         if (
             loaded is not None
             and save is not None
@@ -136,6 +140,26 @@ class SavedRun:
                 flush=True,
             )
         return loaded._replace(best_loss=None, best_iteration=None, evaluations_since_best=0)
+
+    def _check_schedule(self, loaded: Progress) -> None:
+        """Raises ValueError where no step would train: schedules count samples, so that they may be
+        over after steps of more sequences than now.
+        """
+        training, schedule = self._companions.config.training, self._training.scheduler
+        num_left = training.train_iters - loaded.iteration
+        is_over = schedule.num_steps >= schedule.lr_decay_steps and num_left > 0
+        if (
+            is_over
+            and training.lr_decay_style != "constant"
+            and training.lr
+            and not training.min_lr
+        ):
+            samples = schedule.num_steps + num_left * training.global_batch_size
+            raise ValueError(
+                f"the learning rate has decayed to 0 after {schedule.lr_decay_steps} samples, and "
+                f"{schedule.num_steps} are behind: {num_left} steps would train nothing; pass "
+                f"--lr-decay-samples {samples}, or --min-lr"
+            )
 
     def save(self, progress: Progress, queue: DelayQueue | None, log: RunLog | None) -> None:
         """Saves a checkpoint to --save, unless this step is saved already. With --async-save it

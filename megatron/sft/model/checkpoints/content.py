@@ -102,6 +102,10 @@ def state_to_save(
     return state
 
 
+_OF_OPTIMIZER = {"use_distributed_optimizer", "bf16"}
+"""Options that decide which state the optimizer has, and nothing of the weights."""
+
+
 def load_checkpoint(
     folder: str | Path,
     training: Training,
@@ -129,9 +133,7 @@ def load_checkpoint(
     common = read_common(path)
     if not wanted.optimizer:
         model_options = {
-            name: value
-            for name, value in model_options.items()
-            if name != "use_distributed_optimizer"
+            name: value for name, value in model_options.items() if name not in _OF_OPTIMIZER
         }
     _check_same_model(path, common["model_options"], model_options)
     if wanted.progress:
@@ -173,17 +175,21 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
     names["base"] = f"the base model (then {saved.get('base_folder')})"
     # A part of --lora-target-modules that is recorded under a key of its own.
     names["lora_delta_net_modules"] = "--lora-target-modules of gated delta nets"
-    differing = [
-        f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
+    differing = {
+        name: f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
         for name, value in model_options.items()
         # .get: old checkpoints do not record the vocabulary. The base model may have moved.
         if saved.get(name, value) != value and name != "base_folder"
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{path} is of another model ({'; '.join(differing)}); give the same options, or "
-            "another --load"
-        )
+    }
+    if not differing:
+        return
+    what, way_out = "is of another model", "another --load"
+    if differing.keys() <= _OF_OPTIMIZER:
+        what = "has another state of the optimizer"
+        way_out = "pass --no-load-optim, which starts that again"
+    raise CheckpointError(
+        f"{path} {what} ({'; '.join(differing.values())}); give the same options, or {way_out}"
+    )
 
 
 def _named(value: Any) -> str:

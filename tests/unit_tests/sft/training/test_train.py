@@ -26,14 +26,15 @@ def model_options(arguments=""):
     "arguments",
     [
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
-        "--sequence-packing --max-seqlen-per-dp-cp-rank 256 --train-iters 20 --lr 1e-4 --seed 5 "
-        "--bf16",
+        "--sequence-packing --max-seqlen-per-dp-cp-rank 256 --train-iters 20 --lr 1e-4 --seed 5",
         "--hidden-dropout 0.1 --recompute-granularity full",
     ],
 )
 def test_a_checkpoint_loads_in_another_layout(arguments):
     """A run must go on with other processes, steps and rates."""
     assert model_options(arguments) == model_options()
+    sharded = "--use-distributed-optimizer"
+    assert model_options(f"{arguments} {sharded} --bf16") == model_options(sharded)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,7 @@ def test_a_checkpoint_loads_in_another_layout(arguments):
         "--swiglu",
         "--normalization RMSNorm",
         "--use-distributed-optimizer",
+        "--bf16",
         "--disable-bias-linear --num-experts 4",
         "--max-position-embeddings 256",
         "--seq-length 256",
