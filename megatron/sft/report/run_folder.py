@@ -161,7 +161,14 @@ class RunLog:
         self._dumped_steps = config.output.dump_schedule
         self.run_dir = run_dir
         self._in_seconds = config.packing.fitted_cost is not None
-        (run_dir / OPTIONS_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        options = run_dir / OPTIONS_FILE
+        try:
+            options.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(
+                f"{options} cannot be written: {disk_fault(error)}; make room there, or pass "
+                "another --run-dir"
+            ) from None
         self.writer.event(
             "run" if resumed is None else "resumed",
             iteration=progress.iteration,

@@ -16,7 +16,7 @@ from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.options.output import OutputConfig
-from megatron.sft.report.run_folder import dump_schedule, prepare_output
+from megatron.sft.report.run_folder import RunLog, dump_schedule, prepare_output
 from tests.unit_tests.sft.command_line import parse
 from tests.unit_tests.sft.runs import STEP
 
@@ -124,3 +124,10 @@ def test_a_dumped_step_is_read_by_the_planner(tmp_path):
         lengths_from(LengthOptions(source=str(tmp_path / "schedule_7.json")), None, 1).record
         == record
     )
+
+
+def test_options_that_cannot_be_written_name_the_folder(tmp_path):
+    """A disk may hold what was tried before the run, and no more."""
+    (tmp_path / "options.json").mkdir()
+    with pytest.raises(ValueError, match=r"options\.json cannot be written: .*another --run-dir"):
+        RunLog(parse(), tmp_path, Progress(0, 0, evaluation_due=False))
