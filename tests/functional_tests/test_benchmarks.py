@@ -23,15 +23,15 @@ class Fork:
         self._arguments = arguments
 
     def communicate(self, _: str, __: float) -> tuple[str, str]:
-        """What it printed."""
+        """Runs it, and returns what it printed."""
         self.returncode, told, errors = command_forked(self._arguments, script=throughput_case.main)
         return told, errors
 
     def kill(self) -> None:
-        """It is over."""
+        """Does nothing: it is over."""
 
     def wait(self) -> None:
-        """It is over."""
+        """Does nothing: it is over."""
 
 
 def test_throughput_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe import moe_utils
 
+from megatron.packing.flags import flag_of
 from megatron.sft.model import kernels
 from megatron.sft.options.config import SFTConfig
 
@@ -33,8 +34,7 @@ def check_needs(config: SFTConfig, device: torch.device) -> None:
     of_triton = ("cross_entropy_loss_fusion", "bias_swiglu_fusion")
     asked = [name for name in of_triton if getattr(config.kernels, name)]
     if asked and device.type == "cuda" and (fault := kernels.triton_fault()) is not None:
-        flag = asked[0].replace("_", "-")
-        raise ValueError(f"--{flag}: {kernels.NEEDS_OF_TRITON} ({fault}); drop it")
+        raise ValueError(f"{flag_of(asked[0])}: {kernels.NEEDS_OF_TRITON} ({fault}); drop it")
     if config.kernels.moe_permute_fusion and not all(
         getattr(moe_utils, name, None) for name in _OF_PERMUTE_FUSION
     ):

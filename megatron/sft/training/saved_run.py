@@ -48,9 +48,9 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
         **config.model.identity(),
         **datasets.vocabulary(),
         "use_distributed_optimizer": sharded,
-        # Sharded, the state is float32 in both precisions, under the same keys.
-        "bf16": None if sharded else config.training.bf16,
     }
+    if not sharded:  # sharded, the state is float32 in both precisions, under the same keys
+        options["bf16"] = config.training.bf16
     options |= config.lora.identity(
         has_delta_nets=any(config.model.linear_attention_freq),
         has_experts=config.model.num_experts is not None,
