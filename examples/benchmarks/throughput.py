@@ -135,6 +135,7 @@ def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
     ]
     return [
         *first,
+        Case(way="packed", shape=experts, option="--moe-permute-fusion"),
         Case(way="packed", shape=experts, option="--no-moe-grouped-gemm", num_steps=2),
         *(
             Case(way=way, data="answers")

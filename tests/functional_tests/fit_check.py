@@ -114,7 +114,9 @@ def _cases() -> dict[str, Case]:
         "dropout": Case(1, f"{PACKED} --hidden-dropout 0.1 --bf16"),
         "experts": Case(1, f"{PACKED} {EXPERTS} --bf16"),
         "grouped-experts": Case(1, f"{PACKED} {EXPERTS} --moe-grouped-gemm --bf16"),
-        "grouped-lora": Case(2, f"{PACKED} {EXPERTS} {EP2} --moe-grouped-gemm {LORA} --bf16"),
+        "grouped-lora": Case(
+            2, f"{PACKED} {EXPERTS} {EP2} --moe-grouped-gemm --moe-permute-fusion {LORA} --bf16"
+        ),
         "shared-expert": Case(
             1,
             f"{PACKED} {EXPERTS} --moe-shared-expert-intermediate-size 32 "

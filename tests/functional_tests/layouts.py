@@ -99,7 +99,7 @@ class Layout(NamedTuple):
         parts += ["--num-layers-per-virtual-pipeline-stage 1"] * self.interleaved
         parts += ["--use-tp-pp-dp-mapping"] * self.pipeline_before_data
         together = self._has_experts and self.optimizer != "plain"  # in others one after another
-        parts += ["--moe-grouped-gemm"] * together
+        parts += ["--moe-grouped-gemm", "--moe-permute-fusion"] * together
         return " ".join(parts)
 
     def __str__(self) -> str:
@@ -260,7 +260,7 @@ LOSS = "--account-for-loss-in-pipeline-split"
 MOE = "--recompute-granularity selective --recompute-modules moe"
 UNEVEN = [
     Uneven("qwen3.5", 4, 2, f"{FIRST} 1 --recompute-granularity full --use-distributed-optimizer"),
-    Uneven("experts", 6, 4, f"{EMBEDDING} {LOSS} --moe-grouped-gemm {MOE}"),
+    Uneven("experts", 6, 4, f"{EMBEDDING} {LOSS} --moe-grouped-gemm --moe-permute-fusion {MOE}"),
     Uneven("grouped", 6, 2, f"{FIRST} 4 {LAST} 2 --num-virtual-stages-per-pipeline-rank 2"),
     Uneven("tied", 2, 4, f"{EMBEDDING} {LOSS}"),  # no layer on the first stage and on the last
     Uneven("gemma", 4, 3, f"{EMBEDDING} {LOSS}"),

@@ -71,7 +71,7 @@ def train_on_stand_in(arguments: Sequence[str]) -> tuple[int, str]:
         ("llama3", ""),
         ("gemma", "--lora"),
         ("qwen3", "--async-save --gradient-accumulation-fusion"),
-        ("gpt-oss", "--moe-grouped-gemm"),
+        ("gpt-oss", "--moe-grouped-gemm --moe-permute-fusion"),
     ],
 )
 def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ CASES = {
     "state on the host": (MODELS["grouped"], f"{PACKED} --use-distributed-optimizer"),
     "unfused": (MODELS["grouped"], PACKED),
     "unfused experts": (MODELS["experts"], PACKED),
+    "gathered experts": (MODELS["experts"], f"{PACKED} --moe-permute-fusion"),
     "biases": ("--position-embedding-type rope --swiglu", PACKED),
     "shared experts": (
         f"{MODELS['experts']} --moe-shared-expert-intermediate-size 32",

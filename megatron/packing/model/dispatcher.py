@@ -23,24 +23,31 @@ from torch.nn.functional import embedding_bag
 from megatron.packing.model.attention.kernels import triton_fault
 
 
-def gather_tokens(layer: Any) -> None:
-    """Lets the dispatcher of a layer of experts move tokens by gathers. Others than megatron-core's
-    all-to-all one stay as they are, and so does one that drops or pads tokens, has a fused
-    permutation, runs shared experts meanwhile or is captured in CUDA graphs. So does one behind
-    another router than megatron-core's, which gives each token as many experts.
+def gather_tokens(model: torch.nn.Module) -> None:
+    """Lets the dispatcher of each layer of experts in `model` move tokens by gathers. Others than
+    megatron-core's all-to-all one stay as they are, and so does one that drops or pads tokens, has
+    a fused permutation, runs shared experts meanwhile or is captured in CUDA graphs. So does one
+    behind another router than megatron-core's, which gives each token as many experts.
     """
-    dispatcher, config = layer.token_dispatcher, layer.config
-    if (
-        type(dispatcher) is MoEAlltoAllTokenDispatcher
-        and type(layer.router) is TopKRouter
+    for module in model.modules():
+        if _may_gather(module):
+            module.token_dispatcher.__class__ = GatheringDispatcher  # type: ignore[union-attr]
+
+
+def _may_gather(layer: Any) -> bool:
+    dispatcher: Any = getattr(layer, "token_dispatcher", None)
+    if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
+        return False
+    config = layer.config
+    return (
+        type(layer.router) is TopKRouter
         and not getattr(config, "moe_enable_routing_replay", False)
         and config.moe_expert_capacity_factor is None
         and not config.moe_router_padding_for_quantization
         and not config.moe_permute_fusion
         and config.cuda_graph_impl == "none"
         and dispatcher.shared_experts is None
-    ):
-        dispatcher.__class__ = GatheringDispatcher
+    )
 
 
 class Order(NamedTuple):

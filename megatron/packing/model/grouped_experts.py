@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from megatron.packing.model.attention.zigzag import to_device
-from megatron.packing.model.dispatcher import gather_tokens
 
 _ALIGNMENT = 16
 """Bytes of which a row's length must be a multiple: grouped_mm refuses others."""
@@ -33,8 +32,7 @@ _ALIGNMENT = 16
 
 def group_experts(model: torch.nn.Module) -> None:
     """Lets all experts of a layer run together, in each layer of `model` that has more than one on
-    this rank, and their tokens be moved by gathers (see `gather_tokens`). Experts of Transformer
-    Engine stay as they are.
+    this rank. Experts of Transformer Engine stay as they are.
 
     Raises ValueError for what only one expert after another can do.
     """
@@ -49,9 +47,6 @@ def group_experts(model: torch.nn.Module) -> None:
             if getattr(config, name, None):
                 raise ValueError(f"moe_grouped_gemm does not go with {name}; leave one out")
         module.__class__ = GroupedExperts
-    for module in model.modules():
-        if isinstance(getattr(module, "experts", None), GroupedExperts):
-            gather_tokens(module)
 
 
 def place_side_by_side(model: torch.nn.Module) -> None:

@@ -122,7 +122,7 @@ def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
 def one_step(config: SFTConfig) -> SFTConfig:
     """Returns the same run for one step, with a plain schedule: no memory depends on either, and
     how many steps --train-epochs makes is known only with the data. The optimizer's state is that
-    without options, and so are kernels of Transformer Engine; neither takes more memory.
+    without options, which takes no more memory.
     """
     training = config.training
     once = TrainingConfig(
@@ -133,8 +133,7 @@ def one_step(config: SFTConfig) -> SFTConfig:
         },
         train_iters=1,
     )
-    kernels = replace(config.kernels, moe_permute_fusion=False)
-    return replace(config, training=once, optimizer=OptimizerStateConfig(), kernels=kernels)
+    return replace(config, training=once, optimizer=OptimizerStateConfig())
 
 
 def _of_layers(config: SFTConfig) -> list[Any]:

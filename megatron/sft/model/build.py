@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.attention.frequencies import keep_frequencies
+from megatron.packing.model.dispatcher import gather_tokens
 from megatron.packing.model.grouped_experts import (
     group_experts,
     place_side_by_side,
@@ -38,7 +39,7 @@ from megatron.sft.agreement import gathered
 from megatron.sft.model.checkpoints.weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import add_to_gpt, logit_rule, parts_of, prepare_config
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
-from megatron.sft.model.kernels import kernels_for
+from megatron.sft.model.kernels import has_fused_permutation, kernels_for
 from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.model.mcore_fixes import drop_unused_output_weight
 from megatron.sft.model.needs import check_needs
@@ -149,7 +150,7 @@ def build_transformer_config(
         "attention_backend": AttnBackend[model.attention_backend],
         "bias_activation_fusion": kernels.bias_swiglu_fusion,
         "moe_grouped_gemm": kernels.moe_grouped_gemm,
-        "moe_permute_fusion": kernels.moe_permute_fusion,
+        "moe_permute_fusion": kernels.moe_permute_fusion and has_fused_permutation(),
         "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
     }
     if model.recompute_granularity == "full":
@@ -293,6 +294,8 @@ def build_gpt(
     kernels: KernelConfig = transformer_config.kernels  # type: ignore[attr-defined]
     if kernels.moe_grouped_gemm:
         group_experts(gpt)
+    if kernels.moe_permute_fusion and not transformer_config.moe_permute_fusion:
+        gather_tokens(gpt)
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)

@@ -1,4 +1,4 @@
-"""tensor. Which of the fused kernels a run takes."""
+"""mcore. Which of the fused kernels a run takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 
 import torch
+from megatron.core.transformer.moe import moe_utils
 
 from megatron.packing.model.attention.kernels import triton_fault
 from megatron.packing.model.get_batch import transformer_engine_installed
@@ -13,6 +14,13 @@ from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
 
 NEEDS_OF_TRITON = "Triton needs a C compiler (gcc) and Python's headers (Python.h)"
+_OF_PERMUTATION = (
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_unpermute",
+)
 
 
 def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
@@ -24,8 +32,8 @@ def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
     fault = triton_fault() if on_cuda else "no GPU"
     if on_cuda and fault is not None:
         warnings.warn(
-            "loss, SwiGLU, rotary embeddings and sums over experts are not fused, which costs up "
-            f"to a fifth of the speed: {NEEDS_OF_TRITON} ({fault})",
+            "loss, SwiGLU and rotary embeddings are not fused, which costs up to a fifth of the "
+            f"speed: {NEEDS_OF_TRITON} ({fault})",
             stacklevel=2,
         )
     # Transformer Engine's grouped experts have names for biases that are not known here.
@@ -43,3 +51,10 @@ def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
         if getattr(config.kernels, name) is None
     }
     return replace(config.kernels, **chosen)
+
+
+def has_fused_permutation() -> bool:
+    """Returns whether Transformer Engine's kernels that sort tokens by expert are installed: those
+    of 2.1 or later.
+    """
+    return all(getattr(moe_utils, name, None) for name in _OF_PERMUTATION)

@@ -9,20 +9,12 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe import moe_utils
 
 from megatron.packing.flags import flag_of
 from megatron.sft.model import kernels
 from megatron.sft.options.config import SFTConfig
 
 _OF_FUSED_ADAM = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
-_OF_PERMUTE_FUSION = (
-    "fused_permute",
-    "fused_permute_with_probs",
-    "fused_sort_chunks_by_index",
-    "fused_sort_chunks_by_index_with_probs",
-    "fused_unpermute",
-)
 
 
 def check_needs(config: SFTConfig, device: torch.device) -> None:
@@ -35,13 +27,6 @@ def check_needs(config: SFTConfig, device: torch.device) -> None:
     asked = [name for name in of_triton if getattr(config.kernels, name)]
     if asked and device.type == "cuda" and (fault := kernels.triton_fault()) is not None:
         raise ValueError(f"{flag_of(asked[0])}: {kernels.NEEDS_OF_TRITON} ({fault}); drop it")
-    if config.kernels.moe_permute_fusion and not all(
-        getattr(moe_utils, name, None) for name in _OF_PERMUTE_FUSION
-    ):
-        raise ValueError(
-            "--moe-permute-fusion needs Transformer Engine 2.1 or later; pip install "
-            "'transformer-engine[pytorch]>=2.9', or drop it"
-        )
 
 
 def _check_optimizer(config: SFTConfig, device: torch.device) -> None:

@@ -20,7 +20,9 @@ class KernelConfig:
     in bfloat16).
     """
     moe_permute_fusion: bool = False
-    """Sort tokens by expert in Transformer Engine's kernels, which must be installed."""
+    """Move tokens to experts and back in Transformer Engine's kernels where it is installed, and
+    else by gathers (never run on CUDA so far).
+    """
     gradient_accumulation_fusion: bool | None = None
     """Add a weight's gradient to those of earlier microbatches within the product that makes it
     (default: on a GPU, in bfloat16).

@@ -119,7 +119,8 @@ def test_experts_read_nothing(monkeypatch):
     groups.ep = groups.expt_tp = groups.tp_ep = Ranks()
     dispatcher = MoEAlltoAllTokenDispatcher(4, [0, 1, 2, 3], config, groups)
     router = TopKRouter.__new__(TopKRouter)
-    gather_tokens(SimpleNamespace(token_dispatcher=dispatcher, config=config, router=router))
+    layer = SimpleNamespace(token_dispatcher=dispatcher, config=config, router=router)
+    gather_tokens(SimpleNamespace(modules=lambda: [layer]))  # type: ignore[arg-type]
     assert isinstance(dispatcher, GatheringDispatcher)
     numbers: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE, "requires_grad": True}
     x, probs = torch.empty(3, 1, 16, **numbers), torch.empty(3, 4, **numbers)

@@ -185,6 +185,7 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "current_device", lambda: torch.device("cpu")  # of layers with sinks
     yield build, "build_transformer_config", _for_cuda(build.build_transformer_config)
     yield build, "check_needs", _for_cuda(build.check_needs)
+    yield build, "has_fused_permutation", lambda: False  # Transformer Engine's take no more
     yield kernels, "triton_fault", lambda: None
     yield cross_entropy, "fused", lambda: _FusedLoss
     for name, kernel in _COMPILED.items():

@@ -49,7 +49,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (PRECISION, CPU, "--use-precision-aware-optimizer needs a GPU; drop it"),
         (PRECISION, CUDA, "needs Transformer Engine's FusedAdam; pip install"),
         (f"{PRECISION} --optimizer-cpu-offload", CPU, "needs a GPU; drop it"),
-        (f"{EXPERTS} --moe-permute-fusion", CUDA, "--moe-permute-fusion needs Transformer Engine"),
         (
             "--cross-entropy-loss-fusion",
             CPU,
@@ -67,15 +66,11 @@ def test_what_is_not_here_is_refused_before_anything_is_built(
         check_needs(parse(arguments), device)
 
 
-def test_what_is_here_is_taken(engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_here_is_taken(engine: ModuleType) -> None:
     """A check that is never passed would hide an option from everybody."""
-    from megatron.core.transformer.moe import moe_utils
-
     from megatron.sft.model import needs
 
-    for name in needs._OF_PERMUTE_FUSION:
-        monkeypatch.setattr(moe_utils, name, object(), raising=False)
-    needs.check_needs(parse(f"{PRECISION} {EXPERTS} --moe-permute-fusion"), CUDA)
+    needs.check_needs(parse(PRECISION), CUDA)
     engine.FusedAdam = type("FusedAdam", (), {"__init__": lambda self, params: None})  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="FusedAdam"):  # of an old release
         needs.check_needs(parse(PRECISION), CUDA)
@@ -146,12 +141,14 @@ def test_fused_kernels_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None
     """An option that is parsed and not passed on is silently ignored."""
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron.sft.model import needs
+    from megatron.sft.model import kernels
     from megatron.sft.model.build import build_transformer_config
 
-    for name in needs._OF_PERMUTE_FUSION:
-        monkeypatch.setattr(moe_utils, name, object(), raising=False)
     flags = "--bias-swiglu-fusion --moe-permute-fusion --gradient-accumulation-fusion"
+    without_engine = build_transformer_config(parse(f"{EXPERTS} --swiglu {flags}"), CPU)
+    assert not without_engine.moe_permute_fusion  # megatron-core would refuse it
+    for name in kernels._OF_PERMUTATION:
+        monkeypatch.setattr(moe_utils, name, object(), raising=False)
     built = build_transformer_config(parse(f"{EXPERTS} --swiglu {flags}"), CPU)
     plain = build_transformer_config(parse(f"{EXPERTS} --swiglu"), CPU)
     for name in ("bias_activation_fusion", "moe_permute_fusion", "gradient_accumulation_fusion"):
