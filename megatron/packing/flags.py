@@ -117,6 +117,8 @@ def _take_implied(
     for action in required:
         action.required = False
     values = _values(parser, rest)
+    positionals = {action.dest for action in parser._actions if not action.option_strings}
+    given |= {name for name in positionals if values[name] is not None}
     implied = imply({**of_others, **{name: values[name] for name in given if name in values}})
     for action in required:
         action.required = action.dest not in implied

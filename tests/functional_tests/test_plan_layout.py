@@ -44,6 +44,7 @@ def test_a_chosen_layout_trains_as_predicted(
     flags = re.findall(r"flags  (.*)", printed)
     assert len(flags) == 2
     assert "modelled" in printed
+    assert not re.search(r" 0\.0+ s per step", printed)
     assert page.read_text().count("<section>") == 2
     ranks, found = check(Case(2, f"{GROUPED} {flags[0]} --bf16", StepData(lengths=((64,),))))
     assert not found, "\n".join(found)

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from megatron.sft.fit.report import (
     with_margin,
 )
 from megatron.sft.fit.tree_bytes import tree_bytes
-from megatron.sft.fit.vocabulary import vocab_size_of, words_of_tokenizer
+from megatron.sft.fit.vocabulary import vocab_size_of, with_vocabulary
 from megatron.sft.memory_estimate import OF_RUN, WayOut
 from megatron.sft.options.config import GROUPS, SFTConfig
 
@@ -135,14 +135,8 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
 
     *groups, options = parse_run_options((*GROUPS, FitOptions), arguments, command, imply)
     config = SFTConfig.of(groups)
-    if assumes_data and config.data.vocab_size is None:
-        data = config.data
-        if data.tokenizer_type is None and data.tokenizer_model is None:
-            raise FlagError(
-                "the size of the vocabulary is missing: pass --vocab-size, --tokenizer-model "
-                "FOLDER or the data; or --mock-data, whose words are few"
-            )
-        config = replace(config, data=replace(data, vocab_size=words_of_tokenizer(data)))
+    if assumes_data:
+        config = with_vocabulary(config)
     config.check(options.world_size)
     return config, options
 

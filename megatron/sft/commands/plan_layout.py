@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import check_range
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.layout.devices import DEVICES
-from megatron.planner.layout.page import Bar, layout_page
+from megatron.planner.layout.page import Bar, figure, layout_page
 from megatron.planner.layout.search import Candidate, Choice, Measures, Search, enumerated, search
 from megatron.planner.layout.times import TimeModel, reason
 from megatron.planner.lengths import LengthOptions
@@ -36,6 +36,7 @@ from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.commands.progress_line import ProgressLine
 from megatron.sft.environment import quick_imports, silence_warnings
 from megatron.sft.fit.report import GIB, parse_memory
+from megatron.sft.fit.vocabulary import vocab_size_of, with_vocabulary
 from megatron.sft.options.config import GROUPS, SFTConfig
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 class LayoutSearchOptions:
     """Search for a layout."""
 
+    source: str | None = field(default=None, metadata={"positional": True})
+    """File of lengths, one per line, or another source of plan, instead of --data-path."""
     auto_layout: bool = False
     """Search for the fastest parallel layouts that fit."""
     world_size: int = 8
@@ -79,12 +82,11 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
     silence_warnings(0)
     with quick_imports():
         from megatron.sft.fit.layout_search import Memory, is_valid
-        from megatron.sft.fit.vocabulary import vocab_size_of
     vocab_size = vocab_size_of(base)
     device = DEVICES[options.gpu]
     limit = device.memory_bytes if options.memory is None else parse_memory(options.memory)
     size = base.training.global_batch_size
-    lengths = _lengths(base, vocab_size, size * options.num_batches)
+    lengths = _lengths(base, options.source, vocab_size, size * options.num_batches)
     times = TimeModel(
         shape=base.model,
         vocab_size=vocab_size,
@@ -172,7 +174,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
         program=f"{program} --auto-layout",
         about="Find the fastest parallel layouts that fit, without a GPU.",
         answers=answers_to,
-        usage="--pretrained-checkpoint FOLDER --data-path FILE --world-size 64 --gpu h200",
+        usage="FILE --pretrained-checkpoint FOLDER --world-size 64 --gpu h200",
         common={
             "Search": tuple(LayoutSearchOptions.__dataclass_fields__),
             "Start from": COMMON["Start from"],
@@ -181,30 +183,47 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
         },
     )
 
+    assumes_data = False
+
     def imply(given: Mapping[str, Any]) -> dict[str, Any]:
+        nonlocal assumes_data
         size = given.get("world_size", LayoutSearchOptions.world_size)
         ours = {"global_batch_size": 8 * size, "lr": 1e-5, "train_iters": 1, "bf16": True}
         if {"train_epochs", "train_samples"} & given.keys():
             del ours["train_iters"]
+        if not (given.get("data_path") or given.get("mock_data")):
+            if "source" not in given:
+                raise ValueError(
+                    "lengths are missing; name a file of lengths or chats, before the options: "
+                    "plan FILE --auto-layout"
+                )
+            ours["mock_data"] = assumes_data = True  # the run's data are not here
         chosen = {n: v for n, v in chosen_options(given).items() if n == "seq_length"}
         return ours | chosen | implied_options(given)
 
     *groups, options = parse_run_options((*GROUPS, LayoutSearchOptions), arguments, command, imply)
-    return SFTConfig.of(groups), options
+    config = SFTConfig.of(groups)
+    return with_vocabulary(config) if assumes_data else config, options
 
 
-def _lengths(config: SFTConfig, vocab_size: int, needed: int) -> Sequences:
-    """Returns the sequences of the run's data, truncated or dropped as in training."""
+def _lengths(config: SFTConfig, source: str | None, vocab_size: int, needed: int) -> Sequences:
+    """Returns the sequences of `source`, else of the run's data, truncated or dropped as in
+    training.
+    """
     data = config.data
-    source = data.sft_mock_dataset_config_json
-    if not data.mock_data:
+    if source is None and data.mock_data:
+        source = data.sft_mock_dataset_config_json
+    elif source is None:
         if len(data.data_path) != 1:
-            raise ValueError("--auto-layout reads one file; pass --data-path FILE")
+            raise ValueError(
+                "--auto-layout reads one file; name it, or a file of lengths, before the options: "
+                "plan FILE --auto-layout"
+            )
         source = data.data_path[0]
     if source is None:
         raise ValueError(
             "--mock-data needs --sft-mock-dataset-config-json here, which says what lengths "
-            "sequences have; or pass --data-path"
+            "sequences have; or name a file of lengths before the options"
         )
     options = LengthOptions(
         source=source,
@@ -263,7 +282,7 @@ def _print(
         candidate = choice.candidate
         rate = tokens / choice.seconds / options.world_size
         print(
-            f"{number}. {rate:,.0f} tokens/s per GPU, {choice.seconds:.2f} s per step, "
+            f"{number}. {rate:,.0f} tokens/s per GPU, {figure(choice.seconds)} s per step, "
             f"{choice.num_bytes / GIB:.1f} GiB\n   time   {reason(times.parts(candidate))}\n"
             f"   flags  {candidate.flags(base.model.num_layers)}"
         )
