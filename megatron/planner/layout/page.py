@@ -55,7 +55,7 @@ def layout_page(layouts: Sequence[Bar], memory: int, tokens: float) -> str:
             for name, parts in one.memory
         ]
         sections.append(
-            f"<section><h2>{escape(one.name)}</h2><p class='muted'>{seconds:.2f} s per step of "
+            f"<section><h2>{escape(one.name)}</h2><p class='muted'>{figure(seconds)} s per step of "
             f"{tokens:,.0f} tokens</p>{''.join(rows)}</section>"
         )
     return (
@@ -65,6 +65,11 @@ def layout_page(layouts: Sequence[Bar], memory: int, tokens: float) -> str:
         f"<p>Time: {_legend(of_times)}</p><p>Memory: {_legend(of_memory)}</p>"
         f"{''.join(sections)}</main></body></html>\n"
     )
+
+
+def figure(value: float) -> str:
+    """`0.0012345 -> 0.00123`, `12.345 -> 12.3`, `12345.6 -> 12,346`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _colors(bars: Iterable[Mapping[str, float]]) -> dict[str, str]:
@@ -95,7 +100,7 @@ def _row(
         shapes.append(
             f'<rect x="{_LABEL + start:.1f}" y="3" width="{width:.1f}" height="{_HEIGHT - 6}" '
             f'fill="{colors[part]}"><title>{escape(part)}: '
-            f"{size * factor:,.2f} {unit}</title></rect>"
+            f"{figure(size * factor)} {unit}</title></rect>"
         )
         start += width
     if mark is not None:
@@ -107,5 +112,5 @@ def _row(
     total = sum(parts.values()) * factor
     return (
         f'<svg width="{_LABEL + _WIDTH + 20}" height="{_HEIGHT}"><text x="0" y="15">'
-        f"{escape(name)} {total:,.2f} {unit}</text>{''.join(shapes)}</svg>"
+        f"{escape(name)} {figure(total)} {unit}</text>{''.join(shapes)}</svg>"
     )

@@ -17,7 +17,7 @@ from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.layout.devices import DEVICES
-from megatron.planner.layout.page import Bar, layout_page
+from megatron.planner.layout.page import Bar, figure, layout_page
 from megatron.planner.layout.search import (
     RECOMPUTES,
     Candidate,
@@ -299,7 +299,8 @@ def test_flags_and_page() -> None:
     page = layout_page([bar], 80 * GIB, 1000.0)
     assert page.count("<rect") == 3
     assert "&lt;b&gt;" in page
-    assert "stage 0 2.00 GiB" in page
+    assert "stage 0 2 GiB" in page
+    assert [figure(size) for size in (0.0012345, 12.345, 12345.6)] == ["0.00123", "12.3", "12,346"]
 
 
 def test_a_part_has_one_colour() -> None:
