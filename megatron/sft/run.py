@@ -147,6 +147,6 @@ def _say_end(trainer: Trainer, run_dir: Path, train_iters: int) -> None:
         print(f"nothing to do: {done} steps are done{early}")
         return
     try:
-        report(run_dir)
+        report(run_dir, trainer.progress.iteration)
     except (OSError, ValueError) as failure:  # somebody removed its files; training has succeeded
         print(f"no report: {failure}")

@@ -23,6 +23,7 @@ from megatron.sft.model.checkpoints.files import (
     written_or_refused,
 )
 from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path
+from megatron.sft.model.huggingface import write
 from tests.functional_tests.fault_injection import Fault
 from tests.functional_tests.faults import OPTIONS, write_chats
 from tests.functional_tests.forked_runs import train_forked
@@ -30,6 +31,8 @@ from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_run import MODEL, Run, chats, options, steps_of, wait_for_step
 
 __all__ = ["chats"]  # a fixture
+LLAMA = ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
+"""With OPTIONS a model of a HuggingFace family."""
 
 
 def started_with(learning_rates: list[float]) -> str:
@@ -185,6 +188,39 @@ def test_a_full_disk_is_one_line_in_a_single_process(tmp_path: Path, stage: str)
     assert "Traceback" not in output
     (line,) = re.findall(r"error: (.*)", output)
     assert "[Errno 28] No space left on device" in line
+
+
+def test_a_full_disk_under_the_model_says_how_to_write_it_again(tmp_path: Path) -> None:
+    """The line was "No space left on device": of which disk, and whether the model was lost, nobody
+    could tell.
+    """
+    write_chats(tmp_path / "chats.jsonl", 40)
+    save, model = tmp_path / "save", tmp_path / "model"
+    arguments = [
+        *(*OPTIONS, *LLAMA, "--train-iters", "2", "--num-workers", "0"),
+        *("--data-path", str(tmp_path / "chats.jsonl"), "--save", str(save)),
+        *("--save-hf", str(model)),
+    ]
+
+    def train_on_a_full_disk() -> None:
+        def write_weights(folder: Path, *_: object) -> None:
+            (folder / "half").touch()
+            raise OSError(28, "No space left on device")  # without a name, as a write fails
+
+        write._write_weights = write_weights
+        main()
+
+    status, output = train_forked(1, arguments, train_on_a_full_disk)
+    assert status == 2, output
+    assert output.splitlines()[-1].endswith(
+        f"error: --save-hf {model} could not be written: the disk is full (No space left on device)"
+        f" ({model}.unfinished); make room there, and start again with --load {save}: all steps "
+        "are saved"
+    )
+    assert not list(tmp_path.glob("model*"))
+    status, output = train_forked(1, [*arguments, "--load", str(save)])
+    assert status == 0, output
+    assert (model / "model.safetensors").is_file()
 
 
 def test_nobody_outlives_a_killed_launcher(chats: Path, tmp_path: Path) -> None:  # the fixture

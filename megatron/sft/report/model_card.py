@@ -18,12 +18,16 @@ from megatron.sft.report.report import table
 CARD = "README.md"
 
 
-def write_card(folder: Path, config: SFTConfig, run_dir: Path | None) -> None:
-    """Writes the card into `folder`; `run_dir` has the metrics of the run that ends."""
-    (folder / CARD).write_text("\n".join(_lines(config, run_dir)) + "\n", encoding="utf-8")
+def write_card(
+    folder: Path, config: SFTConfig, run_dir: Path | None, last: int | None = None
+) -> None:
+    """Writes the card into `folder`; `run_dir` has the metrics of the run, whose last step is
+    `last`.
+    """
+    (folder / CARD).write_text("\n".join(_lines(config, run_dir, last)) + "\n", encoding="utf-8")
 
 
-def _lines(config: SFTConfig, run_dir: Path | None) -> Iterator[str]:
+def _lines(config: SFTConfig, run_dir: Path | None, last: int | None) -> Iterator[str]:
     output, training = config.output, config.training
     base = huggingface_source(output.pretrained_checkpoint)
     is_adapter = config.lora.writes_adapter
@@ -50,7 +54,7 @@ def _lines(config: SFTConfig, run_dir: Path | None) -> Iterator[str]:
     if run_dir is not None:
         yield ""
         yield "```"
-        rows = table(read_metrics(run_dir), run_dir)
+        rows = table(read_metrics(run_dir), run_dir, last)
         width = max(len(name) for name, _ in rows)
         yield from (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
         yield "```"

@@ -40,13 +40,15 @@ Rows = list[tuple[str, str]]
 """(name, value) of each row; a row without a name belongs to the one before it."""
 
 
-def report(run_dir: Path | str) -> None:
+def report(run_dir: Path | str, last: int | None = None) -> None:
     """Prints the table, and draws `RUN_DIR/report.png` if matplotlib is installed. Raises
     ValueError for a run without a training step.
+
+    last: last step of the run, whose lines may be missing; None if it is not known.
     """
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir)
-    rows = table(metrics, run_dir)
+    rows = table(metrics, run_dir, last)
     if importlib.util.find_spec("matplotlib") is None:
         print_rows([*rows, files_row(run_dir)])
         print("no plot: matplotlib is missing; do pip install matplotlib")
@@ -61,20 +63,25 @@ def report(run_dir: Path | str) -> None:
     except Exception as error:
         # Numbers too large to draw, or a full disk. The run itself has ended well.
         line = f"no plot: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+        (run_dir / PLOT_FILE).unlink(missing_ok=True)  # half of it
     print_rows([*rows, files_row(run_dir)])
     print(line)
 
 
-def table(metrics: Metrics, run_dir: Path) -> Rows:
-    """Returns the rows of the table. Raises ValueError if there is no training step."""
+def table(metrics: Metrics, run_dir: Path, last: int | None = None) -> Rows:
+    """Returns the rows of the table, for a run until step `last` (None: that of the last line).
+    Raises ValueError if there is no training step.
+    """
     steps, evaluations, _ = metrics
     runs = [event for event in metrics.events if event["event"] in ("run", "resumed")]
     if not steps or not runs:
         missing = "training step" if runs else '"run" event'
         raise ValueError(
-            f"{run_dir / METRICS_FILE} must hold at least one {missing}, but has none; train first"
+            f"{run_dir / METRICS_FILE} must hold at least one {missing}, but has none; train "
+            "first, on a disk that is not full"
         )
     return [
+        *_missing_rows(steps, last),
         *loss_rows(steps, evaluations),
         *source_rows(steps),
         *speed_rows(steps),
@@ -83,6 +90,15 @@ def table(metrics: Metrics, run_dir: Path) -> Rows:
         *sample_rows(steps),
         *answer_rows(metrics.events),
     ]
+
+
+def _missing_rows(steps: Sequence[StepMetrics], last: int | None) -> Rows:
+    """Returns a row about steps without a line, as a full disk leaves them; none without such."""
+    found = {step.iteration for step in steps}
+    num_missing = max(last or 0, *found) - min(found) + 1 - len(found)
+    if not num_missing:
+        return []
+    return [("missing", f"the lines of {num_missing:,} steps; all figures are of the others")]
 
 
 def loss_rows(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> Rows:

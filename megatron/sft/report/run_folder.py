@@ -160,6 +160,8 @@ class RunLog:
         self._log_interval = config.output.log_interval
         self._dumped_steps = config.output.dump_schedule
         self.run_dir = run_dir
+        self.iteration = progress.iteration
+        """The last step that is done."""
         self._in_seconds = config.packing.fitted_cost is not None
         options = run_dir / OPTIONS_FILE
         try:
@@ -181,6 +183,7 @@ class RunLog:
         """Writes one step and, of a packed `batch`, its packs at every `log_interval`-th and
         schedules asked for.
         """
+        self.iteration = metrics.iteration
         self.writer.step(metrics)
         if batch is None or batch.decision is None:
             return

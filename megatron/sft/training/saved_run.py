@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.step.delay import DelayQueue
+from megatron.packing.user_files import disk_fault
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.content import (
@@ -240,10 +241,30 @@ class SavedRun:
             self._notes.add(note)
 
     def write_hf(self, log: RunLog | None) -> None:
-        """Writes the model to --save-hf, if given."""
-        folder = self._output.save_hf
+        """Writes the model to --save-hf, if given. Raises ValueError on a rank that cannot write:
+        the others may be inside a collective, and cannot be told.
+        """
+        folder, save = self._output.save_hf, self._output.save
         if folder is None:
             return
+        try:
+            self._write_hf(folder, log)
+        except OSError as error:
+            way_out = "make room there"
+            if save is not None:
+                way_out += f", and start again with --load {save}: all steps are saved"
+            raise ValueError(
+                f"--save-hf {folder} could not be written: {disk_fault(error)} "
+                f"({error.filename}); {way_out}"
+            ) from None
+        if log is not None:
+            what = "adapter" if self._lora.writes_adapter else "model"
+            log.say(
+                f"wrote the {what} to {folder}, for "
+                f"{'peft' if what == 'adapter' else 'transformers'} and others"
+            )
+
+    def _write_hf(self, folder: str, log: RunLog | None) -> None:
         whole_parameters(self._training)
         chunks = [unwrap_model(chunk) for chunk in self._training.model]
         weights, companions = self._companions.weights(), self._companions
@@ -271,12 +292,6 @@ class SavedRun:
                 values_of=merged_values(chunks),
                 source=source,
             )
-        if log is not None:
-            what = "adapter" if self._lora.writes_adapter else "model"
-            log.say(
-                f"wrote the {what} to {folder}, for "
-                f"{'peft' if what == 'adapter' else 'transformers'} and others"
-            )
 
     def _write_companions(self, folder: Path, log: RunLog | None) -> str:
         """Writes the HuggingFace files other than weights; returns the type of the weights."""
@@ -286,8 +301,9 @@ class SavedRun:
     def _write_card(self, folder: Path, log: RunLog | None) -> None:
         """Writes README.md, without results if the metrics cannot be read."""
         config = self._companions.config
+        run_dir, last = (None, None) if log is None else (log.run_dir, log.iteration)
         try:
-            write_card(folder, config, None if log is None else log.run_dir)
+            write_card(folder, config, run_dir, last)
         except ValueError:
             write_card(folder, config, None)
 

@@ -98,14 +98,23 @@ def write_folder(
 
 @contextmanager
 def finished_folder(folder: str | Path) -> Iterator[Path]:
-    """Yields a new folder to write to, which replaces `folder` at the end; collective."""
+    """Yields a new folder to write to, which replaces `folder` at the end; collective. It is named
+    by an OSError of a write.
+    """
     target = target_of(folder)
     unfinished = unfinished_folder(target)
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    yield unfinished
+    try:
+        yield unfinished
+    except OSError as error:
+        if error.filename is None:  # that of a write, which a full disk fails
+            error.filename = str(unfinished)
+        if dist.get_world_size() == 1:  # else other ranks may be writing into it
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     dist.barrier()
     if dist.get_rank() == 0:
         if target.is_dir():

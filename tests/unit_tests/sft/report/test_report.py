@@ -12,7 +12,9 @@ from megatron.sft.report import report
 from megatron.sft.report.metrics import SourceMetrics
 from megatron.sft.report.metrics_file import read_metrics
 from megatron.sft.report.metrics_writer import MetricsWriter
+from megatron.sft.report.model_card import CARD, write_card
 from megatron.sft.report.plot import packs_to_draw
+from tests.unit_tests.sft.command_line import parse
 from tests.unit_tests.sft.runs import step
 
 README = Path(__file__).parents[4] / "README.md"
@@ -130,6 +132,29 @@ def test_nothing_to_report_on_is_one_clear_error(tmp_path):
     writer.event("run", iteration=0, seq_length=1000)
     with pytest.raises(ValueError, match="at least one training step"):
         report.report(tmp_path)
+
+
+def test_steps_without_a_line_are_named(run_dir, tmp_path, capsys, monkeypatch):
+    """On a full disk a run of 20 steps said that it had trained 6, also in the model's card."""
+    metrics = read_metrics(run_dir)
+    (what, how_many), *others = report.table(metrics, run_dir, 20)
+    assert (what, how_many) == ("missing", "the lines of 16 steps; all figures are of the others")
+    assert others == report.table(metrics, run_dir, 4)
+    holed = metrics._replace(steps=[metrics.steps[0], *metrics.steps[2:]])
+    assert report.table(holed, run_dir)[0][1].startswith("the lines of 1 steps")
+    write_card(tmp_path, parse(), run_dir, 20)
+    assert "missing          the lines of 16 steps" in (tmp_path / CARD).read_text()
+
+    def half_a_picture(path, *_):
+        path.write_bytes(b"PNG")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron.sft.report.plot.plot", half_a_picture)
+    report.report(run_dir, 20)
+    shown = capsys.readouterr().out
+    assert "lines of 16 steps" in shown
+    assert "no plot: OSError: [Errno 28] No space left" in shown
+    assert report.PLOT_FILE not in shown
 
 
 def test_rows_of_a_pipeline_with_a_prediction(tmp_path):
