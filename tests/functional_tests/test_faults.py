@@ -207,7 +207,7 @@ def test_a_full_disk_under_the_model_says_how_to_write_it_again(tmp_path: Path) 
             (folder / "half").touch()
             raise OSError(28, "No space left on device")  # without a name, as a write fails
 
-        write._write_weights = write_weights
+        write._write_weights = write_weights  # type: ignore[assignment]
         main()
 
     status, output = train_forked(1, arguments, train_on_a_full_disk)
