@@ -32,10 +32,9 @@ def main() -> None:
     try:
         importlib.import_module(COMMANDS[name].module).main(arguments, typed)
     except KeyboardInterrupt:
-        # Training handles the first Ctrl-C itself (see `training.stop`). This is the second one.
-        if name == "train":
-            raise
-        print(f"{typed}: interrupted", file=sys.stderr, flush=True)
+        # Steps are not interrupted by the first Ctrl-C (see `training.stop`).
+        if world_from_environment()[0] == 0:
+            print(f"{typed}: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
 
 

@@ -96,9 +96,11 @@ def test_installed_commands_are_the_same_and_go_by_their_own_names(command, name
     assert done.stderr == f"{name}: error: unknown option --num-layer; did you mean --num-layers?\n"
 
 
-@pytest.mark.parametrize("name", ["fit", "plan"])
+@pytest.mark.parametrize("name", ["fit", "plan", "train"])
 def test_an_interrupted_command_is_one_line(name, monkeypatch, capsys):
-    """fit ended in a traceback, each line of it behind six [rank0]."""
+    """fit ended in a traceback, each line of it behind six [rank0]; train did so while it imports,
+    and after a second Ctrl-C.
+    """
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -109,6 +111,11 @@ def test_an_interrupted_command_is_one_line(name, monkeypatch, capsys):
         __main__.main()
     assert end.value.code == 130
     assert capsys.readouterr() == ("", f"megatron-sft {name}: interrupted\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_versions_are_those_installed():
