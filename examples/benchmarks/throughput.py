@@ -88,6 +88,10 @@ class Case:
     num_steps: int = 6
     is_profiled: bool = False
 
+    def __str__(self) -> str:
+        names = (self.shape, self.way, self.option, self.kernel, self.data, f"{self.pack:,}")
+        return " ".join(filter(None, names))
+
     def flags(self, is_tiny: bool) -> str:
         """Returns the trainer's options."""
         scale = 128 if is_tiny else 1
@@ -248,6 +252,9 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--cases", type=int, help="only so many, the first")
+    parser.add_argument(
+        "--only", default="", help="those in whose words this is: 30B, LoRA, trees, '1B packed'"
+    )
     parser.add_argument("--output", type=Path, help="a Markdown file")
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.tiny:
@@ -261,7 +268,12 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     profiles, left_out, machine = [], [], ""
     packed: dict[tuple[str, str], dict[str, Any]] = {}
-    wanted = cases(arguments.profile, arguments.tiny)[: arguments.cases]
+    wanted = [
+        each for each in cases(arguments.profile, arguments.tiny) if arguments.only in f"{each}"
+    ]
+    wanted = wanted[: arguments.cases]
+    if not wanted:
+        parser.error(f"--only {arguments.only} is in no case's words")
     ahead = Running(wanted[0], arguments.device, arguments.tiny)
     for case, following in zip(wanted, [*wanted[1:], None]):
         running = ahead
@@ -269,8 +281,7 @@ def main() -> None:
             ahead = Running(following, arguments.device, arguments.tiny)
         if time.monotonic() - start > 60 * arguments.minutes - CASE_SECONDS / 3:
             running.close()
-            names = (case.shape, case.way, case.option, case.kernel, case.data, f"{case.pack:,}")
-            left_out.append(" ".join(filter(None, names)))
+            left_out.append(str(case))
             continue
         found = running.result()
         if "flops_per_token" in found:
@@ -312,6 +323,7 @@ def document(
         )
     flags = (
         f"--device {arguments.device}{' --tiny' * arguments.tiny}{' --profile' * arguments.profile}"
+        f"{f' --only {arguments.only!r}' if arguments.only else ''}"
     )
     text += f"{date.today()}, commit {commit}, {machine}, {seconds / 60:.1f} minutes.\n\n"
     text += f"```\npython -m examples.benchmarks.throughput {flags}\n```\n\n"
