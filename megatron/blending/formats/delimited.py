@@ -42,6 +42,19 @@ class DelimitedSource(FileSource):
                 f"{path}:1: column names must differ and not be empty, but are "
                 f"{', '.join(self._names)[:200]}; correct the first line"
             )
+        self._check_separator()
+
+    def _check_separator(self) -> None:
+        """Raises ValueError if the column names are a single one, with another separator in it."""
+        others = set(",;|\t") - {self._separator}
+        found = next((mark for mark in self._names[0] if mark in others), None)
+        if len(self._names) == 1 and found is not None:
+            suffixes = {mark: f"name it {suffix}" for suffix, mark in _SEPARATORS.items()}
+            way_out = suffixes.get(found, "save it with that, values that hold one in quotes")
+            raise ValueError(
+                f"{self._path}:1: columns must be separated by {self._separator!r}, but "
+                f"{self._names[0]!r:.200} are by {found!r}; {way_out}"
+            )
 
     def __len__(self) -> int:
         return len(self._starts) - 2

@@ -49,6 +49,21 @@ def test_tabs_marks_blank_lines_and_json(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "names", "fault"),
+    [
+        ("a.csv", "prompt;completion", r"by ',', but 'prompt;completion' are by ';'; save it with"),
+        ("a.csv", "prompt\tcompletion", r"by .* are by '\\t'; name it \.tsv"),
+        ("a.tsv", "prompt,completion", r"by '\\t', but 'prompt,completion' .*; name it \.csv"),
+    ],
+)
+def test_another_separator_is_named(tmp_path, name, names, fault):
+    """Excel writes `;` where numbers have commas; rows were refused for keys that they lack."""
+    with pytest.raises(ValueError, match=rf"{name}:1: columns must be separated {fault}"):
+        written(tmp_path / name, f'{names}\n"a; b"\t"c, d"\n')
+    assert len(written(tmp_path / "a.csv", "text\na; b\n")) == 1
+
+
+@pytest.mark.parametrize(
     ("row", "fault"),
     [
         (b"1", "must have 2 values, as the first line has, but has 1"),
