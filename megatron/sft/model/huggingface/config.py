@@ -144,10 +144,14 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
             found = options_of(config)
         except ValueError:
             continue  # this family has no model of this kind
+        if model.num_experts is not None and 0 not in model.moe_layer_freq:
+            found["ffn_hidden_size"] = wanted["ffn_hidden_size"]  # no layer has it
         if found == wanted:
             return config
         differing[kind] = [
-            f"--{name.replace('_', '-')}" for name in wanted if found.get(name) != wanted[name]
+            f"--{name.replace('_', '-')} (there {shown(found.get(name))})"
+            for name in wanted
+            if found.get(name) != wanted[name]
         ]
     nearest = min(differing, key=lambda kind: len(differing[kind]))
     raise ValueError(

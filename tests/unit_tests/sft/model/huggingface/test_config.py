@@ -1,6 +1,7 @@
 """config.json and the options of the same model."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -395,3 +396,25 @@ def test_a_model_of_no_family_is_refused(normalization, position):
     )
     with pytest.raises(ValueError, match=r"no HuggingFace family computes .* differs in .*--"):
         config_of(model, 100)
+
+
+def test_a_width_that_no_layer_has_does_not_count():
+    """With experts of another width than --ffn-hidden-size, which no layer has, the model was
+    refused for it, without the value that helps.
+    """
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=8,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        swiglu=True,
+        disable_bias_linear=True,
+        num_experts=4,
+        moe_ffn_hidden_size=32,
+    )
+    config = config_of(model, 100)
+    assert (config["model_type"], config["intermediate_size"]) == ("mixtral", 32)
+    with pytest.raises(ValueError, match=r"qwen3_moe, differs in --qk-layernorm \(there True\)$"):
+        config_of(replace(model, moe_layer_freq=(0, 1)), 100)
