@@ -166,6 +166,7 @@ class SFTConfig:
     def _check_model(self) -> None:
         model, parallel = self.model, self.parallel
         tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        self._check_experts()
         check_splits(
             model,
             stages=parallel.stage_layers(self.num_virtual_stages or 1),
@@ -187,7 +188,6 @@ class SFTConfig:
                 "--mtp-num-layers needs a layer on the last pipeline stage, which is the kind of "
                 "layer it is; drop --account-for-loss-in-pipeline-split"
             )
-        self._check_experts()
         if len(parallel.cp_comm_type) not in (1, model.num_layers):
             raise ValueError(
                 "--cp-comm-type must be one value, or one for each of --num-layers "
@@ -205,10 +205,11 @@ class SFTConfig:
         if experts > 1 and model.num_experts is None:
             raise ValueError(f"--expert-model-parallel-size {experts} needs --num-experts")
         if model.num_experts is not None and tensor > 1 and experts == 1:
+            also = "" if parallel.sequence_parallel else " and --sequence-parallel"
             raise ValueError(
-                "--num-experts with --tensor-model-parallel-size above 1 needs "
-                "--expert-model-parallel-size above 1: megatron-core would not sum the gradients "
-                "of whole experts over tensor-parallel ranks"
+                f"--num-experts with --tensor-model-parallel-size {tensor} needs "
+                f"--expert-model-parallel-size above 1{also}: megatron-core would not sum the "
+                "gradients of whole experts over tensor-parallel ranks"
             )
 
     def _check_rank_order(self) -> None:

@@ -205,7 +205,15 @@ CONTRADICTIONS = [
     (
         "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2",
         2,
-        ["--num-experts", "--tensor-model-parallel-size 2", "--sequence-parallel"],
+        [
+            "--num-experts with --tensor-model-parallel-size 2 needs "
+            "--expert-model-parallel-size above 1 and --sequence-parallel:"
+        ],
+    ),
+    (
+        "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        ["needs --expert-model-parallel-size above 1: megatron-core would"],
     ),
     (
         "--sequence-packing --max-seqlen-per-dp-cp-rank 100",
