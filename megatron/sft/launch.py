@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -69,8 +70,14 @@ def taken_apart(arguments: Sequence[str]) -> Launch:
         if not has_value and (not left or left[0].startswith("--")):
             raise FlagError(f"{flag} needs a value, as torchrun has it")
         torchrun += [flag, value if has_value else left.pop(0)]
-    if torchrun and "--nproc-per-node" not in torchrun:
+    given = dict(zip(torchrun[::2], torchrun[1::2]))
+    if given and "--nproc-per-node" not in given:
         raise FlagError(f"{torchrun[0]} needs --nproc-per-node, processes of this machine")
+    if given and not re.fullmatch("[1-9][0-9]*|auto|cpu|gpu|xpu", given["--nproc-per-node"]):
+        raise FlagError(
+            f"--nproc-per-node {given['--nproc-per-node']} must be a number of processes from 1, "
+            "or gpu: as many as there are GPUs"
+        )
     return Launch(torchrun, training)
 
 
@@ -113,6 +120,9 @@ def launch(found: Launch, program: str) -> NoReturn:
             print(f"{program}: error: rank {rank} ended by {how}; see above", file=sys.stderr)
         status = first.exitcode
         raise SystemExit(status if status >= 0 else _SIGNAL_STATUS - status) from None
+    except (ValueError, AssertionError) as refused:  # by torchrun, of values of its options
+        print(f"{program}: error: torchrun: {refused}", file=sys.stderr)
+        raise SystemExit(2) from None
     except SignalException as stopped:  # the processes have said where they stopped
         raise SystemExit(_SIGNAL_STATUS + stopped.sigval) from None
     raise SystemExit(0)

@@ -54,6 +54,11 @@ def test_number_of_processes(given, size):
     [
         ("--nproc-per-node", "needs a value"),
         ("--nnodes 2", "--nnodes needs --nproc-per-node"),
+        (
+            "--nproc-per-node two",
+            "--nproc-per-node two must be a number of processes from 1, or gpu",
+        ),
+        ("--nproc-per-node=0", "--nproc-per-node 0 must be a number of processes from 1, or gpu"),
         ("--nproc 2", "unknown option --nproc; did you mean --nproc-per-node?"),
         ("--nproc_per_nod 2", "unknown option --nproc_per_nod; did you mean --nproc-per-node?"),
     ],
@@ -70,6 +75,14 @@ def test_a_mistyped_flag_is_the_only_line():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("error: unknown option --lrr; did you mean --lr?\n")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_torchrun_refuses_is_the_only_line():
+    """It was the last of 25, a traceback."""
+    done = run("--nproc-per-node", "1", "--nnodes", "2:1", *GOOD.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("python -m megatron.sft: error: torchrun: min_nodes must be > 0")
 
 
 def test_what_ends_a_run_is_the_last_line(tmp_path):
