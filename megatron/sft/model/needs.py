@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.packing.flags import flag_of
+from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.sft.model import kernels
 from megatron.sft.options.config import SFTConfig
 
@@ -21,6 +22,11 @@ def check_needs(config: SFTConfig, device: torch.device) -> None:
     """Raises ValueError for an option that needs what is not here, with the way out."""
     if config.optimizer.use_precision_aware_optimizer:
         _check_optimizer(config, device)
+    if config.model.attention_dropout and not transformer_engine_installed():
+        raise ValueError(
+            f"--attention-dropout {config.model.attention_dropout} needs a GPU with Transformer "
+            "Engine; pass 0, and for dropout after attention --hidden-dropout"
+        )
     if config.kernels.cross_entropy_loss_fusion and device.type != "cuda":
         raise ValueError("--cross-entropy-loss-fusion needs a GPU; drop it")
     of_triton = ("cross_entropy_loss_fusion", "bias_swiglu_fusion")

@@ -54,6 +54,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             CPU,
             "--cross-entropy-loss-fusion needs a GPU; drop it",
         ),
+        (
+            "--attention-dropout 0.1",
+            CPU,
+            "^--attention-dropout 0.1 needs a GPU with Transformer Engine; pass 0, and for dropout",
+        ),
     ],
 )
 def test_what_is_not_here_is_refused_before_anything_is_built(
@@ -66,10 +71,12 @@ def test_what_is_not_here_is_refused_before_anything_is_built(
         check_needs(parse(arguments), device)
 
 
-def test_what_is_here_is_taken(engine: ModuleType) -> None:
+def test_what_is_here_is_taken(engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that is never passed would hide an option from everybody."""
     from megatron.sft.model import needs
 
+    monkeypatch.setattr(needs, "transformer_engine_installed", lambda: True)
+    needs.check_needs(parse("--attention-dropout 0.1"), CUDA)
     needs.check_needs(parse(PRECISION), CUDA)
     engine.FusedAdam = type("FusedAdam", (), {"__init__": lambda self, params: None})  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="FusedAdam"):  # of an old release
