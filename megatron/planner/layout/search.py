@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -211,16 +212,26 @@ class Search(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """Time and memory of a layout, each with a bound that costs little."""
+    """Time and memory of a layout, each with bounds that cost little."""
 
     least_seconds: Callable[[Candidate], float]
     """At most `seconds`."""
+    bound_seconds: Callable[[Candidate], float]
+    """A closer bound, asked of few."""
     seconds: Callable[[Candidate], float]
     least_bytes: Callable[[Candidate], int]
     """At most `num_bytes`."""
     num_bytes: Callable[[Candidate], int]
     is_valid: Callable[[Candidate], bool] = lambda one: True
     """Asked before all but `least_seconds`."""
+
+
+class _Known(IntEnum):
+    """Which seconds of a layout are known."""
+
+    LEAST = 0
+    BOUND = 1
+    SCHEDULED = 2
 
 
 def search(
@@ -239,26 +250,29 @@ def search(
     """
     listed: list[Candidate] = []
     failed: list[Candidate] = []
-    waiting: list[tuple[float, bool, int, int, int]] = []
+    waiting: list[tuple[float, _Known, int, int, int]] = []
     for number, one in enumerate(candidates):
         listed.append(one)
         least = measures.least_seconds(one)
-        waiting.append((least, False, RECOMPUTES.index(one.recompute), one.capacity, number))
+        waiting.append((least, _Known.LEAST, RECOMPUTES.index(one.recompute), one.capacity, number))
     heapq.heapify(waiting)
     found = Search([], len(listed), 0, 0, 0)
     while waiting and len(found.best) < count:
         progress(found)
-        seconds, is_timed, recompute, capacity, number = heapq.heappop(waiting)
+        seconds, known, recompute, capacity, number = heapq.heappop(waiting)
         one = listed[number]
-        if not is_timed and not measures.is_valid(one):
+        if known is _Known.LEAST and not measures.is_valid(one):
             found = found._replace(num_refused=found.num_refused + 1)
+        elif known is _Known.LEAST:
+            bound = max(seconds, measures.bound_seconds(one))
+            heapq.heappush(waiting, (bound, _Known.BOUND, recompute, capacity, number))
         elif measures.least_bytes(one) > memory or any(
             one.holds_at_least(other) for other in failed
         ):
             found = found._replace(num_too_large=found.num_too_large + 1)
-        elif not is_timed:
+        elif known is _Known.BOUND:
             found = found._replace(num_timed=found.num_timed + 1)
-            entry = measures.seconds(one), True, recompute, capacity, number
+            entry = measures.seconds(one), _Known.SCHEDULED, recompute, capacity, number
             heapq.heappush(waiting, entry)
         else:
             found = found._replace(num_measured=found.num_measured + 1)

@@ -136,7 +136,14 @@ def _measures(times: TimeModel, memory: Memory, is_valid: Callable[[Candidate], 
             return least
         return max(least, memory.least_bytes(one, times.least_states(one)))
 
-    return Measures(times.least_seconds, times.seconds, least_bytes, memory.num_bytes, is_valid)
+    return Measures(
+        times.least_seconds,
+        times.bound_seconds,
+        times.seconds,
+        least_bytes,
+        memory.num_bytes,
+        is_valid,
+    )
 
 
 def _searched(

@@ -61,7 +61,13 @@ def bytes_of(one: Candidate) -> int:
     return int(8e9 * states / one.tp / one.pp + 32 * kept * one.capacity / one.tp)
 
 
-MEASURES = Measures(TIMES.least_seconds, seconds_of, lambda one: bytes_of(one) // 2, bytes_of)
+MEASURES = Measures(
+    TIMES.least_seconds,
+    TIMES.bound_seconds,
+    seconds_of,
+    lambda one: bytes_of(one) // 2,
+    bytes_of,
+)
 
 
 @pytest.mark.parametrize("memory", [20 * GIB, 30 * GIB, 45 * GIB, 80 * GIB, 400 * GIB])
@@ -86,7 +92,8 @@ def test_a_search_says_how_far_it_is() -> None:
     found = search(CLUSTER, MEASURES, 45 * GIB, progress=seen.append)
     counts = [(one.num_timed, one.num_measured, one.num_too_large) for one in seen]
     assert counts[0] == (0, 0, 0)
-    assert all(sum(more) - sum(less) in (1, 2) for less, more in pairwise(counts))
+    # 0: its bound was computed.
+    assert all(sum(more) - sum(less) in (0, 1, 2) for less, more in pairwise(counts))
     assert found.num_timed >= seen[-1].num_timed > len(found.best)
 
 
@@ -120,6 +127,17 @@ def test_refused_layouts_are_left_out_and_few_are_checked() -> None:
     assert found.best == expected.best
     assert found.num_refused == sum(one.tp == 1 for one in checked) > 0
     assert len(set(checked)) == len(checked) < len(CLUSTER)
+
+
+def test_bounds_of_bubbles_spare_most_schedules() -> None:
+    """Of 18,234 layouts 1,452 were scheduled, which took minutes."""
+    layouts = enumerated(32, num_layers=32, num_experts=None, capacities=lambda tp, cp: [8192])
+    cluster = [one for one in layouts if BATCHES[0].size % one.dp == 0]
+    tight = MEASURES._replace(seconds=TIMES.seconds)
+    loose = tight._replace(bound_seconds=TIMES.least_seconds)
+    found, of_loose = (search(cluster, measures, 200 * GIB) for measures in (tight, loose))
+    assert found.best == of_loose.best
+    assert 3 * found.num_timed < of_loose.num_timed
 
 
 def test_layouts_with_the_same_work_share_its_computation() -> None:
@@ -178,7 +196,8 @@ def test_bounds_are_bounds() -> None:
             if times is trees:
                 one = replace(one, capacity=32768 // one.cp)
             parts = PARTS(one) if times is TIMES else times.parts(one)
-            assert times.least_seconds(one) <= sum(parts.values()) * (1 + 1e-9)
+            least = max(times.least_seconds(one), times.bound_seconds(one))
+            assert least <= sum(parts.values()) * (1 + 1e-9)
             assert min(parts.values()) >= -1e-9, (one, parts)
 
 
