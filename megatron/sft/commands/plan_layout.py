@@ -124,7 +124,7 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
             "no layout fits; take more GPUs, GPUs with more memory, --lora or a lower --seq-length"
         )
     if options.html is not None and found.best:
-        bars = [_bar(choice, times, memory.found[choice.candidate]) for choice in found.best]
+        bars = [_bar(choice, times, memory.stages(choice.candidate)) for choice in found.best]
         Path(options.html).write_text(layout_page(bars, limit, tokens), encoding="utf-8")
         print(f"\npage: {options.html}")
 

@@ -7,7 +7,7 @@ activations, workspaces of passes    run where the stage is shallow; else extrap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -178,16 +178,13 @@ class Shared:
 
 def estimates(request: Request, shared: Shared | None = None) -> list[StageEstimate]:
     """Returns the bytes of each stage. Middle stages of equal layers share their traces."""
-    return list(each_estimate(request, Shared() if shared is None else shared))
+    shared = Shared() if shared is None else shared
+    stages = stages_of(request.config, request.world_size)
+    return [estimate(request, stage, shared) for stage in stages]
 
 
-def each_estimate(request: Request, shared: Shared) -> Iterator[StageEstimate]:
-    """Yields the same, stage by stage: the first one is often the fullest."""
-    for stage in stages_of(request.config, request.world_size):
-        yield _estimate(request, stage, shared)
-
-
-def _estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
+def estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
+    """Returns the bytes of one stage."""
     states_key = _states_key(request, stage)
     if states_key not in shared.states:
         shared.states[states_key] = trace(request, stage.rank, 1, passes=False)

@@ -17,10 +17,10 @@ from megatron.sft.fit.estimate import (
     Shared,
     StageEstimate,
     bytes_beside_states,
-    each_estimate,
+    estimate,
 )
 from megatron.sft.fit.report import FRAGMENTATION_PERCENT, LIBRARIES_BYTES
-from megatron.sft.fit.stages import depths_of, layers_of, stages_of
+from megatron.sft.fit.stages import Stage, depths_of, fullest_of, layers_of, stages_of
 from megatron.sft.options.config import SFTConfig
 
 
@@ -70,7 +70,7 @@ class Memory:
     limit: int
     """Bytes of a GPU: stages are traced as long as they fit."""
     loss_share: float = 1.0
-    found: dict[Candidate, list[StageEstimate]] = field(default_factory=dict)
+    _estimates: dict[tuple[Candidate, Stage], StageEstimate] = field(default_factory=dict)
     _shared: Shared = field(default_factory=Shared)
     _kept: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
     """See `_kept_by_layers`; by what it depends on."""
@@ -79,12 +79,25 @@ class Memory:
         """Returns those of the fullest GPU, margin included; of the first one that has more than
         `limit`.
         """
-        self.found[candidate] = stages = []
-        for stage in each_estimate(self._request(candidate), self._shared):
-            if _with_margin(stage.peak) > self.limit:
-                return _with_margin(stage.peak)
-            stages.append(stage)
-        return _with_margin(max(stage.peak for stage in stages))
+        request, peak = self._request(candidate), 0
+        for stage in fullest_of(request.config, stages_of(request.config, request.world_size)):
+            peak = max(peak, _with_margin(self._estimate(candidate, stage).peak))
+            if peak > self.limit:
+                break
+        return peak
+
+    def stages(self, candidate: Candidate) -> list[StageEstimate]:
+        """Returns the bytes of every stage."""
+        request = self._request(candidate)
+        stages = stages_of(request.config, request.world_size)
+        return [self._estimate(candidate, stage) for stage in stages]
+
+    def _estimate(self, candidate: Candidate, stage: Stage) -> StageEstimate:
+        key = candidate, stage
+        if key not in self._estimates:
+            request = self._request(candidate)
+            self._estimates[key] = estimate(request, stage, self._shared)
+        return self._estimates[key]
 
     def least_bytes(self, candidate: Candidate, states: int) -> int:
         """Returns bytes that a GPU of the first stage needs at least, of which `states` live from

@@ -4,6 +4,7 @@ of larger ones follows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -66,6 +67,17 @@ def kinds_of(config: SFTConfig, stage: Stage) -> tuple[tuple[Any, ...], ...]:
     """
     kinds = _kinds(config)
     return tuple(tuple(kinds[layer] for layer in part) for part in layers_of(config, stage))
+
+
+def fullest_of(config: SFTConfig, stages: Sequence[Stage]) -> list[Stage]:
+    """Returns the stages of which one is the fullest. A stage before the last one holds no more
+    than an earlier one with layers alike, which has as many microbatches in flight, or more.
+
+        5 stages of 7 7 7 7 4 layers    ->    0 4
+        4 stages of 6 7 7 6 layers      ->    0 1 3
+    """
+    found = {kinds_of(config, stage): stage for stage in reversed(stages[:-1])}
+    return [*reversed(found.values()), stages[-1]]
 
 
 def depths_of(config: SFTConfig, stage: Stage) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.planner.layout.search import enumerated
 from megatron.sft.arguments.parse import parse_config
+from megatron.sft.fit.stages import fullest_of, stages_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 MODEL = (
@@ -35,3 +36,20 @@ def test_flags_make_the_layout_whose_memory_was_traced() -> None:
             expected.model,
         )
         assert config.layers_of_parts == one.stage_layers.of_parts(14)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", [0, 3]),  # 3 3 3 3
+        ("--decoder-last-pipeline-num-layers 2", [0, 3]),
+        ("--account-for-embedding-in-pipeline-split", [0, 1, 3]),  # 2 3 3 3
+    ],
+)
+def test_stages_that_hold_less_than_another_are_not_traced(flags: str, expected: list[int]) -> None:
+    """Each interleaved stage takes seconds: of sixteen two are enough."""
+    num_layers = 12 - ("last" in flags) - ("embedding" in flags)
+    model = MODEL.replace("--num-layers 14", f"--num-layers {num_layers}")
+    config = parse_config(f"{model} --pipeline-model-parallel-size 4 {flags}".split(), 4)
+    found = fullest_of(config, stages_of(config, 4))
+    assert [stage.number for stage in found] == expected
