@@ -43,7 +43,9 @@ class TrainingConfig:
     lr_warmup_samples: int | None = None
     """Linear warmup in sequences, in place of --lr-warmup-iters."""
     lr_warmup_fraction: float | None = None
-    """Linear warmup as a share of the steps, in place of --lr-warmup-iters."""
+    """Linear warmup as a share of the steps, in place of --lr-warmup-iters; none for less than a
+    step.
+    """
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay of WSD."""
     lr_wsd_decay_iters: int | None = None
@@ -186,7 +188,9 @@ class TrainingConfig:
     def warmup_samples(self) -> int:
         """Samples of the linear warmup."""
         if self.lr_warmup_fraction is not None:
-            return int(self.lr_warmup_fraction * self.decay_samples)
+            samples = int(self.lr_warmup_fraction * self.decay_samples)
+            # The first step of a warmup trains at 0, and a short run has few others, or none.
+            return samples if samples >= self.global_batch_size else 0
         return self.lr_warmup_samples or self.lr_warmup_iters * self.global_batch_size
 
     def for_records(self, num_records: int) -> TrainingConfig:

@@ -30,6 +30,12 @@ def test_warmup_by_steps_and_by_share_are_one() -> None:
     assert rates("--lr-warmup-fraction 0.4")[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
 
 
+def test_less_than_a_step_is_no_warmup() -> None:
+    """With all defaults a run of one step trained at 0, and one of two in the second alone."""
+    assert rates("--lr-warmup-fraction 0.09") == rates("")
+    assert rates("--lr-warmup-fraction 0.1") == rates("--lr-warmup-iters 1")
+
+
 def test_wsd_stays_until_it_falls() -> None:
     """Recipes of Megatron-LM have it."""
     found = rates("--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style linear")
