@@ -87,6 +87,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.preflight.dry_run import dry_run
         from megatron.sft.preflight.read_files import fingerprints
         from megatron.sft.preflight.samples_of_run import (
+            notes_on_repeats,
             notes_on_samples,
             with_samples_of_checkpoint,
         )
@@ -102,7 +103,9 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             prepare_output(config.output)
             given, config = config, with_samples_of_checkpoint(config)
             datasets = build_datasets(config)
-            for line in notes_on_samples(given, config, datasets.train_turns) if rank == 0 else ():
+            notes = notes_on_samples(given, config, datasets.train_turns)
+            repeats = notes_on_repeats(config, len(datasets.train))
+            for line in [*notes, *repeats] if rank == 0 else ():
                 print(line, flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))
