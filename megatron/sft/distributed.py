@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.packing.flags import flag_of
-from megatron.sft.agreement import check_agreement
-from megatron.sft.environment import world_from_environment
+from megatron.sft.agreement import AgreedError, check_agreement
+from megatron.sft.environment import local_rank, world_from_environment
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 
@@ -47,6 +47,7 @@ def process_groups(
     cpu_support.install()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     store = _store(rank, world_size, timeout)
+    _check_gpus(device, rank, world_size, store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
     # Files come first: other records are other numbers of steps, too.
@@ -170,11 +171,35 @@ def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise RuntimeError(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
-            f"start torchrun with --nproc-per-node {torch.cuda.device_count()}"
+    num_gpus = torch.cuda.device_count()
+    # A single visible GPU, as by `srun --gpus-per-task=1` or Ray, is this process's own.
+    index = local_rank() if num_gpus > 1 else 0
+    if index >= num_gpus:
+        raise ValueError(
+            f"local rank {index} has no GPU: this machine has {num_gpus}; start torchrun with "
+            f"--nproc-per-node {num_gpus}"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _check_gpus(device: torch.device, rank: int, world_size: int, store: dist.Store) -> None:
+    """Raises AgreedError unless each rank has a GPU of its own, or none has one. The store
+    compares them, since no collective could: NCCL fails for ranks that share a GPU.
+    """
+    on_gpu = device.type == "cuda"
+    store.set(f"gpu {rank}", str(torch.cuda.get_device_properties(device).uuid) if on_gpu else "-")
+    gpus = store.multi_get([f"gpu {number}" for number in range(world_size)])  # type: ignore[attr-defined]  # waits for all
+    if set(gpus) == {b"-"}:
+        return
+    for number, gpu in enumerate(gpus):
+        if gpu == b"-":
+            raise AgreedError(
+                f"rank {number} finds no GPU, but others do; see nvidia-smi on its machine, or set "
+                "CUDA_VISIBLE_DEVICES= on all ranks to train on CPUs"
+            )
+        if (first := gpus.index(gpu)) != number:
+            raise AgreedError(
+                f"ranks {first} and {number} have the same GPU ({gpu.decode()}); start one process "
+                "per GPU, and set LOCAL_RANK to its number on its machine, or let it see one GPU"
+            )

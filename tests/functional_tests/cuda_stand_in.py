@@ -9,6 +9,7 @@ stays installed: use it in a fork.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import traceback
@@ -265,7 +266,7 @@ class Event:
 
 
 def install() -> None:
-    """Let this process find one GPU."""
+    """Let this process find one GPU, which no other has."""
     stream = Stream()
     of_cuda = {
         "_lazy_init": None,
@@ -277,7 +278,7 @@ def install() -> None:
         "get_device_capability": (9, 0),
         "get_device_name": "a stand-in",
         "get_device_properties": SimpleNamespace(
-            name="a stand-in", total_memory=2**37, major=9, minor=0
+            name="a stand-in", total_memory=2**37, major=9, minor=0, uuid=str(os.getpid())
         ),
         "current_stream": stream,
         "default_stream": stream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -102,6 +103,24 @@ def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path
     for of_step in found["reads"][1:]:  # the first asks which groups have weights
         assert len(of_step) == 1, of_step
         assert "clip_grads.py" in of_step[0]
+
+
+def main_on_one_gpu() -> None:
+    """A rank that takes the GPU that every other takes."""
+    cuda_stand_in.install()
+    torch.cuda.get_device_properties(0).uuid = "GPU-1"  # type: ignore[misc]
+    main()
+
+
+def test_ranks_that_share_a_gpu_are_refused(tmp_path: Path) -> None:
+    """NCCL says "Duplicate GPU detected", in a traceback of each rank."""
+    model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 64"
+    arguments = f"{ARGUMENTS} {model} --run-dir {tmp_path}/run".split()
+    status, output = train_forked(2, arguments, main_on_one_gpu)
+    assert status == 2, output
+    (line,) = re.findall(r"error: (.*)", output)
+    assert line.startswith("ranks 0 and 1 have the same GPU (GPU-1); start one process per GPU")
+    assert "Traceback" not in output
 
 
 def test_an_optimizer_on_the_host_trains_and_continues_as_one_on_the_device(tmp_path: Path) -> None:

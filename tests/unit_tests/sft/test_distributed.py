@@ -5,11 +5,13 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.sft.agreement import AgreedError
 from tests.unit_tests.sft.command_line import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -108,3 +110,59 @@ def test_a_wrong_port_and_an_absent_first_rank_are_named(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(unused.getsockname()[1]))
         with pytest.raises(ValueError, match=r"rank 0 does not listen at port .* start it"):
             distributed._store(1, 2, timedelta(seconds=0.3))
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "local_rank", "index"), [(8, "3", 3), (1, "3", 0), (1, None, 0), (8, None, 0)]
+)
+def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, num_visible, local_rank, index):
+    """`srun --gpus-per-task=1` and Ray show each process its own GPU alone, as number 0."""
+    from megatron.sft import distributed
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert distributed._device() == torch.device("cuda", index)
+    assert taken == [index]
+
+
+def test_more_processes_than_gpus_are_named(monkeypatch):
+    from megatron.sft import distributed
+
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"local rank 4 has no GPU: .* --nproc-per-node 4"):
+        distributed._device()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fault"),
+    [
+        (["a", "b", "c"], None),
+        (["-", "-", "-"], None),
+        (["a", "b", "a"], r"^ranks 0 and 2 have the same GPU \(a\); .* set LOCAL_RANK"),
+        (["a", "-", "c"], r"^rank 1 finds no GPU, but others do; see nvidia-smi"),
+        (["-", "b", "c"], r"^rank 0 finds no GPU, but others do"),
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch, gpus, fault):
+    """NCCL says "Duplicate GPU detected" of ranks without a LOCAL_RANK, which all take GPU 0; a
+    rank without a GPU would wait over gloo for those that wait over NCCL.
+    """
+    from megatron.sft import distributed
+
+    store = dist.HashStore()
+    for rank in (1, 2):
+        store.set(f"gpu {rank}", gpus[rank])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=gpus[0])
+    )
+    device = torch.device("cpu" if gpus[0] == "-" else "cuda")
+    with pytest.raises(AgreedError, match=fault) if fault else contextlib.nullcontext():
+        distributed._check_gpus(device, 0, 3, store)
+    assert store.get("gpu 0").decode() == gpus[0]
