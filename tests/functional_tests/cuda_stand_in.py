@@ -32,6 +32,8 @@ reads: list[str] = []
 """What the host waited for the device for, and where, in order."""
 mixed: list[str] = []
 """Operations on tensors of both devices."""
+streams: list[str] = []
+"""Where each stream was made."""
 
 _fields: Any = Tensor
 _FACTS = {
@@ -239,7 +241,7 @@ class Stream:
     device = DEVICE
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        streams.append(_where())
 
     def record_event(self) -> Event:
         """One that is over."""

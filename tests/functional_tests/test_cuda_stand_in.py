@@ -45,7 +45,12 @@ def main_on_stand_in() -> None:
 
     Trainer._step = step  # type: ignore[method-assign, assignment]
     main()
-    print(FOUND + json.dumps({"reads": reads, "mixed": cuda_stand_in.mixed}))
+    print(
+        FOUND
+        + json.dumps(
+            {"reads": reads, "mixed": cuda_stand_in.mixed, "streams": cuda_stand_in.streams}
+        )
+    )
 
 
 def train_on_stand_in(arguments: Sequence[str]) -> tuple[int, str]:
@@ -77,7 +82,7 @@ def train_on_stand_in(arguments: Sequence[str]) -> tuple[int, str]:
 )
 def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path: Path) -> None:
     """A tensor left on the host ends a run on a GPU; each further read empties the device's queue,
-    and no figure says why.
+    and no figure says why. A stream of each step's own is soon one of NCCL's.
     """
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: make gpu-test")
@@ -100,6 +105,7 @@ def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path
         assert here[iteration]["grad_norm"] == pytest.approx(cpu[iteration]["grad_norm"], rel=0.1)
     found = json.loads(outputs["here"].partition(FOUND)[2])
     assert found["mixed"] == []
+    assert sum("microbatches.py" in place for place in found["streams"]) == 1
     for of_step in found["reads"][1:]:  # the first asks which groups have weights
         assert len(of_step) == 1, of_step
         assert "clip_grads.py" in of_step[0]

@@ -18,6 +18,7 @@ what it continues. `num_paths` (int32 [T]) is there where tokens count other tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -203,7 +204,7 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
     tokens count. The copies run on a stream of their own, for which the caller's current stream
     waits, and the host waits for nothing.
     """
-    stream = torch.cuda.Stream(device)
+    stream = _copy_stream(device)
     copied: tuple[Microbatch, torch.cuda.Event] | None = None
     for following in (*microbatches, None):
         upcoming = None
@@ -227,6 +228,17 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
                     microbatch[name].record_stream(current)
             yield microbatch
         copied = upcoming
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of all copies to the device, in all steps and virtual stages.
+
+    torch gives out 32 streams in turn, to NCCL's groups too: new ones would soon be those of a
+    group, and copies would wait behind its transfers. Streams of high priority are 32 others. The
+    allocator keeps freed memory by stream, so that a kept one uses it again.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _microbatches(
