@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron.packing.flags import flag_of
 from megatron.sft.agreement import AgreedError, check_agreement
-from megatron.sft.environment import local_rank, world_from_environment
+from megatron.sft.environment import keep_launch_order, local_rank, world_from_environment
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 
@@ -42,6 +42,8 @@ def process_groups(
     rank, world_size = world_from_environment()
     if config.training.deterministic_mode:
         use_deterministic_kernels()
+    if max(config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size) > 1:
+        keep_launch_order()
     device = _device()
     mcore_fixes.install()
     cpu_support.install()

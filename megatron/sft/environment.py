@@ -169,6 +169,33 @@ def let_memory_grow() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+def keep_launch_order() -> None:
+    """Lets a GPU before Blackwell start kernels of all streams in the order of their launches,
+    unless the user has configured it. Before CUDA is used.
+
+    megatron-core launches collectives of tensor and context parallel ranks before the products that
+    hide them, and such a GPU may otherwise start the products first.
+    """
+    if 0 < _compute_capability() < 10:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _compute_capability() -> int:
+    """Returns the major number of the machine's first GPU; 0 without one. It asks the driver's
+    library, as asking CUDA would start it.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    # Each call only returns an error if the one before it failed.
+    nvml.nvmlInit_v2()
+    nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu))
+    nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
+    return major.value
+
+
 def end_with_launcher() -> None:
     """Makes Linux send SIGTERM to this process when torchrun is killed: nothing else ends it."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

@@ -64,6 +64,51 @@ def test_deterministic_kernels_are_asked_of_all_libraries(monkeypatch):
             os.environ.pop(name, None)
 
 
+@pytest.mark.parametrize(
+    ("flags", "capability", "chosen", "expected"),
+    [
+        ("--tensor-model-parallel-size 2", 9, None, "1"),
+        ("--context-parallel-size 2", 8, None, "1"),
+        ("--tensor-model-parallel-size 2", 9, "8", "8"),  # as the user chose
+        ("--tensor-model-parallel-size 2", 10, None, None),
+        ("--tensor-model-parallel-size 2", 0, None, None),
+        ("--pipeline-model-parallel-size 2", 9, None, None),
+    ],
+)
+def test_launches_keep_their_order_where_collectives_hide(
+    monkeypatch, flags, capability, chosen, expected
+):
+    """Collectives of tensor parallel ranks would run after the products that hide them, and
+    megatron-core's warning is hidden. It must be set before the device is used.
+    """
+    from megatron.sft import distributed
+
+    class Driver:
+        """The calls of NVML."""
+
+        nvmlInit_v2 = staticmethod(lambda: 0)
+        nvmlDeviceGetHandleByIndex_v2 = staticmethod(lambda _, gpu: 0)
+
+        @staticmethod
+        def nvmlDeviceGetCudaComputeCapability(gpu, major, minor):
+            major._obj.value = capability
+
+    def device():
+        found.append(os.environ.get(name))
+        raise InterruptedError
+
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    found: list[str | None] = []
+    monkeypatch.setenv(name, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("ctypes.CDLL", {"libnvidia-ml.so.1": Driver}.__getitem__)
+    monkeypatch.setattr(distributed, "_device", device)
+    with pytest.raises(InterruptedError), distributed.process_groups(parse(flags, world_size=2)):
+        pass
+    assert found == [expected]
+
+
 @pytest.fixture(params=["silent", "web"])
 def taken_port(request):
     """A port at which something else listens, which never answers or says what it is."""
