@@ -116,7 +116,10 @@ def test_worst_routing_takes_more_than_balanced() -> None:
     flags = f"{EXPERTS} --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --bf16"
     request = request_of(flags, 2, 5)
     worst = estimates(Request(**{**vars(request), "routing": "worst"}))
-    assert worst[0].peak > estimates(request)[0].peak
+    balanced = estimates(request)
+    assert worst[0].peak > balanced[0].peak
+    # All layers have experts, which were counted as MLP.
+    assert {"experts", "MLP"} & {part.name for part in balanced[0].passes} == {"experts"}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -190,6 +193,7 @@ def test_a_folder_with_a_config_alone_is_enough(
     printed = capsys.readouterr().out
     assert "fits: 6.00 GiB left on every rank" in printed
     assert "vocabulary 512, bfloat16" in printed
+    assert "building the model instead of all; the optimizer step instead of the passes" in printed
     (stage,) = json.loads((tmp_path / "out.json").read_text())["stages"]
     sizes = {part["name"]: part["bytes"] for part in stage["parts"]}
     # Half of each matrix, and whole norms: embedding, head, six layers.

@@ -120,6 +120,8 @@ class GroupedExperts(SequentialMLP):
 class _Layers(torch.nn.Module):
     """A linear layer of all experts, in the place of one expert's; parameters stay theirs."""
 
+    is_expert = True  # as megatron-core's linear layers say it
+
     def __init__(self, layers: list[Any], groups: Groups, bias_scale: Tensor | None = None) -> None:
         super().__init__()
         self._arguments = layers, groups, bias_scale

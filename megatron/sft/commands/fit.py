@@ -169,6 +169,10 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     print()
     for remark in dict.fromkeys(remark for estimate in found for remark in estimate.remarks):
         print(f"note      {remark}")
+    print(
+        "peak      the sum of the rows, or where that is more: building the model instead of all; "
+        "the optimizer step instead of the passes"
+    )
     print(f"status    {ESTIMATED}")
     trees = tree_bytes(config, [estimate.stage for estimate in found])
     if trees is not None:
@@ -183,7 +187,7 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
         f"          at most {gib(save_host)} GiB for a rank that writes a checkpoint, with "
         "--async-save until it is written (described)"
     )
-    print(f"took      {time.monotonic() - start:.0f} s")
+    print(f"time      {time.monotonic() - start:.0f} s for this estimate")
     for name, expected, size in [] if peaks is None else comparison(found[0], peaks):
         print(
             f"verified  {name}: {gib(size)} GiB at most on this GPU, {size / expected - 1:+.1%} of "

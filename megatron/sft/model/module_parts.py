@@ -7,6 +7,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.packing.model.attention.delta_net import GatedDeltaNet
@@ -14,6 +15,7 @@ from megatron.packing.model.attention.delta_net import GatedDeltaNet
 _PARTS: tuple[tuple[type, str], ...] = (
     (Attention, "attention"),
     (GatedDeltaNet, "delta nets"),
+    (SharedExpertMLP, "experts"),
     (MLP, "MLP"),
     (BaseMoELayer, "experts"),
     (LanguageModelEmbedding, "embedding"),
@@ -25,4 +27,6 @@ _PARTS: tuple[tuple[type, str], ...] = (
 
 def part_of_module(module: object) -> str | None:
     """Returns the part that a module's storages count for; None for what is none of these kinds."""
+    if isinstance(module, MLP) and getattr(module.linear_fc1, "is_expert", False):
+        return "experts"
     return next((part for kind, part in _PARTS if isinstance(module, kind)), None)
