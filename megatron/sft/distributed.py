@@ -7,10 +7,12 @@ import re
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,13 +22,21 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.packing.flags import flag_of
-from megatron.sft.agreement import AgreedError, check_agreement
+from megatron.packing.model.attention.kernels import triton_fault
+from megatron.sft.agreement import AgreedError, check_agreement, differences, gathered
 from megatron.sft.environment import keep_launch_order, local_rank, world_from_environment
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 
 _ANSWER_SECONDS = 30.0
 """Maximum wait for the store. One that does not answer by then is an error."""
+_KERNELS = {
+    "transformer_engine": "transformer-engine",
+    "triton": "triton",
+    "flash_attn": "flash-attn-4",
+    "fla": "flash-linear-attention",
+}
+"""Modules whose presence decides layers and kernels, and the packages that bring them."""
 
 
 @contextmanager
@@ -55,6 +65,7 @@ def process_groups(
     # Files come first: other records are other numbers of steps, too.
     # Before groups are made: ranks with other options would wait in other groups.
     check_agreement({**(read or {}), **_options_and_versions(config)})
+    _warn_of_other_ranks(device)
     make_groups(config)
     # As Megatron seeds: stages differ, so that their layers do.
     # Data-parallel, tensor and context ranks of a stage share it: what they hold alike must start
@@ -165,9 +176,25 @@ def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
     options = {
         flag_of(name): value for group in config.to_dict().values() for name, value in group.items()
     }
-    return options | {
-        name: version(name) for name in ("torch", "megatron-core", "megatron-sft", "numpy")
-    }
+    versions = {name: version(name) for name in ("torch", "megatron-core", "megatron-sft", "numpy")}
+    return options | versions | {name: _version(module, name) for module, name in _KERNELS.items()}
+
+
+def _version(module: str, package: str) -> str:
+    if find_spec(module) is None:
+        return "not installed"
+    try:
+        return version(package)
+    except PackageNotFoundError:  # another package has a module of that name
+        return "unknown"
+
+
+def _warn_of_other_ranks(device: torch.device) -> None:
+    """Warns of what makes some ranks slower than others; collective. Only rank 0 shows warnings."""
+    if device.type == "cuda":
+        own = {"GPU": torch.cuda.get_device_name(device), "fault of Triton": triton_fault()}
+        for difference in differences(gathered(own)):
+            warnings.warn(f"the slowest rank sets the speed: {difference}", stacklevel=2)
 
 
 def _device() -> torch.device:

@@ -4,17 +4,23 @@ behind.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.sft import distributed
 from megatron.sft.__main__ import main
 from megatron.sft.agreement import AgreedError, check_agreement, gathered
+from megatron.sft.arguments.parse import parse_config
+from megatron.sft.environment import silence_warnings
 from megatron.sft.model.checkpoints.checksums import file_names, sum_of, write_checksums
 from megatron.sft.model.checkpoints.files import (
     check_folder,
@@ -51,6 +57,67 @@ def test_ranks_started_apart_are_refused() -> None:
         "rank 2, but 0.001 on rank 0"
     )
     assert run_ranks(started_with, 3, [1e-3, 1e-3, 1e-2]) == [told] * 3
+
+
+def started_with_kernels(installed: list[dict[str, str]]) -> str:
+    """The error of ranks with these modules; a module's version is its package's."""
+    modules = installed[dist.get_rank()]
+    found: Any = distributed
+    packages = {found._KERNELS[module]: modules[module] for module in modules}
+    found.find_spec = modules.get
+    found.version = lambda name: packages.get(name) or importlib.metadata.version(name)
+    options = [*OPTIONS, "--mock-data", "--save", "checkpoints"]
+    try:
+        check_agreement(found._options_and_versions(parse_config(options, 2)))
+    except AgreedError as error:
+        return str(error)
+    return ""
+
+
+def test_other_kernels_are_refused() -> None:
+    """Transformer Engine on one node alone gives its ranks other parameters, and NCCL compares
+    neither sizes nor order.
+    """
+    flash = {"flash_attn": "4.0.1"}
+    assert run_ranks(started_with_kernels, 2, [flash, flash]) == ["", ""]
+    told = (
+        "ranks must be started alike, with the same options, versions and files: "
+        "transformer-engine is not installed on rank 1, but 2.9 on rank 0; "
+        "flash-attn-4 is 4.0.2 on rank 1, but 4.0.1 on rank 0"
+    )
+    installed = [flash | {"transformer_engine": "2.9"}, {"flash_attn": "4.0.2"}]
+    assert run_ranks(started_with_kernels, 2, installed) == [told] * 2
+    # Of flash-attn 2 the module is there, and the package of that name is not.
+    distant = [flash, {"flash_attn": ""}]
+    (message, _) = run_ranks(started_with_kernels, 2, distant)
+    assert "flash-attn-4 is unknown on rank 1, but 4.0.1 on rank 0" in message
+
+
+def warnings_of(faults: list[str | None]) -> list[str]:
+    """What this rank shows at its start on GPUs."""
+    rank = dist.get_rank()
+    silence_warnings(rank)
+    found: Any = distributed
+    found.triton_fault = lambda: faults[rank]
+    found.torch.cuda.get_device_name = lambda _: "H100" if rank == 2 else "H200"
+    shown: list[str] = []
+    found.warnings.showwarning = lambda message, *_, **__: shown.append(str(message))
+    distributed._warn_of_other_ranks(torch.device("cuda", 0))
+    return shown
+
+
+def test_rank_0_warns_of_slower_ranks() -> None:
+    """One node without a C compiler slows all others down; its own warnings are not shown."""
+    shown = "the slowest rank sets the speed: "
+    assert run_ranks(warnings_of, 3, [None, "no gcc", None]) == [
+        [
+            f"{shown}GPU is H100 on rank 2, but H200 on rank 0",
+            f"{shown}fault of Triton is no gcc on rank 1, but None on rank 0",
+        ],
+        [],
+        [],
+    ]
+    assert run_ranks(warnings_of, 2, ["no gcc", "no gcc"]) == [[], []]
 
 
 def folder_seen(folders: list[Path]) -> str:
