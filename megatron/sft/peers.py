@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import time
@@ -26,13 +27,15 @@ from megatron.sft.environment import fail, local_rank, tell_torchrun, world_from
 
 ANSWER_SECONDS = 5.0
 """Time after which a rank that does not answer is assumed to be gone."""
-_STOP, _LOST = "stop", "lost"
+_STOP, _LOST, _CLOSED = "stop", "lost", "closed"
+_POLL_SECONDS = 0.25
 _FOREVER = timedelta(days=365)
 
 
 class Peers:
     """The other ranks of a run. A thread of this rank answers their questions, even while its main
-    thread waits in a collective.
+    thread waits in a collective. It ends this process once another rank has told a cause: over NCCL
+    a collective raises no error when a rank is gone.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -53,7 +56,7 @@ class Peers:
         """
         if self._world_size > 1:
             with suppress(RuntimeError):
-                for call in (_STOP, _LOST):
+                for call in (_CLOSED, _STOP):
                     self._store.set(call, "")
             self._thread.join(ANSWER_SECONDS)
 
@@ -93,7 +96,7 @@ class Peers:
         cause = f"rank {self._rank}: {type(failure).__name__}: {failure}"
         if is_lost(failure):
             missing = self._missing(_LOST)
-            if missing == []:
+            if missing == [] and re.search("time(d )?out", str(failure), re.IGNORECASE):
                 cause += "; all ranks answer, so one of them came too late"
             cause = _not_answering(missing) if missing else cause
         elif isinstance(failure, ValueError):  # a message for the user
@@ -109,7 +112,10 @@ class Peers:
             first = self._store.compare_set("cause", "", f"{self._rank} {cause}").decode()
             number, _, cause = first.partition(" ")
             is_first = int(number) == self._rank
+            self._store.set(_STOP, "")  # wakes the threads of all ranks, which read the cause
         tell_torchrun(cause, is_shown=is_first)
+        if self._rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            time.sleep(1)  # the store ends with this process: others must have read the cause
         _leave(1)
 
     def _missing(self, call: str) -> list[int] | None:
@@ -133,10 +139,25 @@ class Peers:
         return None
 
     def _answer(self, store: dist.Store) -> None:
-        with suppress(RuntimeError):  # the store is gone
-            for call in (_STOP, _LOST):
-                store.wait([call], _FOREVER)
-                store.set(f"{call} {self._rank}", "")
+        is_told = False
+        try:
+            # No polling before: one request for the whole run.
+            store.wait([_STOP], _FOREVER)
+            is_told = True
+            store.set(f"{_STOP} {self._rank}", "")
+            while not store.check([_CLOSED]):
+                if store.check(["cause"]):
+                    self._end(f"rank {self._rank}: another rank has failed")
+                if store.check([_LOST]):
+                    store.set(f"{_LOST} {self._rank}", "")
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError:  # the store is gone: after a call, at the end of a run
+            if not is_told:
+                time.sleep(ANSWER_SECONDS)  # if the main thread has noticed, it knows more
+                self._end(
+                    f"rank {self._rank}: the store at which ranks meet does not answer any more: "
+                    "rank 0, or torchrun on its machine, was killed or cut off"
+                )
 
 
 def _not_answering(missing: list[int]) -> str:

@@ -1,8 +1,11 @@
 """What a rank says when it ends after a failure of its own, or after one of another rank."""
 
 import json
+import multiprocessing
 import os
+import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +87,15 @@ def test_all_that_answer_are_told_apart_from_those_that_are_gone(ends):
     assert told.endswith("all ranks answer, so one of them came too late")
 
 
+def test_a_failure_of_nccl_alone_says_nothing_of_time(ends):
+    """Out of memory in NCCL's own setup: another rank would be looked for that came too late."""
+    rank, end = ends
+    for number in (0, 1):
+        rank.store.set(f"lost {number}", "")
+    _, told = end(dist.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"))
+    assert told.endswith("rank 0: DistBackendError: NCCL error: Cuda failure 2 'out of memory'")
+
+
 def test_before_there_are_peers_the_rank_and_kind_are_told(monkeypatch, capsys):
     """An unexpected error of one rank at the start: torchrun's summary would have no word of it."""
     monkeypatch.setattr("sys.argv", ["pretrain_sft.py"])
@@ -128,3 +140,45 @@ def test_threads_of_all_ranks_end_with_the_run(monkeypatch):
     assert not ranks[0]._thread.is_alive()
     ranks[1]._thread.join(5)
     assert not ranks[1]._thread.is_alive()
+
+
+def waits_as_over_nccl(port, rank, folder):
+    """A rank whose collective never ends; rank 1 of two fails."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    sys.stderr = (folder / f"rank{rank}").open("w")
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    group: Any = peers.dist
+    group.get_rank, group.get_world_size = lambda: rank, lambda: 2
+    ours = peers.Peers(store)
+    time.sleep(0.5)
+    if rank == 1:
+        ours.abort(MemoryError("no room"))
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("store_is_lost", [False, True])
+def test_a_rank_ends_whose_collective_raises_nothing(tmp_path, store_is_lost, monkeypatch):
+    """Over NCCL a rank waited for the dead one until the timeout, on a node that no launcher
+    ends, and did not learn why.
+    """
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.5)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=waits_as_over_nccl, args=(store.port, rank, tmp_path))
+        for rank in range(1 if store_is_lost else 2)
+    ]
+    start = time.monotonic()
+    for rank in ranks:
+        rank.start()
+    if store_is_lost:
+        time.sleep(1)
+        del store
+    for rank in ranks:
+        rank.join(10)
+        rank.kill()
+    assert time.monotonic() - start < 10
+    assert [rank.exitcode for rank in ranks] == [1] * len(ranks)
+    told = "rank 0: the store at which ranks meet" if store_is_lost else "MemoryError: no room"
+    assert told in (tmp_path / f"rank{len(ranks) - 1}").read_text()
