@@ -114,7 +114,7 @@ def _content_of(opened: OpenRecords) -> Callable[[Any], Mapping[str, Any]]:
     """Returns the function from a record of this source to one that ChatEncoder reads."""
     folder = opened.folder
     if folder is None:
-        return of_json if opened.path.endswith(JSON_SUFFIXES) else of_parts
+        return of_json if opened.path.endswith(JSON_SUFFIXES) else of_row
     if folder.sample_type.is_crude:
         return partial(_of_crude, folder)
     _check_text(folder.sample_type)
@@ -153,8 +153,23 @@ def of_json(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record of a table's row, whose structs lose their keys that are null: Arrow gives
+    each struct of a column the keys of all. Objects of JSON text keep theirs.
+
+    `{"tools": [{"x": 1, "y": None}]} -> {"tools": [{"x": 1}]}`
+    """
+    return of_parts({name: _without_nulls(value) for name, value in row.items()})
+
+
+def _without_nulls(value: Any) -> Any:
+    if type(value) is dict:  # not a JsonObject
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def of_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record of a table's row, or of the parts of a WebDataset sample.
+    """Returns the record of the parts of a WebDataset sample, or of columns with names like theirs.
 
     `{"__key__": "0", "txt": "t", "json": {"weight": 2}} -> {"text": "t", "weight": 2}`
     """

@@ -1,12 +1,14 @@
 """Rows of Parquet files: the right ones, and each row group decoded no more often than it must."""
 
 import itertools
+import json
 import os
 import pickle
 import signal
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 
 from megatron.blending import BlendDataset, RepeatDataset, SourceDataset
 from megatron.blending.formats import parquet
-from megatron.blending.formats.record import planned_read
+from megatron.blending.formats.record import planned_read, read_records
 from megatron.blending.formats.source_part import SourcePart
 from megatron.blending.formats.sources import open_source
 from megatron.blending.loading.chunk_loader import ChunkLoader
@@ -24,6 +26,8 @@ from tests.unit_tests.blending.number_streams import config, loaders
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")
+
+CALLS = Path(__file__).parents[3] / "fixtures" / "released" / "datasets"
 
 
 @pytest.fixture
@@ -65,6 +69,37 @@ def test_parquet_rows_across_row_groups(tmp_path, monkeypatch):
     order = [9, 0, 3, 2, 6, 8, 1, 5, 4, 7, 0]
     assert [source[i] for i in order] == [rows[i] for i in order]
     assert source.describe(5) == f"{tmp_path / 'x.parquet'} row 5"
+
+
+def test_cells_of_json(tmp_path):
+    """Taken for strings, schemas of tools stood as JSON within JSON in the prompt, in silence."""
+    rows = [json.loads(line) for line in (CALLS / "calls.jsonl").read_text().splitlines()]
+    source = open_source(str(CALLS / "calls.parquet"))
+    assert source.read(range(4)) == [source[row] for row in range(4)] == rows
+    schema = pyarrow.parquet.read_schema(CALLS / "calls.parquet")
+    json_type = schema.field("messages").type.value_type
+    texts = pyarrow.array(["{}", "{", None])
+    cells = texts.cast(json_type)
+    path = tmp_path / "broken.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"json": cells, "text": texts}), path)
+    assert open_source(str(path)).read([0, 2]) == [
+        {"json": {}, "text": "{}"},
+        {"json": None, "text": None},
+    ]
+    (error,) = read_records(open_source(str(path)), [1])
+    assert str(error).startswith(f"{path} row 1: cannot be read: JSONDecodeError: ")
+
+
+def test_cells_of_json_by_the_metadata_of_a_field():
+    """Releases of pyarrow before 19 read them as strings, and leave the type's name there."""
+    marked = pyarrow.field(
+        "element", pyarrow.string(), metadata={"ARROW:extension:name": "arrow.json"}
+    )
+    nested = pyarrow.struct([("name", pyarrow.string()), ("parts", pyarrow.large_list(marked))])
+    parsers = parquet._json_parsers(pyarrow.schema([("tool", nested), ("n", pyarrow.int8())]))
+    assert parsers.keys() == {"tool"}
+    tool = {"name": "{}", "parts": ['{"a": null}', None, "3"]}
+    assert parsers["tool"](tool) == {"name": "{}", "parts": [{"a": None}, None, 3]}
 
 
 def test_row_groups_are_decoded_once_while_there_is_room(tmp_path, decoded):

@@ -1,6 +1,8 @@
 """Records of every format as samples; broken ones are named, counted, and only so many skipped."""
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +11,14 @@ from megatron.blending.metadatasets.tree import source_entries
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder
-from megatron.sft.data.chats import num_tokens, of_json, of_parts, open_chats, source_weight
+from megatron.sft.data.chats import (
+    ChatLoad,
+    num_tokens,
+    of_json,
+    of_parts,
+    open_chats,
+    source_weight,
+)
 from megatron.sft.data.sample_set import concatenated
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.data.tokenizer import build_tokenizer
@@ -187,6 +196,30 @@ def test_records_of_samples():
     assert of_json({"__key__": "0", "txt": "t"}) == {"__key__": "0", "txt": "t"}
     assert of_json(["turn"]) == {"messages": ["turn"]}
     assert of_json(1.5) == {}
+
+
+def test_calls_and_tools_of_tables(encoder):
+    """Arrow gives all structs of a column the keys of each: calls were trained with the arguments
+    of other tools as null. A null in JSON, as a default in a schema, is the data's own.
+    """
+    pytest.importorskip("pyarrow")
+    calls = Path(__file__).parents[3] / "fixtures" / "released" / "datasets"
+
+    def contents(name):
+        (entry,) = source_entries(load_metadataset(str(calls / name), "train"))
+        opened = open_chats(entry, encoder)
+        assert isinstance(opened.load, ChatLoad)
+        read: list[Any] = [opened.load.read(opened.source[row]).content for row in range(4)]
+        of_calls = [content.messages[1].fields["tool_calls"][0]["function"] for content in read]
+        return read, [call["arguments"] for call in of_calls], read[0].tools
+
+    lines, arguments, tools = contents("calls.jsonl")
+    assert arguments == [{"city": "Rome"}, {"x": 1, "y": "2"}, {}, {"x": None}]
+    assert contents("calls.parquet") == (lines, arguments, tools)
+    _, merged, merged_tools = contents("calls-merged.parquet")
+    assert merged == [*arguments[:3], {}]
+    del tools[1]["function"]["parameters"]["properties"]["x"]["default"]
+    assert merged_tools == tools
 
 
 def test_probing_skips_what_is_dropped(encoder, write_lines):
