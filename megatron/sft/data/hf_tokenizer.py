@@ -62,8 +62,12 @@ class HuggingFaceTokenizer:
 
     def encode_passage(self, passage: Passage) -> ChatTokens:
         text = passage.prompt + passage.completion
+        bos = self.tokenizer.bos_token
         tokens = self._tokens(
-            text, [Span(len(passage.prompt), len(text), 1.0)], add_special_tokens=True
+            text,
+            [Span(len(passage.prompt), len(text), 1.0)],
+            # A text that a template has rendered begins with it.
+            add_special_tokens=not (bos and text.startswith(bos)),
         )
         # The tokenizer's post-processor may have added the end, which then only becomes trained.
         if len(tokens.ids) and tokens.ids[-1] == self.eod:

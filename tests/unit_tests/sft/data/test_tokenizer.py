@@ -280,6 +280,13 @@ def test_documents_begin_as_the_post_processor_says(save_tokenizer):
     ids, weights = tokenizer.encode_passage(Passage("how", " are"))
     assert ids.tolist() == [2, *tokenizer.encode("how are"), tokenizer.eod]
     assert ids[weights > 0].tolist() == [*tokenizer.encode(" are"), tokenizer.eod]
+    # A text that a template has rendered begins with the start token.
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN, bos_token="<s>"))
+    for passage in (Passage("", "<s>how are<|im_end|>"), Passage("<s>how", " are<|im_end|>")):
+        ids, _ = tokenizer.encode_passage(passage)
+        assert ids.tolist() == [2, *tokenizer.encode("how are"), tokenizer.eod]
+    ids, _ = tokenizer.encode_passage(Passage("", "how<s>"))
+    assert ids.tolist() == [2, *tokenizer.encode("how"), 2, tokenizer.eod]
 
 
 def test_template_of_a_file(save_tokenizer, tmp_path):
