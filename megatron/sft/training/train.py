@@ -302,7 +302,8 @@ class Trainer:
         """Takes one optimizer step; returns whether any rank was asked to stop.
 
         On a GPU the host waits for the device once per step: when megatron-core reads the norm of
-        the gradients.
+        the gradients. With pipeline stages it waits at each exchange between them, too:
+        megatron-core sends the shapes of tensors first, and reads them.
         """
         start = time.perf_counter()
         for chunk in self._training.model:
