@@ -1,5 +1,5 @@
-"""collective. Messages between ranks outside of collectives: the cause of a failure, and which
-ranks still answer.
+"""collective. Messages between ranks outside of collectives: the cause of a failure, which ranks
+still answer, and who has come to where all wait for each other's files.
 
 They go through the store of the process group's rendezvous, so that they work while a collective
 waits for a rank that is gone. torchrun hosts that store, or rank 0 without torchrun. If the store
@@ -17,9 +17,11 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.sft.agreement import AgreedError
@@ -27,9 +29,16 @@ from megatron.sft.environment import fail, local_rank, tell_torchrun, world_from
 
 ANSWER_SECONDS = 5.0
 """Time after which a rank that does not answer is assumed to be gone."""
-_STOP, _LOST, _CLOSED = "stop", "lost", "closed"
-_POLL_SECONDS = 0.25
+_CALLS = _LATE, _STOP, _LOST = "late", "stop", "lost"
+"""Questions. Each is answered once."""
+_WAKE, _CLOSED = "wake", "closed"
+_POLL_SECONDS = 0.5
+_FILES_FACTOR = 12
+"""How much longer than in a collective ranks wait for one that writes or reads files."""
 _FOREVER = timedelta(days=365)
+_numbers = count()
+_running: list[Peers] = []
+"""That of this process, if any."""
 
 
 class Peers:
@@ -49,14 +58,16 @@ class Peers:
             store = self._store.clone()  # type: ignore[attr-defined]
             self._thread = threading.Thread(target=self._answer, args=(store,), daemon=True)
             self._thread.start()
+            _running.append(self)
 
     def close(self) -> None:
         """Ends the threads of all ranks, after a run without a failure. If rank 0 hosts the store,
         its interpreter would otherwise abort at exit, with the thread still inside the store.
         """
         if self._world_size > 1:
+            _running.remove(self)
             with suppress(RuntimeError):
-                for call in (_CLOSED, _STOP):
+                for call in (_CLOSED, _WAKE):
                     self._store.set(call, "")
             self._thread.join(ANSWER_SECONDS)
 
@@ -74,6 +85,11 @@ class Peers:
                 if missing
                 else f"rank {self._rank}: nobody can be asked whether to stop"
             )
+
+    def give_up_on_late(self) -> None:
+        """Raises DistError unless all ranks answer, or did so when first asked."""
+        if self._missing(_LATE) != []:
+            raise dist.DistError("a rank that the others wait for does not answer")
 
     def leads(self, topic: str, seconds: float) -> bool:
         """Returns whether this rank is the first to call this for a topic. The others wait up to
@@ -112,7 +128,7 @@ class Peers:
             first = self._store.compare_set("cause", "", f"{self._rank} {cause}").decode()
             number, _, cause = first.partition(" ")
             is_first = int(number) == self._rank
-            self._store.set(_STOP, "")  # wakes the threads of all ranks, which read the cause
+            self._store.set(_WAKE, "")  # wakes the threads of all ranks, which read the cause
         tell_torchrun(cause, is_shown=is_first)
         if self._rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
             time.sleep(1)  # the store ends with this process: others must have read the cause
@@ -126,8 +142,8 @@ class Peers:
             answers = {
                 f"{call} {rank}": rank for rank in range(self._world_size) if rank != self._rank
             }
-            self._store.set(_STOP, "")
             self._store.set(call, "")
+            self._store.set(_WAKE, "")
             end = time.monotonic() + ANSWER_SECONDS
             while time.monotonic() < end:
                 if self._store.check(["cause"]):
@@ -139,25 +155,49 @@ class Peers:
         return None
 
     def _answer(self, store: dist.Store) -> None:
-        is_told = False
-        try:
+        with suppress(RuntimeError):  # the store is gone
             # No polling before: one request for the whole run.
-            store.wait([_STOP], _FOREVER)
-            is_told = True
-            store.set(f"{_STOP} {self._rank}", "")
+            store.wait([_WAKE], _FOREVER)
+            unanswered = list(_CALLS)
             while not store.check([_CLOSED]):
                 if store.check(["cause"]):
                     self._end(f"rank {self._rank}: another rank has failed")
-                if store.check([_LOST]):
-                    store.set(f"{_LOST} {self._rank}", "")
+                for call in [call for call in unanswered if store.check([call])]:
+                    store.set(f"{call} {self._rank}", "")
+                    unanswered.remove(call)
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # the store is gone: after a call, at the end of a run
-            if not is_told:
-                time.sleep(ANSWER_SECONDS)  # if the main thread has noticed, it knows more
-                self._end(
-                    f"rank {self._rank}: the store at which ranks meet does not answer any more: "
-                    "rank 0, or torchrun on its machine, was killed or cut off"
-                )
+
+
+def wait_for_all() -> None:
+    """Waits as a barrier does until every rank has come here, but up to 12 times as long as
+    --distributed-timeout-minutes, as long as all answer: ranks that write or read more than others
+    come late, and in a collective the others would give up on them. Collective.
+
+    Raises DistError if a rank does not come.
+    """
+    # Not by a collective: NCCL ends the process at the limit of the group, and gloo's barriers with
+    # a limit of their own have it for receiving alone.
+    try:
+        _meet(f"wait for all {next(_numbers)}")
+    except (dist.DistNetworkError, dist.DistStoreError):  # its host is gone, as a killed launcher
+        dist.barrier()
+
+
+def _meet(place: str) -> None:
+    store = _get_default_store()
+    start, pause = time.monotonic(), 0.01
+    limit = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    latest, is_asked = start + _FILES_FACTOR * limit, False
+    store.add(place, 1)
+    while missing := dist.get_world_size() - store.add(place, 0):
+        if time.monotonic() > latest:
+            raise dist.DistError(f"{missing} ranks are late by {latest - start:.0f} s")
+        if time.monotonic() > start + limit and not is_asked:
+            for peers in _running:
+                peers.give_up_on_late()
+            is_asked = True
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
 
 
 def _not_answering(missing: list[int]) -> str:

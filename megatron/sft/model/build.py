@@ -46,6 +46,7 @@ from megatron.sft.model.needs import check_needs
 from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
+from megatron.sft.peers import wait_for_all
 
 
 class Training(NamedTuple):
@@ -257,6 +258,8 @@ def build_model(
             )
         chunks.append(chunk)
     # Only the first data-parallel rank has read the HuggingFace weights: send them to the others.
+    if pretrained is not None:
+        wait_for_all()
     for chunk in chunks:
         chunk.broadcast_params()
     return chunks

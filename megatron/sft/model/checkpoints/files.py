@@ -19,6 +19,7 @@ from megatron.sft.agreement import AgreedError, gathered
 from megatron.sft.model.checkpoints.checksums import faults_in, file_names, read_checksums
 from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path, other_sound_iteration
 from megatron.sft.model.checkpoints.lock import FolderLock
+from megatron.sft.peers import wait_for_all
 
 _PROBE_BYTES = 1 << 20
 """Size of a trial write, by which a full disk is recognised."""
@@ -51,7 +52,8 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
                 raise OSError(f"{message}: {cause}") from None
             raise
         failure = f"rank {dist.get_rank()}: {cause}"
-    # Every rank comes here, failed or not: `gathered` is collective.
+    # Every rank comes here, failed or not. Those that wrote little wait for those that wrote much.
+    wait_for_all()
     failures = [text for text in gathered(failure) if text is not None]
     if failures:
         if dist.get_rank() == 0:
@@ -155,6 +157,7 @@ def found_faults(path: Path) -> list[str] | None:
         faults = [str(error)]
     if faults and len(alike) < len(seen):
         faults = [f"{fault} (the copy of rank {rank})" for fault in faults]
+    wait_for_all()
     of_ranks = [rank_faults for rank_faults in gathered(faults) if rank_faults is not None]
     return [fault for rank_faults in of_ranks for fault in rank_faults] if of_ranks else None
 

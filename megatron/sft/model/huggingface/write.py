@@ -33,6 +33,7 @@ from megatron.sft.model.huggingface.folder import (
 from megatron.sft.model.huggingface.gather import Dtypes, ValuesOf, tensors_of, written_parts
 from megatron.sft.model.huggingface.read import Placed, placed_parameters
 from megatron.sft.model.huggingface.tensors import Part, Tensors
+from megatron.sft.peers import wait_for_all
 
 MAX_BYTES_PER_FILE = 5 * 10**9
 _BLOCK = 1 << 24
@@ -106,7 +107,7 @@ def finished_folder(folder: str | Path) -> Iterator[Path]:
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    dist.barrier()
+    wait_for_all()
     try:
         yield unfinished
     except OSError as error:
@@ -115,12 +116,12 @@ def finished_folder(folder: str | Path) -> Iterator[Path]:
         if dist.get_world_size() == 1:  # else other ranks may be writing into it
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    dist.barrier()
+    wait_for_all()
     if dist.get_rank() == 0:
         if target.is_dir():
             target.rmdir()
         os.replace(unfinished, target)
-    dist.barrier()
+    wait_for_all()
 
 
 def written_parameters(chunks: Sequence[GPTModel], weights: Tensors) -> list[Placed]:

@@ -23,6 +23,7 @@ from megatron.sft.model.huggingface.write import (
 )
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import WEIGHTS
+from megatron.sft.peers import wait_for_all
 
 
 def write_adapter(
@@ -55,7 +56,7 @@ def write_adapter(
             with file.open("wb") as stream:
                 stream.write(header)
                 stream.truncate(begins[-1])
-        dist.barrier()
+        wait_for_all()
         tensors = tensors_of(placed, dtypes, lambda one: one.parameter.detach())
         with file.open("r+b") as stream:
             stream.seek(begins[sum(map(len, parts_of_all[: dist.get_rank()]))])
