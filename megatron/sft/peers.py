@@ -155,9 +155,11 @@ class Peers:
         return None
 
     def _answer(self, store: dist.Store) -> None:
-        with suppress(RuntimeError):  # the store is gone
+        is_woken = False
+        try:
             # No polling before: one request for the whole run.
             store.wait([_WAKE], _FOREVER)
+            is_woken = True
             unanswered = list(_CALLS)
             while not store.check([_CLOSED]):
                 if store.check(["cause"]):
@@ -166,6 +168,11 @@ class Peers:
                     store.set(f"{call} {self._rank}", "")
                     unanswered.remove(call)
                 time.sleep(_POLL_SECONDS)
+        except RuntimeError:  # the store is gone: once woken, at the end of a run
+            # That of torchrun is gone if torchrun was killed, after which ranks save.
+            if not is_woken and "TORCHELASTIC_RUN_ID" not in os.environ:
+                time.sleep(ANSWER_SECONDS)  # if the main thread has noticed, it knows more
+                self._end(f"rank {self._rank}: rank 0 does not answer any more: killed, or cut off")
 
 
 def wait_for_all() -> None:

@@ -8,6 +8,8 @@ import importlib.metadata
 import os
 import re
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from megatron.sft.__main__ import main
 from megatron.sft.agreement import AgreedError, check_agreement, gathered
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.environment import silence_warnings
+from megatron.sft.model.checkpoints import save
 from megatron.sft.model.checkpoints.checksums import file_names, sum_of, write_checksums
 from megatron.sft.model.checkpoints.files import (
     check_folder,
@@ -262,10 +265,10 @@ def test_a_full_disk_under_the_model_says_how_to_write_it_again(tmp_path: Path) 
     could tell.
     """
     write_chats(tmp_path / "chats.jsonl", 40)
-    save, model = tmp_path / "save", tmp_path / "model"
+    saved, model = tmp_path / "save", tmp_path / "model"
     arguments = [
         *(*OPTIONS, *LLAMA, "--train-iters", "2", "--num-workers", "0"),
-        *("--data-path", str(tmp_path / "chats.jsonl"), "--save", str(save)),
+        *("--data-path", str(tmp_path / "chats.jsonl"), "--save", str(saved)),
         *("--save-hf", str(model)),
     ]
 
@@ -281,11 +284,11 @@ def test_a_full_disk_under_the_model_says_how_to_write_it_again(tmp_path: Path) 
     assert status == 2, output
     assert output.splitlines()[-1].endswith(
         f"error: --save-hf {model} could not be written: the disk is full (No space left on device)"
-        f" ({model}.unfinished); make room there, and start again with --load {save}: all steps "
+        f" ({model}.unfinished); make room there, and start again with --load {saved}: all steps "
         "are saved"
     )
     assert not list(tmp_path.glob("model*"))
-    status, output = train_forked(1, [*arguments, "--load", str(save)])
+    status, output = train_forked(1, [*arguments, "--load", str(saved)])
     assert status == 0, output
     assert (model / "model.safetensors").is_file()
 
@@ -300,3 +303,36 @@ def test_nobody_outlives_a_killed_launcher(chats: Path, tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert not alive
     assert (tmp_path / "checkpoints" / TRACKER).read_text() == str(max(steps_of(tmp_path)))
+
+
+@pytest.mark.parametrize("way", ["--save-interval 6", "--async-save", "--save-hf"])
+def test_a_rank_that_writes_for_long_is_waited_for(tmp_path: Path, way: str) -> None:
+    """One rank writes the optimizer's state or the model of all replicas. In a collective the
+    others gave up on it after the time that is meant for exchanging gradients, at a run's end.
+    """
+    write_chats(tmp_path / "chats.jsonl", 40)
+    result = tmp_path / ("model" if way == "--save-hf" else "save")
+    arguments = [
+        *(*OPTIONS, *LLAMA, "--train-iters", "2", "--num-workers", "0"),
+        *("--data-path", str(tmp_path / "chats.jsonl"), "--distributed-timeout-minutes", "0.05"),
+        *(way.split() if way != "--save-hf" else []),
+        *("--save-hf" if way == "--save-hf" else "--save", str(result)),
+    ]
+
+    def train_with_a_slow_disk() -> None:
+        for module, name in ((save, "write_parts"), (write, "_write_file")):
+            setattr(module, name, delayed(getattr(module, name)))
+        main()
+
+    def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def late(*arguments: Any) -> Any:
+            if os.environ["RANK"] == "0":
+                time.sleep(4.5)
+            return function(*arguments)
+
+        return late
+
+    status, output = train_forked(2, arguments, train_with_a_slow_disk)
+    assert status == 0, output
+    assert result.is_dir()
+    assert not list(tmp_path.rglob("*.unfinished"))

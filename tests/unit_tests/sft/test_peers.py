@@ -180,5 +180,5 @@ def test_a_rank_ends_whose_collective_raises_nothing(tmp_path, store_is_lost, mo
         rank.kill()
     assert time.monotonic() - start < 10
     assert [rank.exitcode for rank in ranks] == [1] * len(ranks)
-    told = "rank 0: the store at which ranks meet" if store_is_lost else "MemoryError: no room"
+    told = "rank 0 does not answer any more" if store_is_lost else "MemoryError: no room"
     assert told in (tmp_path / f"rank{len(ranks) - 1}").read_text()

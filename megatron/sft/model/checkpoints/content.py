@@ -24,6 +24,7 @@ from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.files import CheckpointError, check_sound
 from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
+from megatron.sft.model.checkpoints.own_state import own_state_alone
 from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
 from megatron.sft.model.cpu_offload import make_adam_state
 from megatron.sft.options.model import ModelConfig
@@ -238,10 +239,12 @@ def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any
         if wanted.optimizer:
             for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
                 make_adam_state(part.optimizer)
-        template = _sharded_state(training, is_loading=True, with_optimizer=wanted.optimizer)
+        with own_state_alone(training.optimizer):
+            template = _sharded_state(training, is_loading=True, with_optimizer=wanted.optimizer)
         if not wanted.random_states:
             del template["random_states"]
-        state = dist_checkpointing.load(template, str(path))
+        # Not validated: that each tensor is asked for by its first replica.
+        state = dist_checkpointing.load(template, str(path), validate_access_integrity=False)
         for number, chunk in enumerate(training.model):
             gpt = unwrap_model(chunk)
             missing, unknown = gpt.load_state_dict(state[f"model{number}"], strict=False)
