@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -305,34 +304,40 @@ def test_nobody_outlives_a_killed_launcher(chats: Path, tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / TRACKER).read_text() == str(max(steps_of(tmp_path)))
 
 
-@pytest.mark.parametrize("way", ["--save-interval 6", "--async-save", "--save-hf"])
-def test_a_rank_that_writes_for_long_is_waited_for(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "module", "name"),
+    [
+        ("", save, "write_parts"),
+        ("--async-save", save, "write_parts"),
+        ("--use-distributed-optimizer", save, "write_parts"),
+        ("", write, "_write_file"),
+    ],
+)
+def test_a_rank_that_writes_for_long_is_waited_for(
+    tmp_path: Path, way: str, module: Any, name: str
+) -> None:
     """One rank writes the optimizer's state or the model of all replicas. In a collective the
     others gave up on it after the time that is meant for exchanging gradients, at a run's end.
     """
     write_chats(tmp_path / "chats.jsonl", 40)
-    result = tmp_path / ("model" if way == "--save-hf" else "save")
+    saved, model = tmp_path / "save", tmp_path / "model"
     arguments = [
-        *(*OPTIONS, *LLAMA, "--train-iters", "2", "--num-workers", "0"),
+        *(*OPTIONS, *LLAMA, "--train-iters", "2", "--num-workers", "0", *way.split()),
         *("--data-path", str(tmp_path / "chats.jsonl"), "--distributed-timeout-minutes", "0.05"),
-        *(way.split() if way != "--save-hf" else []),
-        *("--save-hf" if way == "--save-hf" else "--save", str(result)),
+        *("--save", str(saved), "--save-hf", str(model)),
     ]
+    write_it = getattr(module, name)
+
+    def write_late(*arguments: Any) -> Any:
+        if os.environ["RANK"] == "0":
+            time.sleep(4.5)
+        return write_it(*arguments)
 
     def train_with_a_slow_disk() -> None:
-        for module, name in ((save, "write_parts"), (write, "_write_file")):
-            setattr(module, name, delayed(getattr(module, name)))
+        setattr(module, name, write_late)
         main()
-
-    def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def late(*arguments: Any) -> Any:
-            if os.environ["RANK"] == "0":
-                time.sleep(4.5)
-            return function(*arguments)
-
-        return late
 
     status, output = train_forked(2, arguments, train_with_a_slow_disk)
     assert status == 0, output
-    assert result.is_dir()
-    assert not list(tmp_path.rglob("*.unfinished"))
+    assert (saved / TRACKER).read_text() == "2"
+    assert (model / "model.safetensors").is_file()

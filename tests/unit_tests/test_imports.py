@@ -181,6 +181,7 @@ FOLDERS = {
         "environment",
         "options",
         "agreement",
+        "peers",
         "memory_estimate",
         "data",
         "model",
@@ -190,7 +191,6 @@ FOLDERS = {
         "report",
         "preflight",
         "commands",
-        "peers",
         "training",
     ),
 }
