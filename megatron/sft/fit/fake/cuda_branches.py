@@ -145,6 +145,8 @@ BRANCHES = (
         "described",
     ),
     Branch("sft.distributed._device", "finds the device", "none"),
+    Branch("sft.distributed._check_gpus", "a check", "none"),
+    Branch("sft.distributed._warn_of_other_ranks", "a warning", "none"),
     # Of torch, which asks by itself.
     Branch(
         "torch.nn.functional.rms_norm",
