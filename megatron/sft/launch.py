@@ -113,7 +113,7 @@ def launch(found: Launch, program: str) -> NoReturn:
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         said = first.error_file_data.get("message")
-        if said:
+        if said and said != "<NONE>":  # torch's word where a rank was killed
             print(said["message"] if isinstance(said, dict) else said, file=sys.stderr)
         else:
             how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"status {first.exitcode}"

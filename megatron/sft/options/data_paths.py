@@ -14,6 +14,9 @@ _PATTERN = set("*?[")
 _PREPARED = ".nv-meta"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.index.json")
 """Names of weight files of models and adapters, by any library."""
+_OF_DATASETS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""Files that the library datasets writes beside records."""
+_PACKED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
 _MAX_LISTED = 5
 
 
@@ -24,7 +27,7 @@ def expanded(path: str, flag: str) -> tuple[str, ...]:
     `"data/*.jsonl" -> ("data/a.jsonl", "data/b.jsonl")`
     """
     if os.path.isdir(path) and not _is_prepared(Path(path)):
-        found = _data_files(_files_below(path))
+        found = _data_files(_files_below(path), f"{flag} {path}")
         if not found:
             raise ValueError(
                 f"{flag} {path}: has no file that ends in {', '.join(SOURCES)}, and is not "
@@ -33,20 +36,21 @@ def expanded(path: str, flag: str) -> tuple[str, ...]:
         return found
     if _PATTERN.isdisjoint(path) or os.path.exists(path) or "://" in path:
         return (path,)
-    found = _data_files(map(Path, glob.glob(path, recursive=True)))
+    found = _data_files(map(Path, glob.glob(path, recursive=True)), f"{flag} {path}")
     if not found:
         raise ValueError(f"{flag} {path}: matches no file that ends in {', '.join(SOURCES)}")
     return found
 
 
 def _files_below(path: str) -> Iterator[Path]:
-    """Yields the files of a folder. Folders of runs, checkpoints and models below it are skipped:
-    their JSON files are no records.
+    """Yields the files of a folder. Folders below it are skipped that are hidden, as those of
+    Jupyter's copies, or of runs, checkpoints and models, whose JSON files are no records.
     """
     for folder, folders, names in os.walk(path):
         if folder != path and _is_made_by_runs(names):
             folders.clear()
             continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder, name) for name in names)
 
 
@@ -78,12 +82,26 @@ def _is_prepared(folder: Path) -> bool:
     return (folder / _PREPARED).is_dir() or any(folder.glob("*.tar"))
 
 
-def _data_files(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Returns the files of records among `paths`, without hidden ones."""
-    return tuple(
-        sorted(
-            str(path)
-            for path in paths
-            if path.suffix in SOURCES and path.is_file() and not path.name.startswith(".")
-        )
+def _data_files(paths: Iterable[Path], asked: str) -> tuple[str, ...]:
+    """Returns the files of records among `paths`, without hidden ones. Raises ValueError for one
+    that has records but cannot be read: nobody would miss a shard that is left out.
+    """
+    found = []
+    for path in sorted(paths, key=str):
+        if path.name.startswith(".") or path.name in _OF_DATASETS or not path.is_file():
+            continue
+        if path.suffix in SOURCES:
+            found.append(str(path))
+        elif path.suffix.lower() in SOURCES or _is_packed(path):
+            raise ValueError(
+                f"{asked}: {path.name} would be left out, as no {path.suffix} is read; unpack or "
+                "convert it, or give a pattern of the others"
+            )
+    return tuple(found)
+
+
+def _is_packed(path: Path) -> bool:
+    """Returns whether a file has records in another form: `a.jsonl.gz`, `data.arrow`."""
+    return path.suffix == ".arrow" or (
+        path.suffix in _PACKED and Path(path.stem).suffix.lower() in SOURCES
     )

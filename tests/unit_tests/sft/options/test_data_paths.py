@@ -1,5 +1,7 @@
 """Folders and patterns as --data-path."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron.sft.options.data import DataConfig
@@ -90,3 +92,24 @@ def test_nothing_to_read_is_refused(tmp_path, path):
         ValueError, match=r"--data-path .*: (has no file|matches no file) that ends"
     ):
         DataConfig(data_path=(str(place),))
+
+
+@pytest.mark.parametrize("name", ["c.jsonl.gz", "c.JSONL", "data.arrow", "c.parquet.zst"])
+def test_a_shard_that_cannot_be_read_is_not_left_out(folder, name):
+    """Three quarters of the records were left out without a word."""
+    (folder / name).touch()
+    for path in (str(folder), f"{folder}/*"):
+        with pytest.raises(
+            ValueError, match=rf"{name} would be left out, as no \{Path(name).suffix}"
+        ):
+            expanded(path, "--data-path")
+
+
+def test_copies_in_hidden_folders_and_what_datasets_adds_are_no_data(folder):
+    """Records were trained twice: those of Jupyter's checkpoints, too."""
+    for name in (".ipynb_checkpoints/b-checkpoint.jsonl", "dataset_infos.json", "state.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    found = expanded(str(folder), "--data-path")
+    assert names(folder, found) == ["a.csv", "b.jsonl", "deep/c.parquet"]
+    assert expanded(f"{folder}/.ipynb_checkpoints", "--data-path")
