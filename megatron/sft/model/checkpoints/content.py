@@ -210,7 +210,8 @@ def _check_same_blend(
     if saved != data and dist.get_rank() == 0:
         print(
             f"note: {path} was trained on other data, or in another order; its position in them is "
-            "kept",
+            "kept, so that this epoch skips some records and repeats others (--finetune starts at "
+            "their first, with the weights alone)",
             flush=True,
         )
 
