@@ -38,7 +38,7 @@ _FILES_FACTOR = 12
 _FOREVER = timedelta(days=365)
 _numbers = count()
 _running: list[Peers] = []
-"""That of this process, if any."""
+"""The `Peers` of this process: one, or none."""
 
 
 class Peers:

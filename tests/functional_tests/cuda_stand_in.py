@@ -33,7 +33,7 @@ reads: list[str] = []
 mixed: list[str] = []
 """Operations on tensors of both devices."""
 streams: list[str] = []
-"""Where each stream was made."""
+"""Places in the code that made each stream."""
 
 _fields: Any = Tensor
 _FACTS = {

@@ -227,7 +227,7 @@ class Measures(NamedTuple):
 
 
 class _Known(IntEnum):
-    """Which seconds of a layout are known."""
+    """How closely the seconds of a layout are known."""
 
     LEAST = 0
     BOUND = 1
