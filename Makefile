@@ -16,6 +16,7 @@
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
 # make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
 # make kernels  kernels in Triton by its interpreter, and compiled for GPUs that need not be here (1 GB to install)
+# make findings  what real libraries do otherwise than one guesses, in environments of their own (gigabytes); says what changed
 # make check  format, lint, types
 # make test-core VERSION=0.19.2 TORCH=2.15.0  a part of the tests with that megatron-core and torch, in an environment of its own
 
@@ -45,7 +46,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes howto docs test unit functional families layouts trees faults fit-check fuzz gpu-test gpu-bench kernels test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes howto docs test unit functional families layouts trees faults fit-check fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -117,7 +118,14 @@ faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults
 	$(VENV)/bin/python -m tests.functional_tests.interruptions
 
-fit-check: $(VENV)/.dev
+fit-# Scripts with the same pins share an environment. A script fails if its library does otherwise than it says.
+FINDINGS_CACHE ?= $(CURDIR)/.findings
+findings:
+	@changed=; for script in findings/*.sh; do log=$(FINDINGS_CACHE)/$$(basename $$script).log; mkdir -p $(FINDINGS_CACHE); \
+	if FINDINGS_CACHE=$(FINDINGS_CACHE) bash $$script >$$log 2>&1; then echo "as stated  $$script"; \
+	else echo "CHANGED    $$script, see $$log"; changed=1; fi; done; test -z "$$changed"
+
+check: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.fit_check --write examples/benchmarks/results/fit_check.md
 
 FUZZ_INPUTS ?= 20000
@@ -219,4 +227,4 @@ $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-core-* .venv-docs .venv-triton site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-triton site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

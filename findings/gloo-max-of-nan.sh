@@ -4,19 +4,18 @@
 # Guess: a NaN on any rank is in the maximum, as in torch.maximum; or is never, as in torch.fmax.
 # Seen: of two ranks, a NaN of rank 0 is in the result of both ranks, a NaN of rank 1 in none: a
 #   check such as all_reduce(MAX) of losses sees half of the failures. MIN does the same.
-# Here: flags of failure are reduced as numbers that cannot be NaN
-#   (megatron/sft/training/finite.py).
+# Here: losses are summed, and a NaN survives a sum (megatron/sft/training/finite.py); tests of
+#   ranks refuse MAX and MIN of a NaN (tests/functional_tests/gloo_guard.py).
 set -euo pipefail
 pins=(torch==2.13.0 numpy==2.4.6)
-cache=${FINDINGS_CACHE:-$(mktemp -d)}
-environment=$cache/$(IFS=+; echo "${pins[*]}")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+environment=${FINDINGS_CACHE:-$scratch}/$(IFS=+; echo "${pins[*]}")
 if [ ! -e "$environment/ready" ]; then
     python3 -m venv "$environment"
     "$environment/bin/pip" install --quiet --disable-pip-version-check "${pins[@]}"
     touch "$environment/ready"
 fi
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
 export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 cat >"$scratch/gloo_max_of_nan.py" <<'PYTHON'
 import math

@@ -7,19 +7,17 @@
 #   neighbours that belong to nobody's view are summed and overwritten, elements of the view at
 #   the end are not touched, and nothing is raised. all_gather of the same view is right. A
 #   transposed matrix is received in the order of memory.
-# Here: every tensor that is sent is contiguous; a test wraps the collectives while functional
-#   tests run (docs/reference/megatron-core.md).
+# Here: tests of ranks refuse such tensors (tests/functional_tests/gloo_guard.py).
 set -euo pipefail
 pins=(torch==2.13.0 numpy==2.4.6)
-cache=${FINDINGS_CACHE:-$(mktemp -d)}
-environment=$cache/$(IFS=+; echo "${pins[*]}")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+environment=${FINDINGS_CACHE:-$scratch}/$(IFS=+; echo "${pins[*]}")
 if [ ! -e "$environment/ready" ]; then
     python3 -m venv "$environment"
     "$environment/bin/pip" install --quiet --disable-pip-version-check "${pins[@]}"
     touch "$environment/ready"
 fi
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
 export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 cat >"$scratch/gloo_views_with_gaps.py" <<'PYTHON'
 import os

@@ -11,15 +11,14 @@
 #   (megatron/packing/model/attention/rotary.py).
 set -euo pipefail
 pins=(torch==2.13.0 numpy==2.4.6 packaging==25.0 psutil==7.0.0 megatron-core==0.16.1)
-cache=${FINDINGS_CACHE:-$(mktemp -d)}
-environment=$cache/$(IFS=+; echo "${pins[*]}")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+environment=${FINDINGS_CACHE:-$scratch}/$(IFS=+; echo "${pins[*]}")
 if [ ! -e "$environment/ready" ]; then
     python3 -m venv "$environment"
     "$environment/bin/pip" install --quiet --disable-pip-version-check "${pins[@]}"
     touch "$environment/ready"
 fi
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
 export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 cat >"$scratch/megatron_core_rope_by_length.py" <<'PYTHON'
 import os

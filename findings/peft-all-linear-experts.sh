@@ -11,15 +11,14 @@
 #   (megatron/sft/model/lora/peft_folder.py); docs/reference/training.md says what all-linear is.
 set -euo pipefail
 pins=(torch==2.13.0 transformers==5.24.0 peft==0.21.2)
-cache=${FINDINGS_CACHE:-$(mktemp -d)}
-environment=$cache/$(IFS=+; echo "${pins[*]}")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+environment=${FINDINGS_CACHE:-$scratch}/$(IFS=+; echo "${pins[*]}")
 if [ ! -e "$environment/ready" ]; then
     python3 -m venv "$environment"
     "$environment/bin/pip" install --quiet --disable-pip-version-check "${pins[@]}"
     touch "$environment/ready"
 fi
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
 export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 cat >"$scratch/peft_all_linear_experts.py" <<'PYTHON'
 import json

@@ -9,15 +9,14 @@
 #   (tests/functional_tests/families.py).
 set -euo pipefail
 pins=(torch==2.13.0 transformers==5.24.0)
-cache=${FINDINGS_CACHE:-$(mktemp -d)}
-environment=$cache/$(IFS=+; echo "${pins[*]}")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+environment=${FINDINGS_CACHE:-$scratch}/$(IFS=+; echo "${pins[*]}")
 if [ ! -e "$environment/ready" ]; then
     python3 -m venv "$environment"
     "$environment/bin/pip" install --quiet --disable-pip-version-check "${pins[@]}"
     touch "$environment/ready"
 fi
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
 export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 cat >"$scratch/transformers_boolean_mask_eager.py" <<'PYTHON'
 import torch

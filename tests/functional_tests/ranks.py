@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from tests.functional_tests.forks import before_fork
+from tests.functional_tests.gloo_guard import guard_collectives
 
 TIMEOUT_SECONDS = 90.0
 torch.set_num_threads(
@@ -78,6 +79,7 @@ def _rank_main(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
+        guard_collectives()
         result = function(*arguments)
         (folder / f"result{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
