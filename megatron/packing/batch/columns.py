@@ -297,20 +297,10 @@ name.
 
 
 def schema_of(columns: Iterable[Column]) -> Schema:
-    """Returns the columns beyond ALWAYS in the order of a schema.
-
-    Raises ValueError for two columns of one name that differ in type or shape.
-    """
-    extra = {column for column in columns if column.extra}
-    in_order = sorted(extra)
-    for one, other in pairwise(in_order):
-        if one.name == other.name:
-            raise ValueError(
-                f"'{one.name}' must have one type and shape in a global batch, but is "
-                f"{_description(one)} in some samples and {_description(other)} in others"
-            )
+    """Returns the columns beyond ALWAYS in the order of a schema."""
     present = set(columns)
-    return (*(column for column in DERIVABLE if column in present), *in_order)
+    extra = sorted(column for column in present if column.extra)
+    return (*(column for column in DERIVABLE if column in present), *extra)
 
 
 def wire_columns(schema: Schema) -> tuple[Column, ...]:
@@ -322,8 +312,3 @@ def wire_columns(schema: Schema) -> tuple[Column, ...]:
 def num_words(sizes: Sizes, schema: Schema) -> int:
     """Returns the int32 words that sequences of these sizes take on the wire."""
     return sum(column.num_words(sizes.num_rows(column.scope)) for column in wire_columns(schema))
-
-
-def _description(column: Column) -> str:
-    shape = f"[{', '.join(map(str, column.shape))}] " if column.shape else ""
-    return f"{shape}{column.dtype} per {column.scope}"

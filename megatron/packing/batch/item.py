@@ -12,10 +12,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.batch import grammar
 from megatron.packing.batch.axes import has_axes, without_axes
-from megatron.packing.batch.columns import IntArray, expand_ranges
-from megatron.packing.batch.extra import Rows, extra_fields, rows_of
-from megatron.packing.batch.huggingface import as_megatron_sample
+from megatron.packing.batch.bounds import (
+    as_array,
+    check_nodes,
+    read_bounds,
+    read_integers,
+    read_spans,
+)
+from megatron.packing.batch.columns import IntArray
+from megatron.packing.batch.extra import (
+    Rows,
+    Warn,
+    extra_fields,
+    moved_left,
+    rows_of,
+    warn_of_own_fields,
+)
 from megatron.packing.batch.paths import PREFIX, rows_of_paths
 from megatron.packing.batch.payloads import Payload, payload_of
 from megatron.packing.batch.tree import Trees, checked_trees
@@ -25,15 +39,8 @@ MAX_ID = 2**31 - 1
 _FIELDS = frozenset(("tokens", "labels", "loss_mask", "position_ids", "num_paths", "first_path"))
 _PLAIN = frozenset(("tokens", "labels", "loss_mask", "position_ids", "source"))
 """Keys of a dict that is one sequence, with nothing besides; most are."""
-_HUGGINGFACE = (
-    "input_ids",
-    "labels",
-    "loss_mask",
-    "position_ids",
-    "attention_mask",
-    "cu_seq_lens_q",
-)
-
+_INPUT_FIELDS = frozenset(("position_ids", "axis_positions"))
+"""Fields of a token as it is read; all others belong to what is predicted."""
 
 NO_PATHS: IntArray = np.empty(0, np.int64)
 
@@ -98,145 +105,164 @@ def joined_values(values: Sequence[Any]) -> npt.NDArray[Any]:
             return joined
         except (RuntimeError, TypeError):  # with a gradient, or of a type of torch's alone
             pass
-    return np.concatenate(
-        [each if isinstance(each, np.ndarray) else _of_tensor(each) for each in values]
-    )
+    return np.concatenate([as_array("", each) for each in values])
 
 
 def items_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns a dict of one sample each; several of a batch of rows [B, L]."""
-    shape: tuple[int, ...] = getattr(given.get("tokens", given.get("input_ids")), "shape", ())
+    tokens = given.get("tokens")
+    tokens = given.get("input_ids") if tokens is None else tokens
+    shape: tuple[int, ...] = getattr(tokens, "shape", ())
     if len(shape) != 2 or shape[0] < 2:
         return [given]
     payload_of(given, shape[0])  # refused: nothing says which row each is of
     return [_row(given, row, shape[0]) for row in range(shape[0])]
 
 
-def read_item(item: Mapping[str, Any]) -> Item:
-    """Reads one dict; ValueError for what is no sample."""
-    whole = item
-    if item.get("tokens") is None and item.get("input_ids") is not None:
-        item = _from_huggingface(without_axes(item))
-    fields = _given_fields(without_axes(item))
-    size = fields["tokens"].size
-    source = _number(item.get("source", 0))
+def read_item(item: Mapping[str, Any], warn: Warn) -> Item:
+    """Reads one dict; ValueError for what is no sample.
+
+    Args:
+        warn: called for each field that bounds or masks nothing here and does elsewhere.
+    """
+    whole, item = item, without_axes(item)
+    is_moved = item.get("tokens") is None and item.get("input_ids") is not None
+    fields = _given_fields(item)
+    size = len(fields["tokens"])
+    payload = payload_of(whole, 1)
+    _check_form(item, is_moved=is_moved)
+    source = _number("source", item.get("source", 0))
     if not 0 <= source <= MAX_ID:
         raise ValueError(f"'source' must be from 0 to {MAX_ID}, but is {source}")
-    extra, lengths, trees = extra_fields(item, size), [size], None
-    has_layout = item.get("cu_seqlens") is not None or item.get("original_seq_len") is not None
-    if size == 0 or has_layout or item.get("parents") is not None:
-        starts, sizes = _sequences(item, size)
-        lengths = sizes[sizes > 0].tolist()
-        if item.get("parents") is not None:
-            trees = _trees(item, sizes)
-            starts, sizes = starts[trees.order], sizes[trees.order]
-            lengths = trees.lengths.tolist()
-        index = expand_ranges(starts, sizes)  # of the real tokens
+    extra = extra_fields(item, size, warn)
+    index, lengths, trees = _layout(item, fields, is_moved=is_moved)
+    if payload is not None:
+        payload = payload_of(whole, len(lengths))
+    if index is not None:
         fields = {name: values[index] for name, values in fields.items()}
-        extra = {
-            name: values[index] if _is_per_token(name, values, size) else values
-            for name, values in extra.items()
-        }
+    warn_of_own_fields(extra, lengths, warn)
+    if is_moved:
+        fields = _moved_fields(
+            fields, lengths, has_labels=item.get("shift_labels") is not None, warn=warn
+        )
     of_paths = {name: extra.pop(name) for name in list(extra) if name.startswith(PREFIX)}
     has_paths = bool(of_paths) or "first_path" in fields
-    num_paths = rows_of_paths(fields, of_paths, np.array(lengths)) if has_paths else NO_PATHS
-    num_tokens = fields["tokens"].size
-    rows = {name: rows_of(name, values, num_tokens, len(lengths)) for name, values in extra.items()}
+    num_paths = rows_of_paths(fields, of_paths, lengths) if has_paths else NO_PATHS
+    rows = {
+        name: rows_of(name, values, size, index, lengths, is_moved=is_moved)
+        for name, values in extra.items()
+    }
     rows |= {name: Rows(None, None, values) for name, values in of_paths.items()}
     has_branches = trees is not None and trees.parents.size > trees.rows.size
-    payload = payload_of(whole, len(lengths))
     costs = {} if payload is None else whole.get("costs") or {}
     kept = trees if has_branches else None
-    return Item(fields, rows, lengths, source, kept, num_paths, payload, costs)
-
-
-def _is_per_token(name: str, values: npt.NDArray[Any], size: int) -> bool:
-    return values.shape[:1] == (size,) and not name.startswith(PREFIX)
+    return Item(fields, rows, lengths.tolist(), source, kept, num_paths, payload, costs)
 
 
 def _given_fields(item: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """Returns the fields that an item has, [L] each; ValueError where lengths differ."""
     given = {
-        name: _flat(values)
+        name: _flat(name, values)
         for name, values in item.items()
         if name in _FIELDS and values is not None
     }
+    ids = "tokens" if "tokens" in given else "input_ids"
+    if item.get("input_ids") is not None:
+        input_ids = _flat("input_ids", item["input_ids"])
+        if not np.array_equal(given.setdefault("tokens", input_ids), input_ids):
+            raise ValueError("'input_ids' must be those of 'tokens', but differ; leave out either")
     if "tokens" not in given:
         raise ValueError(
             f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}"
         )
+    if item.get("shift_labels") is not None:
+        given["labels"] = _flat("shift_labels", item["shift_labels"])
     if item.get("axis_positions") is not None:
         given["axis_positions"] = np.asarray(item["axis_positions"])
     size = given["tokens"].size
     for name, values in given.items():
         if len(values) != size:
-            raise ValueError(f"'{name}' must be as long as 'tokens' ({size}), but is {len(values)}")
+            raise ValueError(f"'{name}' must be as long as '{ids}' ({size}), but is {len(values)}")
     return given
 
 
-def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a sample of HuggingFace's collators in Megatron-LM's form, with its other fields."""
-    given = {name: _flat(item[name]) for name in _HUGGINGFACE if item.get(name) is not None}
-    size = given["input_ids"].size
-    if item.get("axis_positions") is not None:
-        given["axis_positions"] = item["axis_positions"]
-    extra = extra_fields(item, size)
-    per_token = {name: values for name, values in extra.items() if values.shape[:1] == (size,)}
-    return {**extra, "source": item.get("source", 0), **as_megatron_sample({**given, **per_token})}
+def _check_form(item: Mapping[str, Any], *, is_moved: bool) -> None:
+    """Raises ValueError for a field that the sample's form refuses."""
+    grammar.refuse(item, "input_ids" if is_moved else "tokens")
+    if item.get("parents") is not None:
+        grammar.refuse(item, "tree")
 
 
-def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
-    """Returns the first token and the length of each sequence in an item of `size` tokens.
-
-    At least one has tokens. Repeated entries at the tail of `cu_seqlens` are sequences without any:
-
-        cu_seqlens 0 3 5 5, cu_seqlens_padded 0 4 8 8    ->    starts 0 4 8, lengths 3 2 0
+def _layout(
+    item: Mapping[str, Any], fields: Mapping[str, npt.NDArray[Any]], *, is_moved: bool
+) -> tuple[IntArray | None, IntArray, Trees | None]:
+    """Returns the places of the real tokens (None for all), the tokens of each sequence or tree,
+    and the trees if there are any.
     """
-    if item.get("cu_seqlens") is None:
-        length = _number(item.get("original_seq_len", size))
-        if not 0 < length <= size:
-            raise ValueError(
-                f"a sample must have at least one token, but has {length} of {size} tokens"
-            )
-        return np.zeros(1, np.int64), np.array([length])
-    ends = _flat(item["cu_seqlens"]).astype(np.int64)
-    lengths = np.diff(ends)
-    if ends.size < 2 or ends[0] != 0 or lengths.min() < 0 or not 0 < ends[-1] <= size:
-        raise ValueError(
-            f"'cu_seqlens' must rise from 0 to 1 to {size} tokens, but is {ends.tolist()}"
-        )
-    starts = ends[:-1]
-    if item.get("cu_seqlens_padded") is not None:
-        padded = _flat(item["cu_seqlens_padded"]).astype(np.int64)
-        if padded.size != ends.size:
-            raise ValueError(
-                f"'cu_seqlens_padded' must have {ends.size} entries, but has {padded.size}"
-            )
-        starts = padded[:-1]
-        if (starts < 0).any() or (starts + lengths > size).any():
-            raise ValueError(
-                f"'cu_seqlens_padded' must place sequences within {size} tokens, but is "
-                f"{padded.tolist()}"
-            )
-    return starts, lengths
-
-
-def _trees(item: Mapping[str, Any], lengths: IntArray) -> Trees:
-    """Returns the trees of an item, whose nodes have these lengths.
-
-    ValueError for `parents` that make no tree, and without labels: the token after a node's last
-    is another one in each path.
-    """
-    if item.get("cu_seqlens") is None or item.get("labels") is None:
+    size = len(fields["tokens"])
+    if item.get("parents") is None:
+        positions = fields.get("position_ids") if is_moved else None
+        return *read_bounds(item, size, positions), None
+    # The token after a node's last is another one in each path, so no label can be derived.
+    spans = read_spans(item, size)
+    if spans is None or "labels" not in fields:
         raise ValueError("'parents' must come with 'cu_seqlens' and 'labels', but one is missing")
-    return checked_trees(lengths, _flat(item["parents"]).astype(np.int64))
+    check_nodes(item, size, spans)
+    trees = checked_trees(spans.lengths, read_integers("parents", item["parents"]))
+    nodes = spans._replace(starts=spans.starts[trees.order], lengths=spans.lengths[trees.order])
+    return nodes.places, trees.lengths, trees
+
+
+def _moved_fields(
+    fields: Mapping[str, npt.NDArray[Any]], lengths: IntArray, *, has_labels: bool, warn: Warn
+) -> dict[str, npt.NDArray[Any]]:
+    """Returns the fields of HuggingFace's collators in Megatron-LM's form: a label stands above its
+    own token there, and above the token before it here. None of them leaves its sequence.
+
+        input_ids  5 6 7 8        tokens  5 6 7 8
+        labels     . . 7 8   ->   labels  . 7 8 .
+
+    Args:
+        has_labels: whether the labels are those of the next tokens already.
+    """
+    ends = np.cumsum(lengths)
+    moved = dict(fields)
+    if "labels" in fields and not has_labels:
+        labels = fields["labels"]
+        _warn_of_next_tokens(fields["tokens"], labels, warn)
+        # A type without a sign has no room for -100.
+        labels = labels.astype(np.int64) if labels.dtype.kind == "u" else labels
+        moved["labels"] = moved_left(labels, ends, grammar.IGNORED_LABEL)
+    if "loss_mask" in fields:
+        moved["loss_mask"] = moved_left(fields["loss_mask"], ends, 0)
+    if "position_ids" in fields:
+        steps = np.diff(fields["position_ids"])
+        steps[ends[:-1] - 1] = 1  # between two sequences
+        if (steps > 1).any():
+            warn(
+                "position_ids",
+                "skips ahead within a sequence, where transformers begins another one at times; "
+                "if one begins there, say so by 'cu_seqlens'",
+            )
+    return moved
+
+
+def _warn_of_next_tokens(tokens: npt.NDArray[Any], labels: npt.NDArray[Any], warn: Warn) -> None:
+    """Warns of labels that look as if they had been moved already."""
+    trained = np.flatnonzero(labels[:-1] != grammar.IGNORED_LABEL)
+    is_own = labels[trained] == tokens[trained]
+    if trained.size > 1 and not is_own.any() and (labels[trained] == tokens[trained + 1]).all():
+        warn(
+            "labels",
+            "with 'input_ids' are those of the next tokens, and are moved by one more, as "
+            "transformers does; give 'tokens' instead of 'input_ids', or 'shift_labels'",
+        )
 
 
 def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:
     """Returns one sample of a batch; a value without an entry for each row is the same for all."""
     sample = {
-        name: value[row] if tuple(np.shape(value))[:1] == (num_rows,) else value
-        for name, value in item.items()
+        name: value[row] if _num_rows(value) == num_rows else value for name, value in item.items()
     }
     positions: Any = item.get("position_ids")
     if np.ndim(positions) == 3 and has_axes(positions):  # [3, B, L], also where B is 3
@@ -244,28 +270,31 @@ def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:
     return sample
 
 
-def _number(value: Any) -> int:
-    """Returns a number, or the only one of an array or a tensor."""
-    return int(value.item() if hasattr(value, "item") else value)
+def _num_rows(value: Any) -> int | None:
+    """Returns the rows of an array, a tensor or a list; None for anything else."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    shape: tuple[int, ...] = getattr(value, "shape", ())
+    return shape[0] if shape else None
 
 
-def _flat(values: Any) -> npt.NDArray[Any]:
+def _number(name: str, value: Any) -> int:
+    """Returns a number, or the only one of an array, a tensor or a list."""
+    if type(value) is int:
+        return value
+    numbers = read_integers(name, value)
+    if numbers.size != 1:
+        raise ValueError(f"'{name}' must be one number, but is {str(value)[:80]}")
+    return int(numbers[0])
+
+
+def _flat(name: str, values: Any) -> npt.NDArray[Any]:
     if isinstance(values, np.ndarray) and values.ndim == 1:
         return values
-    array = _of_tensor(values) if hasattr(values, "detach") else np.asarray(values)
+    array = as_array(name, values)
     if array.ndim > 1 and array.size != array.shape[-1]:
         raise ValueError(
-            f"a sample's fields must be [L] or [1, L], but one is {list(array.shape)}; "
+            f"a sample's fields must be [L] or [1, L], but '{name}' is {list(array.shape)}; "
             "hand rows over as a list of samples"
         )
     return array.reshape(-1)
-
-
-def _of_tensor(values: Any) -> npt.NDArray[Any]:
-    """Returns a tensor's values, without importing torch; of bfloat16 as float32."""
-    try:
-        array: npt.NDArray[Any] = values.numpy()
-    except (RuntimeError, TypeError):  # on a GPU, with a gradient, or of a type of torch's alone
-        values = values.detach().cpu()
-        array = (values.float() if values.is_floating_point() else values).numpy()
-    return array

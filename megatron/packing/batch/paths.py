@@ -41,31 +41,59 @@ def merge_with_fields(paths: Sequence[Path], **of_paths: Any) -> dict[str, npt.N
         of_paths: one row per path each: ids=[7, 8] and reward=[.5, 1] become `path_ids` and
             `path_reward`, in the order of the tree's paths.
 
-    Paths that share no more than a first token, whose labels differ, share nothing: they are
-    samples of their own.
+    A first token that no path trains is shared whatever its label.
 
-    Raises TreeError for other numbers of rows, and for weights below 0: a token that a path trains
-    must have a loss.
+    Raises TreeError for other numbers of rows, for paths that do not begin alike, which no pack
+    would have to keep together, and for weights below 0: a token that a path trains must have a
+    loss.
     """
     for name, rows in of_paths.items():
         if len(rows) != len(paths):
             raise TreeError(
                 f"'{name}' must have one row per path ({len(paths)}), but has {len(rows)}"
             )
-    trained = [np.asarray(path.loss_mask) != 0 for path in paths]
-    if any((np.asarray(path.loss_mask) < 0).any() for path in paths):
+    trained = [path.weights != 0 for path in paths]
+    if any((path.weights < 0).any() for path in paths):
         raise TreeError("paths with fields must have weights of at least 0")
     # Merged by label and whether it is trained: 2 l, or 2 l + 1.
     marked = [
-        path._replace(labels=np.asarray(path.labels, np.int64) * 2 + mask)
+        path._replace(
+            labels=np.asarray(path.labels, np.int64) * 2 + mask,
+            loss_mask=path.weights,
+        )
         for path, mask in zip(paths, trained)
     ]
+    marked = _begun_alike(marked)
     merged = merge(marked)
     ends = _ends(merged, marked)
     order = np.argsort(ends, kind="stable")
     rows_of = {f"{PREFIX}{name}": np.asarray(rows)[order] for name, rows in of_paths.items()}
     whole = merged._replace(labels=merged.labels // 2)._asdict()
     return {**whole, "first_path": _first_paths(merged, ends[order]), **rows_of}
+
+
+def _begun_alike(marked: Sequence[Path]) -> list[Path]:
+    """Returns paths whose first pair of token and label is one; TreeError where it cannot be."""
+    if any(not len(path.tokens) for path in marked):
+        return [*marked]  # `merge` refuses an empty one
+    first_labels = [int(path.labels[0]) for path in marked]
+    if all(label % 2 == 0 for label in first_labels):  # trained by none
+        marked = [
+            path._replace(labels=np.append(first_labels[0], path.labels[1:])) for path in marked
+        ]
+    begins = [(int(path.tokens[0]), int(path.labels[0])) for path in marked]
+    for number, (token, label) in enumerate(begins):
+        if (token, label) != begins[0]:
+            raise TreeError(
+                "paths with fields must begin with one token, label and mask, but path 0 begins "
+                f"with {_shown(*begins[0])} and path {number} with {_shown(token, label)}; mask "
+                "the first token, begin both with one more token, or merge each group apart"
+            )
+    return [*marked]
+
+
+def _shown(token: int, label: int) -> str:
+    return f"token {token}, label {label // 2}, {'trained' if label % 2 else 'masked'}"
 
 
 def _ends(merged: MergedPaths, paths: Sequence[Path]) -> IntArray:

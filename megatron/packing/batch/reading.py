@@ -1,21 +1,16 @@
-"""pure. Reads the sample dicts of a user's iterator, in the three shapes of Megatron-LM's data
-sets.
+"""pure. Reads the sample dicts of a user's iterator: sequences of Megatron-LM's data sets
+(`tokens`) or HuggingFace's collators (`input_ids`), plain, padded or packed. `grammar` is the table
+of all fields that are known, and `bounds` says where sequences begin and end.
 
-    several sequences   `cu_seqlens` (repeated entries at its tail are padding; `cu_seqlens_padded`
-                        says where each sequence starts)
-    one padded          real up to `original_seq_len`
-    one plain
-
-and as trees (see `tree`): `parents` names the parent of each of the sequences that `cu_seqlens`
-bounds, by number, -1 for none. Then `labels` are needed, and `num_paths` says how often each token
-counts in the number of tokens that a loss is divided by (default: once where it has a loss).
+Trees (see `tree`) have `tokens` and `parents`: the number of the parent of each of the sequences
+that `cu_seqlens` bounds, -1 for none. Then `labels` are needed, and `num_paths` says how often each
+token counts in the number of tokens that a loss is divided by (default: once where it has a loss).
 `tree.merge` makes all of these; its result may be given as it is.
 
 `tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and
 labels of -100 are masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a
 missing `source` is 0. A field is a numpy array, a tensor or a list, [L] or [1, L]; arrays and
-tensors [B, L] are B samples. `position_ids` may also be [3, L] (see `axes`). A dict with
-`input_ids` and no `tokens` comes from HuggingFace's collators (see `huggingface`).
+tensors [B, L] are B samples. `position_ids` may also be [3, L] (see `axes`).
 
 A sample may have payloads beside its tokens (see `payloads`).
 
@@ -25,6 +20,7 @@ name begins with `path_` has a row per path (see `paths`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -51,7 +47,7 @@ from megatron.packing.batch.columns import (
     split_at,
 )
 from megatron.packing.batch.extra import column_of
-from megatron.packing.batch.huggingface import IGNORED
+from megatron.packing.batch.grammar import IGNORED_LABEL
 from megatron.packing.batch.item import MAX_ID, Item, items_of, joined_values, plain_item, read_item
 from megatron.packing.batch.paths import with_path_tokens
 from megatron.packing.batch.payloads import Payload
@@ -77,8 +73,16 @@ class SampleError(ValueError):
 class SampleReader:
     """Gathers the samples of many `next` calls; `samples` makes one `Samples` of them."""
 
-    def __init__(self, payload_cost: CostOfPayload | None = None) -> None:
-        """Takes the function of a sample's `costs`; None where samples may have no payloads."""
+    def __init__(
+        self, payload_cost: CostOfPayload | None = None, warned: set[str] | None = None
+    ) -> None:
+        """Takes options.
+
+        Args:
+            payload_cost: function of a sample's `costs`; None where samples may have no payloads.
+            warned: fields that the run was warned of. Each is added, and named in one warning.
+        """
+        self._warned: set[str] = set() if warned is None else warned
         self.payloads: list[Payload] = []
         """Payloads of all samples; the column `payloads` has the number of each sequence's."""
         self._payload_cost = payload_cost
@@ -112,12 +116,18 @@ class SampleReader:
             self._fetches.append(fetch)
             return
         for sample in items_of(given._asdict() if isinstance(given, MergedPaths) else given):
-            item = read_item(sample)
+            item = read_item(sample, self._warn)
             self._items.append(item)
             self._others.append(item)
             if item.payload is not None:
                 self._add_payload(item.payload, item.costs)
             self._fetches += [fetch] * len(item.lengths)
+
+    def _warn(self, name: str, text: str) -> None:
+        """Warns of a field of samples, once in a run."""
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(f"'{name}' of a sample {text}", stacklevel=2)
 
     def _add_payload(self, payload: Payload, costs: Mapping[str, Any]) -> None:
         """Adds the payload of the sequence that is added next."""
@@ -160,19 +170,38 @@ class SampleReader:
             has_labels = ["labels" in item.fields for item in self._items]
             unlabelled = ~np.repeat(has_labels, [item.size for item in self._items])
             loss_mask[ends[unlabelled[ends - 1]] - 1] = 0
-        if least_label <= IGNORED:  # -100 is a mask in HuggingFace's labels, and no id of a token
-            ignored = labels == IGNORED
-            loss_mask = np.where(ignored, np.float32(0), loss_mask)
-            labels = np.where(ignored, 0, labels)
+        is_ignored = None
+        if least_label <= IGNORED_LABEL:
+            # -100 is a mask in HuggingFace's labels, and no id of a token.
+            is_ignored = labels == IGNORED_LABEL
+            loss_mask = np.where(is_ignored, np.float32(0), loss_mask)
+            labels = np.where(is_ignored, 0, labels)
         sources = np.repeat(
             [item.source for item in self._items], [len(item.lengths) for item in self._items]
         ).astype(np.int32)
         samples = Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids)
         if self._any_has("axis_positions"):
             samples = samples.with_columns({AXIS_POSITIONS: self._axis_positions(samples, ends)})
+        self._warn_of_falls(samples, ends)
         samples = samples.with_columns(self._payload_columns())
-        samples = self._with_nodes(samples, loss_mask, ends).with_columns(self._extra_columns())
+        samples = self._with_nodes(samples, loss_mask, is_ignored, ends).with_columns(
+            self._extra_columns()
+        )
         return self._with_paths(samples)
+
+    def _warn_of_falls(self, samples: Samples, ends: IntArray) -> None:
+        """Warns of positions that begin anew within a sequence, which they do not bound."""
+        for column in (POSITION_IDS, AXIS_POSITIONS):
+            if column not in samples.columns or self._has_trees:
+                continue
+            steps = np.diff(samples.columns[column].reshape(len(samples.tokens), -1)[:, 0])
+            steps[ends[:-1] - 1] = 1  # between two sequences
+            if (steps < 0).any():
+                self._warn(
+                    "position_ids",
+                    "begins anew within a sequence; if another sequence begins there, say so by "
+                    "'cu_seqlens'",
+                )
 
     def _payload_columns(self) -> dict[Column, npt.NDArray[Any]]:
         if not self.payloads:
@@ -183,7 +212,11 @@ class SampleReader:
         return {PAYLOADS: numbers, PAYLOAD_COSTS: costs}
 
     def _with_nodes(
-        self, samples: Samples, loss_mask: npt.NDArray[np.float32], ends: IntArray
+        self,
+        samples: Samples,
+        loss_mask: npt.NDArray[np.float32],
+        is_ignored: npt.NDArray[np.bool_] | None,
+        ends: IntArray,
     ) -> Samples:
         """Returns the samples with the columns of trees, where there are any."""
         if self._any_has("num_paths"):
@@ -194,6 +227,8 @@ class SampleReader:
                     self._fetch_of(place, ends),
                     f"'num_paths' must be at least 0, but is {counts[place]}",
                 )
+            if is_ignored is not None:
+                counts = np.where(is_ignored, 0, counts)
             if not np.array_equal(counts, loss_mask != 0):
                 samples = samples.with_columns({NUM_PATHS: counts.astype(np.int32)})
         if not self._has_trees:

@@ -44,6 +44,7 @@ from megatron.packing.batch.columns import (
     split_at,
     wire_columns,
 )
+from megatron.packing.batch.extra import unified
 
 
 class Fields(NamedTuple):
@@ -171,16 +172,24 @@ class Samples:
     def with_schema(self, schema: Schema) -> Samples:
         """Returns the same sequences with at least the columns of `schema`.
 
-        Extra columns must be there already, unless there are no sequences.
+        Extra columns must be there already, perhaps of a smaller type, unless there are no
+        sequences.
         """
         missing = [column for column in schema if column not in self.columns]
         if not missing:
             return self
         scopes = {column.scope for column in missing} - {TOKEN, SEQUENCE}
         ragged = {scope: self.sizes.rows(scope) for scope in scopes}
+        # A column of another type, or per sequence where each has one token, is the same one.
+        names = {column.name for column in missing}
+        former = {column.name: column for column in self.columns if column.name in names}
+        replaced = set(former.values())
+        columns = {column: each for column, each in self.columns.items() if column not in replaced}
+        for column in missing:
+            values = self.values_of(former.get(column.name, column))
+            columns[column] = values.astype(column.dtype, copy=False)
         return Samples(
-            sizes=replace(self.sizes, ragged={**self.sizes.ragged, **ragged}),
-            columns={**self.columns, **{column: self.values_of(column) for column in missing}},
+            sizes=replace(self.sizes, ragged={**self.sizes.ragged, **ragged}), columns=columns
         )
 
     def values_of(self, column: Column) -> npt.NDArray[Any]:
@@ -291,7 +300,7 @@ def joined(parts: Sequence[Samples]) -> Samples:
     parts = [part for part in parts if part.lengths.size]
     if len(parts) < 2:
         return parts[0] if parts else Samples.none()
-    schema = common_schema([part.schema for part in parts])
+    schema = common_schema([SchemaOfPart.of(part.schema, part.lengths) for part in parts])
     parts = [part.with_schema(schema) for part in parts]
     columns = {
         column: np.concatenate([part.columns[column] for part in parts])
@@ -300,19 +309,45 @@ def joined(parts: Sequence[Samples]) -> Samples:
     return Samples(sizes=Sizes.joined([part.sizes for part in parts]), columns=columns)
 
 
-def common_schema(schemas: Sequence[Schema]) -> Schema:
-    """Returns the schema that batches of these schemas, none of them empty, can all take.
+class SchemaOfPart(NamedTuple):
+    """The columns that some sequences have, at least one."""
 
-    Raises ValueError where an extra column is not in all of them.
+    schema: Schema
+    has_lone_tokens: bool
+    """Each sequence has one token: a row per sequence is one per token, too."""
+
+    @classmethod
+    def of(cls, schema: Schema, lengths: IntArray) -> SchemaOfPart:
+        """Returns the part of sequences of these lengths."""
+        return cls(schema, int(lengths.max()) == 1)
+
+
+def common_schema(parts: Sequence[SchemaOfPart], agreed: Sequence[SchemaOfPart] = ()) -> Schema:
+    """Returns the schema that all parts can take.
+
+    Args:
+        agreed: extra columns of the run so far. Those that the parts have keep scope and type; all
+            of them are returned where there are no parts.
+
+    Raises ValueError where an extra column is not in all of the parts, or differs.
     """
-    common = schema_of({column for schema in schemas for column in schema})
-    for column in common:
-        if column.extra and not all(column in schema for schema in schemas):
+    variants: dict[str, list[tuple[Column, bool]]] = {}
+    for part in parts:
+        for column in (column for column in part.schema if column.extra):
+            variants.setdefault(column.name, []).append((column, part.has_lone_tokens))
+    for name, columns in variants.items():
+        if len(columns) < len(parts):
             raise ValueError(
-                f"'{column.name}' must be in all samples of a global batch or in none, but some "
+                f"'{name}' must be in all samples of a global batch or in none, but some "
                 "lack it; give it a value in each"
             )
-    return common
+    for part in agreed:
+        for column in part.schema:
+            if column.name in variants or not parts:
+                variants.setdefault(column.name, []).append((column, part.has_lone_tokens))
+    extra = [unified(name, columns) for name, columns in variants.items()]
+    ours = {column for part in parts for column in part.schema if not column.extra}
+    return schema_of({*ours, *extra})
 
 
 def _joined_runs(values: npt.NDArray[Any], runs: Sequence[slice]) -> npt.NDArray[Any]:

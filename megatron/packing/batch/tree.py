@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.columns import IntArray
+from megatron.packing.batch.grammar import IGNORED_LABEL
 
 MAX_LEVELS = 1000
 """Nodes of a path, at most."""
@@ -125,6 +126,12 @@ class Path(NamedTuple):
     loss_mask: npt.NDArray[np.float32]
     """[L]: weight of each label's loss, 0 for none."""
 
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        """[L]: `loss_mask`, and 0 for labels of -100."""
+        is_masked = np.asarray(self.labels) == IGNORED_LABEL
+        return np.where(is_masked, np.float32(0), np.asarray(self.loss_mask, np.float32))
+
 
 class MergedPaths(NamedTuple):
     """Paths as one or more trees, m nodes of T tokens: fields that an iterator may give."""
@@ -179,7 +186,7 @@ def merge(paths: Sequence[Path]) -> MergedPaths:
         if not len(path.tokens):
             raise TreeError("each path must have at least one token, but one is empty")
         pairs = np.column_stack((path.tokens, path.labels)).astype(np.int64)
-        weights = np.array(path.loss_mask, np.float32)
+        weights = path.weights
         _insert(roots, _Run(pairs, weights, (weights != 0).astype(np.int32)))
     runs: list[_Run] = []
     parents: list[int] = []

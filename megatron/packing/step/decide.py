@@ -17,13 +17,14 @@ import numpy.typing as npt
 from megatron.packing.batch.columns import PAYLOAD_COSTS, IntArray, Schema, Sizes
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
-from megatron.packing.batch.samples import common_schema
+from megatron.packing.batch.samples import SchemaOfPart
 from megatron.packing.batch.tree_shapes import ShapedSamples
 from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.packing.step.delay import Delayed
 from megatron.packing.step.load import Loaded
+from megatron.packing.step.run_fields import RunFields
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats, packing_stats
 
@@ -207,18 +208,20 @@ def decide(
     num_fetches: int,
     settings: PackingSettings,
     max_delay: int | None,
+    run_fields: RunFields | None = None,
 ) -> Decision | None:
     """Returns the place of each reported sequence; None if none is left at the end of the data.
 
     Args:
         reports: by data-parallel rank.
         max_delay: steps that a sequence may be delayed by; None without a `DelayQueue`.
+        run_fields: fields of the samples of earlier steps; None for a step by itself.
 
     Raises:
         GlobalBatchError: with the reason, if a rank could not load, or no valid schedule was
             found.
     """
-    schema = _checked_schema(reports)
+    schema = _checked_schema(reports, run_fields or RunFields())
     batch = Reports.of(reports, settings.alignment)
     ended = any(report.ended for report in reports)
     if ended and not batch.lengths.size:
@@ -287,15 +290,21 @@ def _with_counts(
     )
 
 
-def _checked_schema(reports: Sequence[RankReport]) -> Schema:
+def _checked_schema(reports: Sequence[RankReport], run_fields: RunFields) -> Schema:
     """Returns the columns of all ranks' sequences together; GlobalBatchError with the first rank's
-    error, or where ranks have other extra columns.
+    error, or where ranks or earlier steps have other extra columns.
     """
     errors = [report.error for report in reports if report.error is not None]
     if errors:
         raise GlobalBatchError(errors[0])
     try:
-        return common_schema([report.schema for report in reports if report.lengths.size])
+        return run_fields.agree(
+            [
+                SchemaOfPart.of(report.schema, report.lengths)
+                for report in reports
+                if report.lengths.size
+            ]
+        )
     except ValueError as failure:
         raise GlobalBatchError(str(failure)) from None
 

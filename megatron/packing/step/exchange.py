@@ -28,6 +28,7 @@ from megatron.packing.batch.samples import Samples, joined
 from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
 from megatron.packing.step.delay import Delayed
 from megatron.packing.step.groups import DataGroups
+from megatron.packing.step.run_fields import RunFields
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
 
@@ -67,6 +68,7 @@ def decide_together(
     settings: PackingSettings,
     data_ranks_group: dist.ProcessGroup,
     max_delay: int | None,
+    run_fields: RunFields | None = None,
 ) -> Decision:
     """Returns the scheduling rank's decision on all data ranks; see `decide`.
 
@@ -77,7 +79,7 @@ def decide_together(
     answer: Decision | GlobalBatchError | None = None
     if reports is not None:
         try:
-            answer = decide(reports, num_fetches, settings, max_delay)
+            answer = decide(reports, num_fetches, settings, max_delay, run_fields)
         except GlobalBatchError as failure:  # the other data ranks wait for an answer
             answer = failure
         except Exception as failure:  # a defect, or no memory: they must not wait for ever either

@@ -58,6 +58,7 @@ from megatron.packing.step.groups import data_groups
 from megatron.packing.step.load import load_samples
 from megatron.packing.step.payload_store import PayloadStore, restore_of
 from megatron.packing.step.payloads import Moved, move_payloads
+from megatron.packing.step.run_fields import RunFields, run_fields_of
 from megatron.packing.step.settings import PackingOptions, PackingSettings, reads_tokens
 from megatron.packing.step.stats import PackingStats
 from megatron.packing.step.trees import reason_against, warn_of_trees
@@ -146,6 +147,7 @@ def schedule_global_batch(
                 groups_of_data.data_ranks_group,
                 queue,
                 options.payloads,
+                run_fields_of(config),
             )
         # The other ranks of the replica wait in `broadcast_part`, so the error is sent to them.
         # Whatever is raised in loading or scheduling has become one of these two, on all data
@@ -192,6 +194,7 @@ def _load_and_place(
     data_ranks_group: dist.ProcessGroup,
     queue: DelayQueue | None,
     store: PayloadStore | None,
+    run_fields: RunFields,
 ) -> ReplicaPart:
     """Runs load, gather, decide and move on a data rank; collective over the data ranks.
 
@@ -209,6 +212,7 @@ def _load_and_place(
             settings.over_length_policy,
             name,
             None if store is None else store.cost_of,
+            run_fields.warned,
         )
         # megatron-core's RerunDataIterator gives the samples of the step before once more while it
         # is `replaying`.
@@ -220,7 +224,9 @@ def _load_and_place(
         local = LocalSamples.failed(f"{name}: {type(failure).__name__}: {failure}")
         shaped_samples, report = _reported(local, settings, warns=False)
     max_delay = None if queue is None else queue.max_steps
-    decision = decide_together(report, num_fetches, settings, data_ranks_group, max_delay)
+    decision = decide_together(
+        report, num_fetches, settings, data_ranks_group, max_delay, run_fields
+    )
     # All ranks send the same columns: a receiver computes bytes from lengths and this schema.
     samples = shaped_samples.samples.with_schema(decision.schema)
     moved, restore = None, None
@@ -234,6 +240,7 @@ def _load_and_place(
     stays = shaped_samples.original_index[waits]
     delayed = local.left_behind(stays, restores=restore is not None)
     arrived, microbatch_of = move(samples, decision, data_ranks_group)
+    arrived = arrived.with_schema(decision.schema)  # also where no sample arrived
     plan, samples, payloads = _in_order_of_packs(arrived, microbatch_of, decision.stats, moved)
     return ReplicaPart(plan, samples, payloads, delayed, decision if is_scheduling_rank else None)
 

@@ -48,20 +48,21 @@ def load_samples(
     policy: OverLengthPolicy,
     rank_name: str,
     payload_cost: CostOfPayload | None = None,
+    warned: set[str] | None = None,
 ) -> Loaded:
     """Calls `next` up to `num_fetches` times and returns all sequences.
 
     Args:
         longest: tokens. A longer sequence is an error, truncated or dropped, by `policy`.
         rank_name: first words of an error.
-        payload_cost: see `SampleReader`.
+        payload_cost, warned: see `SampleReader`.
     """
     if iterator is None:
         return Loaded.failed(
             f"{rank_name} must have a data iterator, but has none; build one where is_data_rank() "
             "is true"
         )
-    reader, ended = SampleReader(payload_cost), False
+    reader, ended = SampleReader(payload_cost, warned), False
     for number in range(num_fetches):
         try:
             reader.add(next(iterator), number)

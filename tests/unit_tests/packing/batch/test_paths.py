@@ -47,13 +47,13 @@ def test_literal_paths() -> None:
 
 def test_a_token_that_only_one_path_trains_is_computed_for_each() -> None:
     """Neighbours in the order of paths could not say which of them train it."""
-    paths = [path_of([7, 8], [1, 1]), path_of([7, 8], [0, 1]), path_of([7, 8], [1, 1])]
-    sample = merge_with_fields(paths, ids=[1, 2, 3])
-    assert sample["tokens"].tolist() == [7, 8, 7, 8]
-    assert sample["loss_mask"].tolist() == [2, 2, 0, 1]
+    masks: list[list[float]] = [[0, 1, 1], [0, 0, 1], [0, 1, 1]]
+    sample = merge_with_fields([path_of([6, 7, 8], mask) for mask in masks], ids=[1, 2, 3])
+    assert sample["tokens"].tolist() == [6, 7, 8, 7, 8]
+    assert sample["loss_mask"].tolist() == [0, 2, 2, 0, 1]
     assert sample["path_ids"].tolist() == [1, 3, 2]
     pairs = trained_by(read_samples(sample))
-    assert pairs.token.tolist() == [0, 0, 1, 1, 3]
+    assert pairs.token.tolist() == [1, 1, 2, 2, 4]
     assert pairs.path.tolist() == [0, 1, 0, 1, 2]
 
 
@@ -94,6 +94,15 @@ def test_sums_of_paths_are_those_of_each_alone(
             path_of([token for token, _ in places], [float(one) for _, one in places])
             for places in record
         ]
+        # Paths of one tree begin alike: here by the first of two trained tokens.
+        paths = [
+            path._replace(
+                tokens=np.append(7, path.tokens),
+                labels=np.append(7, path.labels),
+                loss_mask=np.append(np.float32(1), path.loss_mask),
+            )
+            for path in paths
+        ]
         ids = [1000 * len(samples) + number for number in range(len(paths))]
         samples.append(merge_with_fields(paths, ids=ids))
         for number, path in zip(ids, paths):
@@ -122,9 +131,9 @@ def columns_of(samples: Samples) -> dict[str, Any]:
 
 def test_paths_that_are_truncated_are_counted_again() -> None:
     """Every pack would have a part of them only."""
-    paths = [path_of([1, 2, 3], [1, 1, 1]), path_of([1, 4], [1, 1])]
+    paths = [path_of([1, 1, 2, 3], [1, 1, 1, 1]), path_of([1, 1, 4], [1, 1, 1])]
     samples = read_samples(merge_with_fields(paths, ids=[1, 2]))
-    assert columns_of(samples)["path_tokens"].tolist() == [3, 2]
+    assert columns_of(samples)["path_tokens"].tolist() == [4, 3]
     assert columns_of(truncated(samples, 1))["path_tokens"].tolist() == [1, 1]
     plain = {"tokens": [1, 2, 3], "labels": [2, 3, 4], "path_ids": [5]}
     assert columns_of(truncated(read_samples([plain]), 2))["path_tokens"].tolist() == [2]
@@ -165,3 +174,25 @@ def test_wrong_paths_are_refused() -> None:
         merge_with_fields(paths, ids=[1])
     with pytest.raises(TreeError, match="weights of at least 0"):
         merge_with_fields(paths, ids=[1, 2])
+
+
+def test_a_pair_is_one_tree_or_refused() -> None:
+    """Two trees may come into two packs, and each half of a pair would be compared with a half of
+    another one.
+    """
+    pair = [[1, 5, 6], [1, 7, 8]]
+    sample = merge_with_fields([path_of(tokens, [0, 1, 1]) for tokens in pair], sign=[1, -1])
+    assert sample["parents"].tolist() == [-1, 0, 0], "a token without a loss has any label"
+    prompt = [np.array([-100, *tokens[2:], 0]) for tokens in pair]
+    sample = merge_with_fields(
+        [
+            Path(np.array(tokens), labels, np.ones(3, np.float32))
+            for tokens, labels in zip(pair, prompt)
+        ],
+        sign=[1, -1],
+    )
+    assert sample["num_paths"].tolist() == [0, 1, 1, 1, 1], "labels of -100 are masked"
+    whole = path_of([1, 2], [1, 1])
+    for other in (path_of([3, 2], [1, 1]), path_of([1, 2], [0, 1]), path_of([1, 4], [1, 1])):
+        with pytest.raises(TreeError, match="begin with one token, label and mask"):
+            merge_with_fields([whole, other], sign=[1, -1])

@@ -25,7 +25,7 @@ from megatron.packing.batch.columns import (
     num_words,
     schema_of,
 )
-from megatron.packing.batch.samples import Samples, common_schema, joined
+from megatron.packing.batch.samples import Samples, SchemaOfPart, common_schema, joined
 
 MOST = 2**31 - 1
 DTYPES = (np.int32, np.int32, np.float32, np.int32)
@@ -248,15 +248,19 @@ def test_words_of_another_size_are_refused() -> None:
 
 def test_extra_columns_are_in_all_samples_alike() -> None:
     """Zeros that fill a gap would be trained on as numbers of the user's."""
-    assert common_schema([(EXTRA[0],), (LABELS, EXTRA[0])]) == (LABELS, EXTRA[0])
+
+    def common(*schemas: tuple[Column, ...]) -> tuple[Column, ...]:
+        return common_schema([SchemaOfPart(schema, False) for schema in schemas])
+
+    column = EXTRA[0]
+    assert common((column,), (LABELS, column)) == (LABELS, column)
+    assert common((column,), (column._replace(dtype="float32"),)) == (column,)
     with pytest.raises(
         ValueError, match="'advantages' must be in all samples of a global batch or in none"
     ):
-        common_schema([(EXTRA[0],), ()])
-    with pytest.raises(
-        ValueError, match="one type and shape in a global batch, but is float32 per token in some"
-    ):
-        common_schema([(EXTRA[0],), (EXTRA[0]._replace(dtype="float32"),)])
+        common((column,), ())
+    with pytest.raises(ValueError, match="one scope and shape in all samples of a run"):
+        common((column,), (column._replace(scope="sequence"),))
 
 
 IMAGES = Column("image_ids", "int64", "image", extra=True)
