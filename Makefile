@@ -118,14 +118,7 @@ faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults
 	$(VENV)/bin/python -m tests.functional_tests.interruptions
 
-fit-# Scripts with the same pins share an environment. A script fails if its library does otherwise than it says.
-FINDINGS_CACHE ?= $(CURDIR)/.findings
-findings:
-	@changed=; for script in findings/*.sh; do log=$(FINDINGS_CACHE)/$$(basename $$script).log; mkdir -p $(FINDINGS_CACHE); \
-	if FINDINGS_CACHE=$(FINDINGS_CACHE) bash $$script >$$log 2>&1; then echo "as stated  $$script"; \
-	else echo "CHANGED    $$script, see $$log"; changed=1; fi; done; test -z "$$changed"
-
-check: $(VENV)/.dev
+fit-check: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.fit_check --write examples/benchmarks/results/fit_check.md
 
 FUZZ_INPUTS ?= 20000
@@ -186,6 +179,13 @@ test-core:
 
 core-python:
 	@echo $(CORE_PYTHON)
+
+# Scripts with the same pins share an environment. A script fails if its library does otherwise than it says.
+FINDINGS_CACHE ?= $(CURDIR)/.findings
+findings:
+	@changed=; for script in findings/*.sh; do log=$(FINDINGS_CACHE)/$$(basename $$script).log; mkdir -p $(FINDINGS_CACHE); \
+	if FINDINGS_CACHE=$(FINDINGS_CACHE) bash $$script >$$log 2>&1; then echo "as stated  $$script"; \
+	else echo "CHANGED    $$script, see $$log"; changed=1; fi; done; test -z "$$changed"
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check $(CODE)
