@@ -5,17 +5,22 @@ the record decide its format.
                                                          and TRL's chat_template_kwargs
     prompt + completion, both lists of turns             TRL; the turns of the completion are
                                                          trained
+    prompt, turns + completion, a string                 the assistant's answer
     prompt + completion, both strings                    TRL; the completion is trained
     prompt + responses                                   several answers to turns, or to a text
                                                          (then they are text, too); see `answers`
     instruction | query | question                       Alpaca, Dolly, LLaMA-Factory, ms-swift,
       + output | response | answer                       OpenOrca: a question, with input | context,
                                                          system, history and tools
+    query | question | instruction + answers             xLAM: a question and the calls it needs,
+                                                         with tools
     text                                                 all of it is trained
     tokens                                               ids; all of them are trained
+    input_ids                                            ids, with labels and masks: `token_ids`
 
 A record has the first of these formats whose keys it has. A key with an empty value (null, "", [],
-{}) counts as absent. Any record may have `weight`, which scales its loss.
+{}) counts as absent. A value that must be a list or an object may be its JSON text. Any record may
+have `weight`, which scales its loss.
 
 Invariant: no text is lost silently. A text under one of the names in `TEXT_COLUMNS` is read, or
 repeats text that is read, or is an error. Other keys are ignored, and are logged once.
@@ -35,6 +40,7 @@ from megatron.sft.data.records.answers import (
     read_texts,
     weights_of,
 )
+from megatron.sft.data.records.call_values import checked_calls
 from megatron.sft.data.records.content import (
     Answers,
     Content,
@@ -44,14 +50,16 @@ from megatron.sft.data.records.content import (
     said_in,
 )
 from megatron.sft.data.records.messages import Message, read_turns
-from megatron.sft.data.records.tool_calls import read_tools
-from megatron.sft.data.records.values import SampleError, is_empty, text_of, weight_of
+from megatron.sft.data.records.token_ids import TOKEN_COLUMNS, read_token_ids
+from megatron.sft.data.records.tool_calls import are_calls, read_tools
+from megatron.sft.data.records.values import SampleError, is_empty, json_of, text_of, weight_of
 from megatron.sft.options.chat_template import are_variables
 
 _TURNS = ("messages", "conversations", "conversation")
 _QUESTION, _CONTEXT = ("instruction", "query", "question"), ("input", "context")
 _ANSWER, _SYSTEM = ("output", "response", "answer"), ("system", "system_prompt")
-_BESIDE_TURNS = (*_SYSTEM, "tools", "chat_template_kwargs")
+_TOOLS = ("tools", "functions")
+_BESIDE_TURNS = (*_SYSTEM, *_TOOLS, "chat_template_kwargs")
 READ = (
     *_TURNS,
     "prompt",
@@ -62,9 +70,21 @@ READ = (
     *_ANSWER,
     *_BESIDE_TURNS,
     "history",
+    "answers",
     "text",
 )
-_NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages", "functions")
+TURN_COLUMNS = (*_TURNS, "prompt", "completion", "responses")
+"""Keys whose values may be turns."""
+READ_COLUMNS = frozenset((*READ, "tokens", *TOKEN_COLUMNS, "weight", "weights"))
+"""Keys that some format reads."""
+_JSON_TEXT = frozenset(
+    (
+        *(*_TURNS, "responses", "weights", "history", "answers"),
+        *(*_TOOLS, "chat_template_kwargs", "tokens", *TOKEN_COLUMNS),
+    )
+)
+"""Keys whose values are lists or objects. Such a value may be JSON text."""
+_NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages")
 _NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 _PREFERENCES = ("label", "kto_tag", "chosen")
 """Keys that mark an answer as good or bad, by true or false, in preference data: of TRL and
@@ -76,7 +96,7 @@ TEXT_COLUMNS = frozenset((*READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens")
 _FORMATS = (
     "messages | conversations | conversation (and responses), prompt + completion | responses, "
     "instruction | query | question "
-    "(and input | context) + output | response | answer, text or tokens"
+    "(and input | context) + output | response | answer | answers, text, tokens or input_ids"
 )
 
 
@@ -100,7 +120,7 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
     weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
     unread = {key for key in fields if not is_empty(fields[key])} - found.read - {"weight"}
     _check_unread(fields, unread, found.content)
-    if found.read not in ({"text"}, {"tokens"}):
+    if not isinstance(found.content, TokenIds) and found.read != {"text"}:
         _check_preference(fields)
     return Reading(found.content, weight, (unread - TEXT_COLUMNS) | found.unread_of_turns)
 
@@ -122,6 +142,8 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str,
         name = columns.get(column, column)
         if name == "none" or (is_empty(value) and not isinstance(value, str)):
             continue
+        if name in _JSON_TEXT and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            value = json_of(value, name)
         if name in fields:
             raise SampleError(
                 f"record has {name} twice, by --data-columns; add none=COLUMN for the one to leave "
@@ -149,10 +171,14 @@ def _find(
     if fields.keys() & set(_QUESTION) and fields.keys() & set(_ANSWER):
         read = {_one(fields, names)[0] for names in (_QUESTION, _CONTEXT, _ANSWER)}
         return _Found(_conversation(fields, _question(fields)), {*read, *_BESIDE_TURNS, "history"})
+    if fields.keys() & set(_QUESTION) and are_calls(fields.get("answers")):
+        return _question_and_calls(fields, turn_keys)
     if "text" in fields:
         return _Found(Passage("", text_of(fields["text"], "text")), {"text"})
     if "tokens" in fields:
         return _Found(TokenIds(fields["tokens"]), {"tokens"})
+    if "input_ids" in fields:
+        return _Found(read_token_ids(fields), set(TOKEN_COLUMNS))
     # Name the empty columns, too: Parquet has every column in every row, null or [] if a record
     # lacks it, so that a record may look complete.
     empty = ", ".join(repr(column) for column, value in record.items() if is_empty(value))
@@ -207,6 +233,8 @@ def _prompt_and_completion(fields: Mapping[str, Any], turn_keys: Keys) -> _Found
             {"prompt", "completion"},
         )
     asked, unread = read_turns(prompt, "prompt", *turn_keys)
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
     answered, more = read_turns(completion, "completion", *turn_keys)
     messages = [*(message._replace(weight=0.0) for message in asked), *answered]
     return _Found(
@@ -214,10 +242,25 @@ def _prompt_and_completion(fields: Mapping[str, Any], turn_keys: Keys) -> _Found
     )
 
 
+def _question_and_calls(fields: Mapping[str, Any], turn_keys: Keys) -> _Found:
+    calls = [{"role": "assistant", "content": None, "tool_calls": fields["answers"]}]
+    answered, unread = read_turns(calls, "answers", *turn_keys)
+    read = {_one(fields, names)[0] for names in (_QUESTION, _CONTEXT)}
+    return _Found(
+        _conversation(fields, [*_asked(fields), *answered]),
+        {*read, "answers", *_BESIDE_TURNS, "history"},
+        unread,
+    )
+
+
 def _question(fields: Mapping[str, Any]) -> list[Message]:
-    """Returns the messages of an Alpaca record: its history, the question with its input, and the
-    answer.
-    """
+    """Returns the messages of an Alpaca record: what is asked, and the answer."""
+    key, answer = _one(fields, _ANSWER)
+    return [*_asked(fields), Message("assistant", text_of(answer, key))]
+
+
+def _asked(fields: Mapping[str, Any]) -> list[Message]:
+    """Returns the messages before an answer: the history, and the question with its input."""
     messages = []
     history = fields.get("history", [])
     for number, pair in enumerate(history if isinstance(history, list) else [history]):
@@ -227,8 +270,7 @@ def _question(fields: Mapping[str, Any]) -> list[Message]:
         messages.append(Message("assistant", text_of(pair[1], f"history[{number}][1]")))
     parts = [_one(fields, names) for names in (_QUESTION, _CONTEXT)]
     asked = "\n\n".join(text for text in (text_of(text, key) for key, text in parts) if text)
-    key, answer = _one(fields, _ANSWER)
-    return [*messages, Message("user", asked), Message("assistant", text_of(answer, key))]
+    return [*messages, Message("user", asked)]
 
 
 def _one(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
@@ -256,9 +298,11 @@ def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Convers
             "chat_template_kwargs must be an object with variables of its own, but is "
             f"{options!r:.60}"
         )
-    return Conversation(
-        messages, read_tools(fields["tools"]) if fields.get("tools") else None, options
-    )
+    lists = [fields[key] for key in _TOOLS if fields.get(key)]
+    if len(lists) > 1:
+        raise SampleError("record has tools and functions; leave one out, as by none=functions")
+    tools = read_tools(lists[0]) if lists else None
+    return Conversation(*checked_calls(messages, tools), options)
 
 
 def _check_preference(fields: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.formats import READ, read_record
+from megatron.sft.data.records.formats import READ_COLUMNS, read_record
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data_columns import COLUMNS, parse_columns
 
@@ -507,7 +507,7 @@ def test_other_keys_are_listed_once(tokenizer, caplog):
 
 def test_columns_that_are_read_may_have_other_names():
     """A key that is read, but has no name for --data-columns, must be renamed in the file."""
-    assert set(COLUMNS) == {*READ, "tokens", "weight", "weights", "role", "content", "none"}
+    assert set(COLUMNS) == {*READ_COLUMNS, "role", "content", "none"}
 
 
 def test_odd_names_of_columns(tokenizer):
