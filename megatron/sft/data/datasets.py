@@ -20,6 +20,7 @@ from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
 from megatron.sft.data.mock.dataset import MockSFTDataset
 from megatron.sft.data.prompts import Prompt, read_prompts
+from megatron.sft.data.record_notes import notes_on_records
 from megatron.sft.data.sample_set import SampleSet, concatenated
 from megatron.sft.data.splits import SplitBuilder
 from megatron.sft.data.tokenizer import build_tokenizer
@@ -92,6 +93,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
             "--keep-best and --early-stopping need records to validate with, but there are none; "
             "raise the second share of --split, or pass --valid-data-path"
         )
+    encoder.note(*notes_on_records(train.sources))
     turns = encoder.train_turns
     encoding_options = _encoding_options(data, turns)
     train, valid, test = (
