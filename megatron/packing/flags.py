@@ -15,6 +15,7 @@ import argparse
 import ast
 import inspect
 import json
+import os
 import sys
 import textwrap
 import types
@@ -320,6 +321,8 @@ def _value_of_yaml(action: argparse.Action, value: object) -> Any:
 def _scalar(action: argparse.Action, value: object) -> Any:
     if isinstance(value, date):  # YAML reads 2025-06-30 as one
         value = value.isoformat()
+    if isinstance(value, str) and action.type is not _json_text:  # as a shell does
+        value = os.path.expanduser(os.path.expandvars(value))
     if isinstance(value, dict) and action.type is _json_text:
         value = json.dumps(value)
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):

@@ -68,7 +68,8 @@ def _number(value: Decimal) -> Any:
 
 def _time_text(value: int, unit: str, suffix: str = "") -> str:
     """Returns a point in time in ISO 8601, its fraction in 0, 3, 6 or 9 digits."""
-    text, _, fraction = str(np.datetime64(value, unit)).partition(".")
+    moment: Any = np.datetime64
+    text, _, fraction = str(moment(value, unit)).partition(".")
     while fraction.endswith("000"):
         fraction = fraction[:-3]
     return f"{text}.{fraction}{suffix}" if fraction else text + suffix
@@ -208,9 +209,8 @@ class TableForms:
         if form is _LIST or name == "dictionary":
             inner = kind.value_field if form is _LIST else field.with_type(kind.value_type)
             if name in _CAST_LISTS or _storage(inner.type) == inner.type:
-                convert = self._build(inner, path)
-                is_list = convert is not None and form is _LIST
-                return partial(_convert_items, convert=convert) if is_list else convert
+                item = self._build(inner, path)
+                return partial(_convert_items, convert=item) if item and form is _LIST else item
             form = _OTHER  # Arrow has no cast of its values
         if form.way_out:
             self.without_form.append(Field(path, str(kind), form))

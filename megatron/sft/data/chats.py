@@ -118,7 +118,9 @@ def _content_of(opened: OpenRecords) -> Callable[[Any], Mapping[str, Any]]:
     """Returns the function from a record of this source to one that ChatEncoder reads."""
     folder = opened.folder
     if folder is None:
-        return of_json if opened.path.endswith(JSON_SUFFIXES) else of_row
+        if opened.forms is not None:
+            return of_row
+        return of_json if opened.path.endswith(JSON_SUFFIXES) else of_parts
     if folder.sample_type.is_crude:
         return partial(_of_crude, folder)
     _check_text(folder.sample_type)

@@ -27,6 +27,7 @@ from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig, TrainTurns
+from megatron.sft.options.data_paths import notes_on_held_out
 
 MOCK_VOCAB_SIZE = 1024
 _MOCK_SAMPLES = 2**40  # more than any run reads: training never comes to a second epoch
@@ -93,6 +94,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
             "--keep-best and --early-stopping need records to validate with, but there are none; "
             "raise the second share of --split, or pass --valid-data-path"
         )
+    encoder.note(*notes_on_held_out(data.data_path, "--data-path"))
     encoder.note(*notes_on_records(train.sources))
     turns = encoder.train_turns
     encoding_options = _encoding_options(data, turns)

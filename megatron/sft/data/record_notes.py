@@ -80,7 +80,7 @@ class _Tally:
         self._num_nulls += bool(nulls)
 
     def _add_calls(self, chat: Conversation) -> Iterator[str]:
-        """Counts the calls of a conversation. Yields the names of arguments and tools with nulls."""
+        """Counts calls. Yields the names of arguments and tools with nulls."""
         for function in _functions(chat.messages):
             arguments = function["arguments"]
             for key, value in arguments.items() if isinstance(arguments, Mapping) else ():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megatron.blending.formats.json_forms import Field, TableForms
-from megatron.sft.data.records.formats import READ_COLUMNS, TURN_COLUMNS
+from megatron.sft.data.records.columns import READ_COLUMNS, TURN_COLUMNS
 from megatron.sft.data.records.messages import READ_KEYS
 from megatron.sft.data.records.values import SampleError
 

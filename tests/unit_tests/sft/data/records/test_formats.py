@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
+from megatron.sft.data.records.columns import READ_COLUMNS
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.formats import READ_COLUMNS, read_record
+from megatron.sft.data.records.formats import read_record
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data_columns import COLUMNS, parse_columns
 
