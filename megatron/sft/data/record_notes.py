@@ -1,8 +1,8 @@
 """pure. Notes on damage that tables do to records, where it can be seen: in what is trained.
 
     content that is the JSON text of a list of parts, or of a text in quotes
-    null arguments of calls, and nulls in tools, that stay
-    times of one argument that are spelled in several ways
+    nulls of calls and tools that stay, and null arguments of a table that are left out
+    times as tables spell them, or spelled in several ways; numbers where a schema says text
 
 Up to 512 records are read, the first and the last of each source: tables are damaged from some row
 on. Their texts are not tokenized.
@@ -14,17 +14,18 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.blending.formats.json_forms import JsonObject
 from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.streams.source import SourceDataset
-from megatron.sft.data.chats import ChatLoad
-from megatron.sft.data.records.content import Answers, Content, Conversation
+from megatron.sft.data.chats import ChatLoad, of_parts, of_row
+from megatron.sft.data.records.content import Answers, Content, Conversation, said_in
 from megatron.sft.data.records.messages import Message
 
 MAX_RECORDS = 512
 _MIN_RECORDS = 4
+_MIN_QUOTED = 2
 _PARTS = re.compile(r"\s*\[\s*\{\s*['\"]type['\"]\s*:")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d([T ])\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d:?\d\d)?")
 _NAMED = 3
@@ -35,16 +36,18 @@ def notes_on_records(sources: Sequence[SourceDataset]) -> list[str]:
     """Returns lines on records of these sources, each with a count and the way out."""
     tally = _Tally()
     for source in sources:
-        assert isinstance(source.load, ChatLoad)
+        load = source.load
+        assert isinstance(load, ChatLoad)
         indices = _ends(len(source), max(MAX_RECORDS // len(sources), _MIN_RECORDS))
         for record in read_records(source.source, indices):
             if isinstance(record, RecordError):
                 continue
             try:
-                content = source.load.read(record).content
+                tally.add(load.read(record).content)
+                if load.content is of_row:
+                    tally.add_nulls_left_out(load.encoder.read(of_parts(record)).content)
             except Exception:  # a broken record is reported when training comes to it
                 continue
-            tally.add(content)
     return list(tally.notes())
 
 
@@ -56,15 +59,31 @@ def _ends(num_records: int, num_read: int) -> list[int]:
     return [*range(half), *range(num_records - half, num_records)]
 
 
+class _Argument(NamedTuple):
+    """An argument of a call."""
+
+    name: str
+    """"day of f"."""
+    value: Any
+    schema: Any
+    """Its schema; None if the tools have none."""
+    is_text: bool
+    """True if the arguments were JSON text, whose nulls stand in the data."""
+
+
 class _Tally:
-    """Counts of records by what is conspicuous in them."""
+    """Counts of records and arguments by what is conspicuous in them."""
 
     def __init__(self) -> None:
-        self._num_records = self._num_texts = self._num_nulls = 0
+        self._num_records = self._num_parts = self._num_quoted = self._num_nulls = 0
         self._calls: Counter[str] = Counter()
-        """Calls by argument, as "day of f"."""
+        """Calls by argument."""
         self._nulls: Counter[str] = Counter()
         """Nulls that stay, by argument or tool."""
+        self._left_out: Counter[str] = Counter()
+        """Nulls of a table that are left out though a schema names the argument."""
+        self._numbers: Counter[str] = Counter()
+        """Numbers by argument, where its schema says text."""
         self._spellings: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """Times by argument and spelling."""
         self._examples: dict[str, str] = {}
@@ -72,75 +91,92 @@ class _Tally:
     def add(self, content: Content) -> None:
         """Counts a record."""
         self._num_records += 1
-        paths = content.paths if isinstance(content, Answers) else [content]
-        chats = [path for path in paths if isinstance(path, Conversation)]
-        self._num_texts += any(_is_json_text(chat.messages) for chat in chats)
-        nulls = [name for chat in chats for name in self._add_calls(chat)]
+        texts = said_in(content)
+        self._num_parts += any(map(_PARTS.match, texts))
+        self._num_quoted += bool(texts) and all(map(_is_quoted, texts))
+        nulls = []
+        for chat in _chats(content):
+            for argument in _arguments(chat):
+                self._add_argument(argument)
+                if not argument.is_text and _has_null(argument.value):
+                    nulls.append(argument.name)
+            nulls += [
+                f"tool {_function(tool).get('name')}"
+                for tool in chat.tools or []
+                if _has_null(tool)
+            ]
         self._nulls.update(nulls)
         self._num_nulls += bool(nulls)
 
-    def _add_calls(self, chat: Conversation) -> Iterator[str]:
-        """Counts calls. Yields the names of arguments and tools with nulls."""
-        for function in _functions(chat.messages):
-            arguments = function["arguments"]
-            for key, value in arguments.items() if isinstance(arguments, Mapping) else ():
-                name = f"{key} of {function['name']}"
-                self._calls[name] += 1
-                self._add_time(name, value)
-                if not isinstance(arguments, JsonObject) and _has_null(value):
-                    yield name
-        for tool in chat.tools or []:
-            if _has_null(tool):
-                yield f"tool {tool.get('function', {}).get('name')}"
+    def add_nulls_left_out(self, content: Content) -> None:
+        """Counts the null arguments of a table's row, given with its nulls."""
+        for chat in _chats(content):
+            self._left_out.update(
+                argument.name
+                for argument in _arguments(chat)
+                if argument.value is None and argument.schema is not None and not argument.is_text
+            )
 
-    def _add_time(self, name: str, value: object) -> None:
+    def _add_argument(self, argument: _Argument) -> None:
+        name, value = argument.name, argument.value
+        self._calls[name] += 1
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and isinstance(argument.schema, Mapping):
+            self._numbers[name] += argument.schema.get("type") == "string"
         match = _TIME.fullmatch(value) if isinstance(value, str) else None
         if match is not None:
-            separator, _, fraction, zone = match.groups()
-            spelling = f"{separator}{len(fraction or '')}{zone and zone[0]}"
-            self._spellings[name][spelling] += 1
-            self._examples.setdefault(name + spelling, match.group())
+            separator, seconds, fraction, zone = match.groups()
+            kind = f"{separator}{len(seconds or '')}{len(fraction or '')}{(zone or '-')[0]}"
+            self._spellings[name][kind] += 1
+            self._examples.setdefault(name + kind, match.group())
 
     def notes(self) -> Iterator[str]:
         """Yields a line for each kind that was seen."""
         of_all = f"of {self._num_records:,} records read"
-        if self._num_texts:
+        if self._num_parts or self._num_quoted == self._num_records >= _MIN_QUOTED:
             yield (
-                f"{self._num_texts:,} {of_all} have content that is JSON text: a list of parts, or "
-                "text in quotes. It is trained as it stands. datasets makes it of a file in which "
-                "lists come late; give the records as they were before load_dataset, or load them "
-                "with features="
+                f"{max(self._num_parts, self._num_quoted):,} {of_all} have content that is JSON "
+                "text: a list of parts, or text in quotes. It is trained as it stands. datasets "
+                "makes it of a file in which lists come late; give the records as they were before "
+                "load_dataset, or load them with features="
             )
         if self._num_nulls:
-            named = ", ".join(map(self._described, list(self._nulls)[:_NAMED]))
-            more = " ..." if len(self._nulls) > _NAMED else ""
             yield (
-                f"{self._num_nulls:,} {of_all} have nulls in calls or tools ({named}{more}), which "
-                "are trained as null. If a table added them (to_json of datasets or pandas), give "
-                "the records from before it, arguments as JSON text, or tools whose schemas name "
-                "the arguments"
+                f"{self._num_nulls:,} {of_all} have nulls in calls or tools "
+                f"({self._named(self._nulls)}), which are trained as null. If a table added them "
+                "(to_json of datasets or pandas), give the records from before it, arguments as "
+                "JSON text, or tools whose schemas do not name the arguments"
+            )
+        if self._left_out:
+            yield (
+                f"{self._left_out.total():,} arguments are null in a table and left out "
+                f"({self._named(self._left_out)}), as a table cannot tell null from absent. If they "
+                "are null in truth, give arguments as JSON text"
+            )
+        if +self._numbers:
+            yield (
+                f"{self._numbers.total():,} arguments are numbers where the tool's schema says "
+                f"string ({self._named(+self._numbers)}), as to_json of datasets and pandas writes "
+                "times; they are trained as numbers. Keep the column as string"
             )
         for name, counts in self._spellings.items():
-            if len(counts) > 1:
+            if len(counts) > 1 or next(iter(counts)).startswith(" 3"):
                 spelled = ", ".join(
-                    f"{count:,} as {self._examples[name + spelling]}"
-                    for spelling, count in counts.most_common(_NAMED)
+                    f"{count:,} as {self._examples[name + kind]}"
+                    for kind, count in counts.most_common(_NAMED)
                 )
                 yield (
-                    f"times of the argument {name:.60} are spelled in {len(counts)} ways "
-                    f"({spelled}), and trained so. Tables respell times; if one did, keep the "
-                    "column as string"
+                    f"times of the argument {name:.60} are spelled as tables spell them, or in "
+                    f"several ways ({spelled}), and trained so; if a table respelled them, keep "
+                    "the column as string"
                 )
 
-    def _described(self, name: str) -> str:
-        is_always = self._calls[name] > 1 and self._nulls[name] == self._calls[name]
-        return f"{name:.60}, in every call" if is_always else f"{name:.60}"
-
-
-def _is_json_text(messages: Sequence[Message]) -> bool:
-    """Returns whether a turn is the text of a list of parts, or all turns are texts in quotes."""
-    texts = [message.content for message in messages if message.content]
-    return any(map(_PARTS.match, texts)) or (len(texts) > 1 and all(map(_is_quoted, texts)))
+    def _named(self, counts: Counter[str]) -> str:
+        described = [
+            f"{name:.60}, in every call" if 1 < self._calls[name] == count else f"{name:.60}"
+            for name, count in counts.most_common(_NAMED)
+        ]
+        return "; ".join(described) + " ..." * (len(counts) > _NAMED)
 
 
 def _is_quoted(text: str) -> bool:
@@ -152,9 +188,30 @@ def _is_quoted(text: str) -> bool:
         return False
 
 
-def _functions(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
-    for message in messages:
-        yield from (call["function"] for call in message.fields.get("tool_calls", ()))
+def _chats(content: Content) -> list[Conversation]:
+    paths = content.paths if isinstance(content, Answers) else [content]
+    return [path for path in paths if isinstance(path, Conversation)]
+
+
+def _arguments(chat: Conversation) -> Iterator[_Argument]:
+    """Yields the arguments of all calls."""
+    schemas = {
+        _function(tool).get("name"): _function(tool).get("parameters") for tool in chat.tools or []
+    }
+    for message in chat.messages:
+        for call in message.fields.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            schema = schemas.get(name)
+            properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            named = properties if isinstance(properties, Mapping) else {}
+            for key, value in arguments.items() if isinstance(arguments, Mapping) else ():
+                is_text = isinstance(arguments, JsonObject)
+                yield _Argument(f"{key} of {name}", value, named.get(key), is_text)
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else {}
 
 
 def _has_null(value: object) -> bool:

@@ -59,6 +59,8 @@ def rename_fields(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict
             continue
         if name in _JSON_TEXT and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             value = _parse(value, name)
+        if name in (*TURNS, *TOOLS) and isinstance(value, list):
+            value = [_parse(item, name) if isinstance(item, str) else item for item in value]
         is_list = name in _JSON_TEXT or (name in TURN_COLUMNS and _are_turns(value, columns))
         if isinstance(value, ParsedCell) and not is_list:
             value = value.text

@@ -61,6 +61,8 @@ def whole_numbers(numbers: object, where: str) -> npt.NDArray[Any]:
         array = np.asarray(numbers)
     except ValueError:  # lists of unlike lengths
         array = np.empty(0, np.object_)
+    if array.dtype.kind == "f" and (array == array.astype(np.int64)).all():
+        array = array.astype(np.int64)  # as pandas and DuckDB write columns that lack some
     if array.ndim != 1 or array.dtype.kind not in "iub" or not array.size:
         raise SampleError(f"{where} must be at least one whole number, but is {numbers!r:.60}")
     return array.astype(np.int64) if array.dtype.kind == "b" else array

@@ -16,12 +16,9 @@ from megatron.sft.data.records.values import SampleError, json_of
 
 
 def read_tools(tools: object) -> list[Any]:
-    """Returns the tools of a conversation. `tools` is a list of JSON schemas. The list, each of
-    them and their parameters may be JSON text.
+    """Returns the tools of a conversation. `tools` is a list of JSON schemas, whose parameters may
+    be JSON text.
     """
-    tools = json_of(tools, "tools") if isinstance(tools, str) else tools
-    if isinstance(tools, list):
-        tools = [json_of(tool, "tools") if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise SampleError(f"tools must be a list of JSON schemas, but is {tools!r:.60}")
     return [_tool(tool) for tool in tools]
