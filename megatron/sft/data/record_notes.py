@@ -21,13 +21,12 @@ from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chats import ChatLoad, of_parts, of_row
 from megatron.sft.data.records.content import Answers, Content, Conversation, said_in
-from megatron.sft.data.records.messages import Message
 
 MAX_RECORDS = 512
 _MIN_RECORDS = 4
 _MIN_QUOTED = 2
 _PARTS = re.compile(r"\s*\[\s*\{\s*['\"]type['\"]\s*:")
-_TIME = re.compile(r"\d{4}-\d\d-\d\d([T ])\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d:?\d\d)?")
+_TIME = re.compile(r"\d{4}-\d\d-\d\d([T ])\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d(:?\d\d)?)?")
 _NAMED = 3
 """Arguments that a note names."""
 
@@ -83,7 +82,7 @@ class _Tally:
         self._left_out: Counter[str] = Counter()
         """Nulls of a table that are left out though a schema names the argument."""
         self._numbers: Counter[str] = Counter()
-        """Numbers by argument, where its schema says text."""
+        """Numbers by argument, where its schema says text, or integers."""
         self._spellings: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """Times by argument and spelling."""
         self._examples: dict[str, str] = {}
@@ -114,18 +113,22 @@ class _Tally:
             self._left_out.update(
                 argument.name
                 for argument in _arguments(chat)
-                if argument.value is None and argument.schema is not None and not argument.is_text
+                if argument.schema is not None
+                and not argument.is_text
+                and _has_null(argument.value)
             )
 
     def _add_argument(self, argument: _Argument) -> None:
         name, value = argument.name, argument.value
         self._calls[name] += 1
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and isinstance(argument.schema, Mapping):
-            self._numbers[name] += argument.schema.get("type") == "string"
+        if isinstance(argument.schema, Mapping):
+            kind = argument.schema.get("type")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_float = isinstance(value, float) and kind == "integer"
+            self._numbers[name] += is_float or (is_number and kind == "string")
         match = _TIME.fullmatch(value) if isinstance(value, str) else None
         if match is not None:
-            separator, seconds, fraction, zone = match.groups()
+            separator, seconds, fraction, zone, _ = match.groups()
             kind = f"{separator}{len(seconds or '')}{len(fraction or '')}{(zone or '-')[0]}"
             self._spellings[name][kind] += 1
             self._examples.setdefault(name + kind, match.group())
@@ -150,14 +153,15 @@ class _Tally:
         if self._left_out:
             yield (
                 f"{self._left_out.total():,} arguments are null in a table and left out "
-                f"({self._named(self._left_out)}), as a table cannot tell null from absent. If they "
-                "are null in truth, give arguments as JSON text"
+                f"({self._named(self._left_out)}), as a table cannot tell null from absent. If "
+                "they are null in truth, give arguments as JSON text"
             )
         if +self._numbers:
             yield (
                 f"{self._numbers.total():,} arguments are numbers where the tool's schema says "
-                f"string ({self._named(+self._numbers)}), as to_json of datasets and pandas writes "
-                "times; they are trained as numbers. Keep the column as string"
+                f"string, or with a fraction where it says integer ({self._named(+self._numbers)}),"
+                " and are trained so. Tables write times and integers as such numbers; if one did, "
+                "keep the column as string or integer"
             )
         for name, counts in self._spellings.items():
             if len(counts) > 1 or next(iter(counts)).startswith(" 3"):

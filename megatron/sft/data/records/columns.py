@@ -60,7 +60,7 @@ def rename_fields(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict
         if name in _JSON_TEXT and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             value = _parse(value, name)
         if name in (*TURNS, *TOOLS) and isinstance(value, list):
-            value = [_parse(item, name) if isinstance(item, str) else item for item in value]
+            value = [_parse(item, name) if _is_object(item) else item for item in value]
         is_list = name in _JSON_TEXT or (name in TURN_COLUMNS and _are_turns(value, columns))
         if isinstance(value, ParsedCell) and not is_list:
             value = value.text
@@ -71,6 +71,10 @@ def rename_fields(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict
             )
         fields[name] = value
     return fields
+
+
+def _is_object(item: object) -> bool:
+    return isinstance(item, str) and item.lstrip().startswith("{")
 
 
 def _parse(text: str, name: str) -> Any:
