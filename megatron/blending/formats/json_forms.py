@@ -54,8 +54,9 @@ class Form(NamedTuple):
     is_time: bool = False
 
 
-def _shortest_half(value: Any) -> float:
-    return float(str(np.float16(value)))
+def _shortest(value: float, kind: Any) -> float:
+    """Returns the float of fewest digits that is `value` in a smaller type."""
+    return float(str(kind(value)))
 
 
 def _number(value: Decimal) -> Any:
@@ -99,7 +100,9 @@ def _always(convert: Convert) -> "Callable[[pyarrow.DataType], Convert]":
 _AS_TEXT = "cast it to string"
 _SAME = Form("number, with all its digits")
 _SHORTEST = "number: the shortest decimal that reads back as the same "
-_FLOAT32 = Form(_SHORTEST + "float32, 0.1 for 0.10000000149", "string", _always(float))
+_FLOAT32 = Form(
+    _SHORTEST + "float32, 0.1 for 0.10000000149", build=_always(partial(_shortest, kind=np.float32))
+)
 _DECIMAL = Form("number; one that float64 would round has none", build=_always(_number))
 _DATE = "text, 2024-01-31"
 _TIME = "text, 23:59:58.125"
@@ -111,7 +114,7 @@ FORMS: Mapping[str, Form] = {
     "null": Form("null"),
     "bool": Form("true, false"),
     **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)), _SAME),
-    "halffloat": Form(_SHORTEST + "float16", build=_always(_shortest_half)),
+    "halffloat": Form(_SHORTEST + "float16", build=_always(partial(_shortest, kind=np.float16))),
     "float": _FLOAT32,
     "double": Form(_SHORTEST + "float64"),
     **dict.fromkeys((f"decimal{bits}" for bits in (32, 64, 128, 256)), _DECIMAL),
@@ -131,7 +134,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "struct": Form("object; keys that are null in it are left out of records"),
     "map": Form("object, where keys are text", way_out="give its keys the type string"),
-    "dictionary": Form("the form of its values, where that is not a time or float32"),
+    "dictionary": Form("the form of its values; times in it have none"),
     "extension<arrow.json>": Form("the value of the JSON text", build=_always(parse_json_cell)),
     "extension<arrow.uuid>": Form("text, 32 hex digits in 5 groups", build=_always(_uuid_text)),
     "extension<arrow.bool8>": Form("true, false", build=_always(bool)),

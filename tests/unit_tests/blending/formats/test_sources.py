@@ -190,7 +190,11 @@ def test_index_out_of_range(path):
         ("a.json", "[]", "has no records; leave it out of the data"),
         ("a.xls", "a,b", f"suffix must be one of {', '.join(SOURCES)}; convert or rename the file"),
         ("a.csv", "a,b", "has no records; leave it out of the data"),
-        ("a.json", '{"data": []}', "must hold a list of objects, but holds a dict; write one (pandas"),
+        (
+            "a.json",
+            '{"data": []}',
+            "must hold a list of objects, but holds a dict; write one (pandas",
+        ),
         ("a.json", '{"a":\n1}\n{"a": 2}', "rename it to .jsonl if it holds one object per line"),
         ("a.json", b'["\xff"]', "not UTF-8 at byte 3; convert the file"),
         ("a.parquet", "PAR?", "not a Parquet file"),
