@@ -98,7 +98,7 @@ def _is_trained(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_
     if len(wrong):
         at = int(wrong[0])
         ahead = has_label[:-1]
-        is_shifted = ahead.any() and (labels[:-1] == ids[1:])[ahead].all()
+        is_shifted = bool(ahead.any() and (labels[:-1] == ids[1:])[ahead].all())
         raise SampleError(
             f"labels must be those of input_ids or {_IGNORED}, but number {at} is {labels[at]} "
             f"beside {ids[at]}"

@@ -89,6 +89,9 @@ def test_json_array(tmp_path):
         RecordError, match=r"a\.json item 3: must be a JSON object, but is a int; fix the item"
     ):
         source[3]
+    lines = write(tmp_path / "b.json", "\ufeff\n" + "\n".join(map(json.dumps, RECORDS)))
+    source = pickle.loads(pickle.dumps(open_source(lines)))
+    assert source.read(range(len(source))) == RECORDS, "datasets and Spark name lines so"
 
 
 def test_each_read_of_a_json_array_gives_objects_of_its_own(tmp_path):

@@ -1,5 +1,7 @@
 """Records to what is trained: every layout, read as its authors mean it, and nothing of it lost."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -200,6 +202,26 @@ LAYOUTS = {
         TWO,
         TRAINED,
     ),
+    "prompt of turns, completion of text": (
+        {"prompt": chat(("system", "s"), ("user", "q")), "completion": "a"},
+        WITH_SYSTEM,
+        TRAINED,
+    ),
+    "Toucan, turns as JSON text": (
+        {"messages": json.dumps(chat(("user", "q"), ("assistant", "a"))), "question": ""},
+        WHOLE,
+        TRAINED,
+    ),
+    "datasets, each turn as JSON text": (
+        {"conversations": [json.dumps(turn) for turn in turns(q=("a", {}))]},
+        WHOLE,
+        TRAINED,
+    ),
+    "SQuAD's answers beside turns": (
+        {"messages": chat(("user", "q"), ("assistant", "a")), "answers": "[see page 3"},
+        WHOLE,
+        TRAINED,
+    ),
     "text": ({"text": "abc"}, "abc<eod>", "bc<eod>"),
     "tokens": ({"tokens": [97, 98, 99]}, "abc", "bc"),
 }
@@ -251,6 +273,18 @@ SCHEMA = {"name": "f", "parameters": {}}
         ),
         (
             {
+                "messages": [
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": None, "function_call": CALL["function"]},
+                    {"role": "function", "content": "r"},
+                    {"role": "assistant", "content": "a"},
+                ],
+                "functions": [SCHEMA],
+            },
+            True,
+        ),
+        (
+            {
                 "conversations": [
                     {"from": "human", "value": "q"},
                     {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
@@ -273,7 +307,7 @@ SCHEMA = {"name": "f", "parameters": {}}
             False,
         ),
     ],
-    ids=["OpenAI, TRL", "OpenAI, function_call", "LLaMA-Factory", "ms-swift"],
+    ids=["OpenAI, TRL", "OpenAI, function_call", "functions", "LLaMA-Factory", "ms-swift"],
 )
 def test_tool_calls_of_every_layout(record, tools):
     """Arguments left as text would be written as a string in a string; calls as content are no
@@ -284,6 +318,20 @@ def test_tool_calls_of_every_layout(record, tools):
     assert [(message.role, message.fields) for message in content.messages] == CALLED
     assert [message.content for message in content.messages] == ["q", "", "r", "a"]
     assert content.tools == ([{"type": "function", "function": SCHEMA}] if tools else None)
+
+
+@pytest.mark.parametrize("form", [json.dumps, lambda value: value])
+def test_xlams_answers_are_calls(form):
+    """Its questions would be refused for keys that they lack, or their calls trained as text."""
+    record = {"id": 1, "query": "q", "answers": form([CALL["function"]]), "tools": form([SCHEMA])}
+    reading = read_record(record, {})
+    content = reading.content
+    assert isinstance(content, Conversation)
+    assert [(message.role, message.fields) for message in content.messages] == CALLED[:2]
+    assert content.tools == [{"type": "function", "function": SCHEMA}]
+    assert reading.unread == {"id"}
+    with pytest.raises(SampleError, match="record has keys 'question', 'answers', but must have"):
+        read_record({"question": "q", "answers": {"text": ["a"], "answer_start": [0]}}, {})
 
 
 def test_calls_that_follow_one_another_are_one_turn():
@@ -359,6 +407,20 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
             "chat_template_kwargs must be an object with",
         ),
         (PAIR | {"tools": "{"}, "tools must be JSON, but is '{'"),
+        (
+            PAIR | {"tools": [SCHEMA], "functions": [SCHEMA]},
+            "record has tools and functions; leave one out, as by none=functions",
+        ),
+        (
+            {"messages": "[{'role': 'user', 'content': 'q'}]"},
+            "messages must be JSON, but is \"[{'role': 'user', 'content': 'q'}]\": Expecting "
+            "property name enclosed in double quotes: line 1 column 3 (char 2); it is Python's "
+            "spelling, so write it by json.dumps",
+        ),
+        (
+            PAIR | {"tools": '[{"name": NaN}]'},
+            "tools must be JSON, but is '[{\"name\": NaN}]': JSON ",
+        ),
         (PAIR | {"tools": {"a": 1}}, "tools must be a list of JSON schemas, but is {'a': 1}"),
         (
             {"prompt": "q", "completion": chat(("assistant", "a"))},
