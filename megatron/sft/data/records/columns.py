@@ -55,7 +55,8 @@ def rename_fields(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict
     fields: dict[str, Any] = {}
     for column, value in record.items():
         name = columns.get(column, column)
-        if name == "none" or (is_empty(value) and not isinstance(value, str)):
+        is_absent = value is None or (is_empty(value) and name not in TOKEN_COLUMNS)
+        if name == "none" or (is_absent and not isinstance(value, str)):
             continue
         if name in _JSON_TEXT and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             value = _parse(value, name)

@@ -51,7 +51,9 @@ def calls_of_turn(turn: Mapping[str, Any], place: str) -> list[Any]:
         raise SampleError(f"{place}.tool_calls must be a list, but is {calls!r:.60}")
     if "function_call" in turn:
         calls = [*calls, turn["function_call"]]
-    return [_call(call, f"{place}.tool_calls") for call in calls]
+    where = f"{place}.tool_calls"
+    calls = [json_of(call, where) if isinstance(call, str) else call for call in calls]
+    return [_call(call, where) for call in calls]
 
 
 def calls_of_json(text: str, where: str) -> list[Any]:

@@ -93,9 +93,15 @@ def test_schemas_lose_their_nulls():
 
 
 def test_parameters_and_items_as_json_text():
-    """A schema as text in a prompt of schemas is text within JSON."""
+    """A schema as text in a prompt of schemas is text within JSON, and a call as text is none."""
     schema = {"type": "object", "properties": {"a": NUMBER}}
     tools = [{"name": "f", "parameters": json.dumps(schema)}]
+    text = json.dumps(call({}))
+    for calls in ([text], f"[{text}]"):
+        content = read_record(
+            {"messages": [{"role": "assistant", "tool_calls": calls}]}, {}
+        ).content
+        assert content.messages[0].fields["tool_calls"] == [call({})]
     for form in (tools, [json.dumps(tools[0])], json.dumps(tools)):
         assert read({}, form)[1] == [tool("f", {"a": NUMBER})]
 

@@ -55,6 +55,7 @@ def test_labels_and_masks(columns, trained):
             {"labels": [-100, 6, 9, 8]},
             "labels must be those of input_ids or -100, but number 2 is 9",
         ),
+        ({"labels": []}, "labels must be at least one whole number, but is []"),
         ({"labels": ["a"] * 4}, "labels must be at least one whole number, but is ['a',"),
         ({"labels": [0.5] * 4}, "labels must be at least one whole number, but is [0.5"),
         ({"input_ids": [[5, 6]]}, "input_ids must be at least one whole number, but is [[5, 6]]"),
