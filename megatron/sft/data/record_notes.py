@@ -4,8 +4,8 @@
     nulls of calls and tools that stay, and null arguments of a table that are left out
     times as tables spell them, or spelled in several ways; numbers where a schema says text
 
-Up to 512 records are read, the first and the last of each source: tables are damaged from some row
-on. Their texts are not tokenized.
+Up to 512 records are read, from both ends of each source: tables are damaged from some row on. They
+are fewer where they are long. Their texts are not tokenized.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatron.blending.formats.json_forms import JsonObject
-from megatron.blending.formats.record import RecordError, read_records
+from megatron.blending.formats.record import Record, RecordError, planned_read, read_records
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chats import ChatLoad, of_parts, of_row
 from megatron.sft.data.records.content import Answers, Content, Conversation, said_in
 
 MAX_RECORDS = 512
+MAX_CHARACTERS = 1 << 24
 _MIN_RECORDS = 4
+_READ_AT_ONCE = 16
 _MIN_QUOTED = 2
 _PARTS = re.compile(r"\s*\[\s*\{\s*['\"]type['\"]\s*:")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d([T ])\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d(:?\d\d)?)?")
@@ -34,28 +37,32 @@ _NAMED = 3
 def notes_on_records(sources: Sequence[SourceDataset]) -> list[str]:
     """Returns lines on records of these sources, each with a count and the way out."""
     tally = _Tally()
-    for source in sources:
+    for number, source in enumerate(sources, 1):
         load = source.load
         assert isinstance(load, ChatLoad)
         indices = _ends(len(source), max(MAX_RECORDS // len(sources), _MIN_RECORDS))
-        for record in read_records(source.source, indices):
-            if isinstance(record, RecordError):
-                continue
-            try:
-                tally.add(load.read(record).content)
-                if load.content is of_row:
-                    tally.add_nulls_left_out(load.encoder.read(of_parts(record)).content)
-            except Exception:  # a broken record is reported when training comes to it
-                continue
+        read = planned_read(source.source, indices)
+        for start in range(0, len(indices), _READ_AT_ONCE):
+            if tally.num_characters > MAX_CHARACTERS * number / len(sources):
+                break
+            chunk = indices[start : start + _READ_AT_ONCE]
+            for record in read_records(source.source, chunk, read):
+                if not isinstance(record, RecordError):
+                    _add(record, load, tally)
     return list(tally.notes())
 
 
+def _add(record: Record, load: ChatLoad, tally: _Tally) -> None:
+    with suppress(Exception):  # a broken record is reported when training comes to it
+        tally.add(load.read(record).content)
+        if load.content is of_row:
+            tally.add_nulls_left_out(load.encoder.read(of_parts(record)).content)
+
+
 def _ends(num_records: int, num_read: int) -> list[int]:
-    """Returns the first and the last records: 10 records, 4 read -> 0, 1, 8, 9."""
-    if num_records <= num_read:
-        return list(range(num_records))
-    half = num_read // 2
-    return [*range(half), *range(num_records - half, num_records)]
+    """Returns records from both ends in turn: 10 records, 4 read -> 0, 9, 1, 8."""
+    num_read = min(num_records, num_read)
+    return [at // 2 if at % 2 == 0 else num_records - 1 - at // 2 for at in range(num_read)]
 
 
 class _Argument(NamedTuple):
@@ -74,6 +81,7 @@ class _Tally:
     """Counts of records and arguments by what is conspicuous in them."""
 
     def __init__(self) -> None:
+        self.num_characters = 0
         self._num_records = self._num_parts = self._num_quoted = self._num_nulls = 0
         self._calls: Counter[str] = Counter()
         """Calls by argument."""
@@ -91,6 +99,7 @@ class _Tally:
         """Counts a record."""
         self._num_records += 1
         texts = said_in(content)
+        self.num_characters += sum(map(len, texts))
         self._num_parts += any(map(_PARTS.match, texts))
         self._num_quoted += bool(texts) and all(map(_is_quoted, texts))
         nulls = []

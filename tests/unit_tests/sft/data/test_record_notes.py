@@ -98,3 +98,6 @@ def test_the_ends_of_a_source_are_read(tmp_path, monkeypatch):
     assert notes_on_records([source])[0].startswith("1 of 8 records")
     assert notes_on_records([source] * 9)[0].startswith("9 of 36 records")
     assert notes_on_records([]) == []
+    monkeypatch.setattr(record_notes, "MAX_CHARACTERS", 20)
+    monkeypatch.setattr(record_notes, "_READ_AT_ONCE", 2)
+    assert notes_on_records([source])[0].startswith("1 of 2 records"), "books are not all read"
