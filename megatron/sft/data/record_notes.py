@@ -101,7 +101,7 @@ class _Tally:
         texts = said_in(content)
         self.num_characters += sum(map(len, texts))
         self._num_parts += any(map(_PARTS.match, texts))
-        self._num_quoted += bool(texts) and all(map(_is_quoted, texts))
+        self._num_quoted += bool(texts) and _is_quoted(texts[-1])
         nulls = []
         for chat in _chats(content):
             for argument in _arguments(chat):
