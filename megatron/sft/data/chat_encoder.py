@@ -257,7 +257,7 @@ class ChatEncoder:
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise SampleError(
                 f"{content.where} must be from 0 to {vocab_size - 1}, but are from {ids.min()} to "
-                f"{ids.max()}"
+                f"{ids.max()}: another tokenizer made them"
             )
         is_trained = np.ones(len(ids)) if content.is_trained is None else content.is_trained
         return ChatTokens(ids.astype(np.int32), is_trained.astype(np.float32))

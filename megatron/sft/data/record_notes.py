@@ -28,7 +28,8 @@ MAX_CHARACTERS = 1 << 24
 _MIN_RECORDS = 4
 _READ_AT_ONCE = 16
 _MIN_QUOTED = 2
-_PARTS = re.compile(r"\s*\[\s*\{\s*['\"]type['\"]\s*:")
+_PARTS = re.compile(r"\s*\[\s*\{\s*['\"](type|role|from)['\"]\s*:")
+"""Beginning of the text of a list of parts or turns."""
 _TIME = re.compile(r"\d{4}-\d\d-\d\d([T ])\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d(:?\d\d)?)?")
 _NAMED = 3
 """Arguments that a note names."""
@@ -148,9 +149,9 @@ class _Tally:
         if self._num_parts or self._num_quoted == self._num_records >= _MIN_QUOTED:
             yield (
                 f"{max(self._num_parts, self._num_quoted):,} {of_all} have content that is JSON "
-                "text: a list of parts, or text in quotes. It is trained as it stands. datasets "
-                "makes it of a file in which lists come late; give the records as they were before "
-                "load_dataset, or load them with features="
+                "text: a list of parts or turns, or text in quotes. It is trained as it stands. "
+                "datasets makes it of a file in which lists come late; give the records as they "
+                "were before load_dataset, or load them with features="
             )
         if self._num_nulls:
             yield (

@@ -51,20 +51,29 @@ def expanded(path: str, flag: str) -> tuple[str, ...]:
 
 
 def notes_on_held_out(paths: Sequence[str], flag: str) -> list[str]:
-    """Returns a line for each folder with files that `expanded` leaves out."""
+    """Returns a line for each folder with files that `expanded` leaves out, and for each pattern
+    with files of such names, which it does not leave out.
+    """
     notes = []
     for path in paths:
-        if os.path.isdir(path) and not _is_prepared(Path(path)):
+        is_folder = os.path.isdir(path)
+        if is_folder and not _is_prepared(Path(path)):
             files = _data_files(_files_below(path), f"{flag} {path}")
-            names = [os.path.relpath(name, path) for name in _held_out(path, files)]
-            if names:
-                more = " ..." if len(names) > _MAX_LISTED else ""
-                notes.append(
-                    f"{flag} {path}: {len(names)} of {len(files)} files are named as data to "
-                    f"validate or test with, and are not trained: "
-                    f"{' '.join(names[:_MAX_LISTED])}{more}; pass them to --valid-data-path, or to "
-                    "train on them, too, the pattern of all files"
-                )
+        elif is_folder or (files := expanded(path, flag)) == (path,):
+            continue
+        base = path if is_folder else os.path.commonpath([*files, os.path.dirname(files[0])])
+        names = [os.path.relpath(name, base) for name in _held_out(base, files)]
+        if names:
+            more = " ..." if len(names) > _MAX_LISTED else ""
+            outcome, way_out = (
+                ("not trained", "pass them to --valid-data-path, or a pattern to train on them")
+                if is_folder
+                else ("trained", "name a folder, or a narrower pattern, to leave them out")
+            )
+            notes.append(
+                f"{flag} {path}: {len(names)} of {len(files)} files are named as data to validate "
+                f"or test with, and are {outcome}: {' '.join(names[:_MAX_LISTED])}{more}; {way_out}"
+            )
     return notes
 
 

@@ -90,7 +90,8 @@ def test_files_that_are_held_out_by_name(tmp_path):
     pattern = f"{tmp_path}/data/*"
     assert len(expanded(pattern, "--data-path")) == 3, "a pattern names its files"
     assert len(expanded(str(tmp_path / "eval"), "--data-path")) == 1, "as do files all held out"
-    assert notes_on_held_out([pattern, str(tmp_path / "eval"), "a.jsonl"], "--data-path") == []
+    (note,) = notes_on_held_out([pattern, str(tmp_path / "eval"), "a.jsonl"], "--data-path")
+    assert ": 2 of 3 files are named as data to validate or test with, and are trained: " in note
 
 
 def test_prepared_folders_urls_and_single_files_stay(folder):
