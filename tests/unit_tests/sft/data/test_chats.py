@@ -240,6 +240,7 @@ def test_columns_of_tables_are_checked_when_opened(encoder, tmp_path, caplog):
         opened = open_chats(entry, encoder)
     (note,) = caplog.messages
     assert note.startswith("messages.tool_calls.function.arguments.day of the type date32[day] is")
+    assert isinstance(opened.load, ChatLoad)
     content: Any = opened.load.read(opened.source[0]).content
     (made,) = content.messages[1].fields["tool_calls"]
     assert made["function"]["arguments"] == {"day": "2024-01-31"}

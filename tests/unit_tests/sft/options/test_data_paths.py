@@ -89,7 +89,9 @@ def test_files_that_are_held_out_by_name(tmp_path):
     assert note.startswith(f"--data-path {tmp_path}: 5 of 9 files are named as data to validate or")
     pattern = f"{tmp_path}/data/*"
     assert len(expanded(pattern, "--data-path")) == 3, "a pattern names its files"
-    assert len(expanded(str(tmp_path / "eval"), "--data-path")) == 1, "as do files all held out"
+    (tmp_path / "eval" / "test.jsonl").touch()
+    (tmp_path / "eval" / "a.jsonl").unlink()
+    assert len(expanded(str(tmp_path / "eval"), "--data-path")) == 1, "all of a folder are trained"
     (note,) = notes_on_held_out([pattern, str(tmp_path / "eval"), "a.jsonl"], "--data-path")
     assert ": 2 of 3 files are named as data to validate or test with, and are trained: " in note
 

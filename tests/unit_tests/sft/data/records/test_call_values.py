@@ -5,10 +5,17 @@ from decimal import Decimal
 
 import pytest
 
+from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.formats import read_record
 from megatron.sft.data.records.values import SampleError
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+
+
+def conversation(record) -> Conversation:
+    content = read_record(record, {}).content
+    assert isinstance(content, Conversation)
+    return content
 
 
 def tool(name, properties, **schema):
@@ -26,7 +33,7 @@ def read(arguments, tools=None, **more):
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "", "tool_calls": [call(arguments, **more)]},
     ]
-    content = read_record({"messages": turns, "tools": tools}, {}).content
+    content = conversation({"messages": turns, "tools": tools})
     (made,) = content.messages[1].fields["tool_calls"]
     return made, content.tools
 
@@ -72,7 +79,7 @@ def test_nulls_of_json_text_stay():
         ],
         "tools": tools,
     }
-    content = read_record({key: json.dumps(value) for key, value in record.items()}, {}).content
+    content = conversation({key: json.dumps(value) for key, value in record.items()})
     assert content.messages[1].fields["tool_calls"] == [call({"x": None})]
     assert content.tools == tools
 
