@@ -167,7 +167,9 @@ def build_parser(groups: Sequence[type], command: Command, *, shows_help: bool) 
         "--version", action=_Version, nargs=0, help="show the installed versions and exit"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file with the same options; flags win"
+        "--config",
+        metavar="FILE",
+        help="YAML file with the same options, ~ and ${VARIABLE} expanded; flags win",
     )
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))

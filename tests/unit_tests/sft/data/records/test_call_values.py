@@ -105,9 +105,8 @@ def test_parameters_and_items_as_json_text():
     tools = [{"name": "f", "parameters": json.dumps(schema)}]
     text = json.dumps(call({}))
     for calls in ([text], f"[{text}]"):
-        content = read_record(
-            {"messages": [{"role": "assistant", "tool_calls": calls}]}, {}
-        ).content
+        turn = {"role": "assistant", "tool_calls": calls}
+        content = conversation({"messages": [turn]})
         assert content.messages[0].fields["tool_calls"] == [call({})]
     for form in (tools, [json.dumps(tools[0])], json.dumps(tools)):
         assert read({}, form)[1] == [tool("f", {"a": NUMBER})]
