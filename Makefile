@@ -11,6 +11,7 @@
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
+# make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
@@ -46,7 +47,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes howto docs test unit functional families layouts trees faults fit-check fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes howto docs test unit functional families layouts trees faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -120,6 +121,18 @@ faults: $(VENV)/.dev
 
 fit-check: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.fit_check --write examples/benchmarks/results/fit_check.md
+
+TABLES = datasets==5.2.0 pandas==3.1.1 polars==2.1.0 duckdb==2.0.1 pyarrow==26.0.1
+tables: $(VENV)/.dev .venv-tables/.installed
+	rm -rf runs/tables
+	HF_HUB_OFFLINE=1 .venv-tables/bin/python examples/benchmarks/tables_written.py runs/tables
+	$(VENV)/bin/python -m examples.benchmarks.tables --folder runs/tables --versions '$(TABLES)' \
+	--write examples/benchmarks/results/tables.md
+
+.venv-tables/.installed: Makefile
+	$(PYTHON) -m venv .venv-tables
+	.venv-tables/bin/pip install --quiet --disable-pip-version-check $(TABLES)
+	touch $@
 
 FUZZ_INPUTS ?= 20000
 fuzz: $(VENV)/.dev
@@ -227,4 +240,4 @@ $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-triton site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-tables .venv-triton site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

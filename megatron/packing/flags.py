@@ -15,6 +15,7 @@ import argparse
 import ast
 import inspect
 import json
+import os
 import sys
 import textwrap
 import types
@@ -166,7 +167,9 @@ def build_parser(groups: Sequence[type], command: Command, *, shows_help: bool) 
         "--version", action=_Version, nargs=0, help="show the installed versions and exit"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file with the same options; flags win"
+        "--config",
+        metavar="FILE",
+        help="YAML file with the same options, ~ and ${VARIABLE} expanded; flags win",
     )
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
@@ -320,6 +323,8 @@ def _value_of_yaml(action: argparse.Action, value: object) -> Any:
 def _scalar(action: argparse.Action, value: object) -> Any:
     if isinstance(value, date):  # YAML reads 2025-06-30 as one
         value = value.isoformat()
+    if isinstance(value, str) and action.type is not _json_text:  # as a shell does
+        value = os.path.expanduser(os.path.expandvars(value))
     if isinstance(value, dict) and action.type is _json_text:
         value = json.dumps(value)
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):

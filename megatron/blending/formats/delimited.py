@@ -1,13 +1,12 @@
 """pure. Reads the rows of a CSV or TSV file in any order. The first line has the column names.
 
-Values are text. A value that is a JSON list or object (the turns of a chat) is parsed. Quoted
-values may contain separators and line ends (RFC 4180). The file is scanned once for the ends of
-rows, and 8 bytes per row are kept.
+Values are text. A value that is a JSON list or object (the turns of a chat) is parsed, and keeps
+its text (`ParsedCell`). Quoted values may contain separators and line ends (RFC 4180). The file is
+scanned once for the ends of rows, and 8 bytes per row are kept.
 """
 
 import csv
 import io
-import json
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.files import File, open_file
+from megatron.blending.formats.json_forms import JsonObject, parse_json_cell
 from megatron.blending.formats.record import FileSource, Record, RecordError, check_index
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -22,6 +22,20 @@ _SCAN_BYTES = 1 << 24
 _UTF8_BOM = b"\xef\xbb\xbf"
 _QUOTE, _LINE_END = ord('"'), ord("\n")
 _MAX_FIELD = 1 << 30
+
+
+class ParsedCell:
+    """A value of JSON text, with the text: its column decides which of them is meant."""
+
+    text: str
+
+
+class _ListCell(list[Any], ParsedCell):
+    pass
+
+
+class _ObjectCell(JsonObject, ParsedCell):
+    pass
 
 
 class DelimitedSource(FileSource):
@@ -98,12 +112,14 @@ def _row_starts(file: File) -> npt.NDArray[np.int64]:
     so that it does not change this.
     """
     ends, num_quotes = [], 0
+    mark = len(_UTF8_BOM)
+    first = mark if file.read(0, min(mark, file.size)) == _UTF8_BOM else 0
     for start in range(0, file.size, _SCAN_BYTES):
         data = np.frombuffer(file.read(start, min(start + _SCAN_BYTES, file.size)), np.uint8)
         quotes = np.cumsum(data == _QUOTE) + num_quotes
         ends.append(np.flatnonzero((data == _LINE_END) & (quotes % 2 == 0)) + start + 1)
         num_quotes = int(quotes[-1])
-    starts = np.concatenate([np.zeros(1, np.int64), *ends])
+    starts = np.concatenate([np.full(1, first, np.int64), *ends])
     starts = np.append(starts[starts < file.size], file.size)
     is_short = np.flatnonzero(np.diff(starts) <= 2)  # "\n" or "\r\n" alone
     blank = [row for row in is_short if not file.read(*map(int, starts[row : row + 2])).strip()]
@@ -114,7 +130,10 @@ def _value(text: str) -> Any:
     """Returns a JSON list or object parsed, any other text as it is: `"[1, 2]" -> [1, 2]`."""
     if text[:1] in ("[", "{"):
         try:
-            return json.loads(text)
-        except ValueError:
+            value = parse_json_cell(text)
+        except (ValueError, RecursionError):
             return text
+        cell: Any = (_ListCell if isinstance(value, list) else _ObjectCell)(value)
+        cell.text = text
+        return cell
     return text

@@ -28,8 +28,8 @@ class JsonArraySource(FileSource):
         )
         if not isinstance(items, list):
             raise ValueError(
-                f"{path}: must hold a list of objects, but holds a {type(items).__name__}; fix the "
-                "file"
+                f"{path}: must hold a list of objects, but holds a {type(items).__name__}; write "
+                "one (pandas: orient='records')"
             )
         self._items = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
 

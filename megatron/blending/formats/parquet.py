@@ -1,12 +1,11 @@
 """pure. A ParquetSource reads the rows of a file in any order. It needs pyarrow."""
 
 import bisect
-import json
 import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from megatron.blending.formats.files import RemoteFile, open_file
+from megatron.blending.formats.json_forms import TableForms
 from megatron.blending.formats.record import (
     FileSource,
     ReadRecords,
@@ -118,7 +118,7 @@ class _PlannedRows:
 
 
 class ParquetSource(FileSource):
-    """The rows of a Parquet file, counted from 0. Cells of Arrow's type `arrow.json` are parsed.
+    """The rows of a Parquet file, counted from 0. Their cells have the JSON forms of `json_forms`.
 
     A read decodes the row group that holds the row, unless it is among those decoded before, of
     which a process keeps 256 MB: files that fit there are decoded once. A plan of many reads of a
@@ -138,7 +138,7 @@ class ParquetSource(FileSource):
         try:
             with pyarrow.parquet.ParquetFile(self._stream()) as file:
                 self._metadata: pyarrow.parquet.FileMetaData = file.metadata
-                self._json = _json_parsers(file.schema_arrow)
+                self.forms = TableForms(file.schema_arrow)
             num_rows = [
                 self._metadata.row_group(group).num_rows
                 for group in range(self._metadata.num_row_groups)
@@ -190,7 +190,7 @@ class ParquetSource(FileSource):
             found = None if planned is None else planned.find(row_group, rows)
             table, places = found or (self._table(row_group, rows[0], planned), rows)
             for number, row in zip(numbers, _rows_at(table, places)):
-                records[number] = _parsed(row, self._json)
+                records[number] = self.forms.convert(row)
         return records
 
     def describe(self, index: int) -> str:
@@ -213,7 +213,7 @@ class ParquetSource(FileSource):
             with pyarrow.parquet.ParquetFile(
                 self._stream(), metadata=self._metadata, pre_buffer=False
             ) as file:
-                table = file.read_row_group(row_group, use_threads=False)
+                table = self.forms.cast(file.read_row_group(row_group, use_threads=False))
             _DECODED.add((self._key, row_group), table, table.nbytes)
             if planned is not None:
                 planned.keep(row_group, self._row_group_starts[row_group], table, row)
@@ -225,41 +225,3 @@ def _rows_at(table: "pyarrow.Table", places: list[int]) -> list[Record]:
     if len(places) > _SMALL_BATCH:
         return table.take(places).to_pylist()
     return [table.slice(place, 1).to_pylist()[0] for place in places]
-
-
-class JsonObject(dict[str, Any]):
-    """An object of a JSON cell. Its nulls stand in the data, whereas those of a struct may be keys
-    that only other rows have.
-    """
-
-
-_Parsers = Mapping[str, Callable[[Any], Any]]
-
-
-def _json_parsers(fields: "Iterable[pyarrow.Field]") -> _Parsers:
-    """Returns a function for each field whose values are or hold JSON text, which parses it.
-
-    datasets stores objects of unlike keys as such text.
-    """
-    parsers = {field.name: _json_parser(field) for field in fields}
-    return {name: parser for name, parser in parsers.items() if parser is not None}
-
-
-def _json_parser(field: "pyarrow.Field") -> Callable[[Any], Any] | None:
-    kind = field.type
-    # Releases of pyarrow before 19 do not know the type, and leave its name with the field.
-    name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
-    parse: Callable[[Any], Any] | None = None
-    if "arrow.json" in (name, getattr(kind, "extension_name", None)):
-        parse = partial(json.loads, object_hook=JsonObject)
-    elif hasattr(kind, "value_field"):  # a list of any kind
-        of_item = _json_parser(kind.value_field)
-        parse = of_item and (lambda values: [of_item(value) for value in values])
-    elif hasattr(kind, "get_field_index"):  # a struct
-        of_fields = _json_parsers(kind)
-        parse = partial(_parsed, parsers=of_fields) if of_fields else None
-    return parse and (lambda value: None if value is None else parse(value))
-
-
-def _parsed(value: Record, parsers: _Parsers) -> Record:
-    return {**value, **{name: parse(value[name]) for name, parse in parsers.items()}}

@@ -2,6 +2,7 @@
 
 import os
 import posixpath
+import re
 
 from megatron.blending.arguments import nearest
 
@@ -11,10 +12,15 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 
 def resolve_path(path: str, beside: str) -> str:
     """Returns the location that the file `beside` means by `path`. Absolute paths and URLs are
-    kept; any other path is relative to the folder of `beside`.
+    kept; any other path is relative to the folder of `beside`. `~` and `${VARIABLE}` are expanded.
+    Raises ValueError for a variable that is not set.
 
     `resolve_path("a.jsonl", "/data/blend.yaml") -> "/data/a.jsonl"`
     """
+    missing = [name for name in re.findall(r"\$\{(\w+)\}", path) if name not in os.environ]
+    if missing:
+        raise ValueError(f"{path}: the environment has no variable {missing[0]}; export it")
+    path = os.path.expanduser(os.path.expandvars(path))
     if URL in path or os.path.isabs(path):
         return path
     if URL in beside:

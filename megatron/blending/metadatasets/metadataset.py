@@ -123,7 +123,7 @@ def _check_outer(reference: Reference, path: str) -> None:
 def _resolve(entry: Entry, path: str, outer: _Outer, files: _Files) -> Node:
     """Returns the tree of an entry. Its paths are relative to the file `path`, which has it."""
     if isinstance(entry, Reference):
-        return _follow(entry, resolve_path(entry.path, path), outer, files)
+        return _follow(entry, _resolved(entry.path, path, entry.where), outer, files)
     if isinstance(entry, JoinEntry):
         return _join(entry, path, outer, files)
     if entry.subset is not None:
@@ -169,14 +169,24 @@ def _source_entry(reference: Reference, path: str, outer: _Outer) -> SourceEntry
         dataset_config=reference.dataset_config or DATASET_CONFIG,
         split_config=reference.split_config or SPLIT_CONFIG,
         subset=outer.subset,
-        aux={name: _store(store, outer.trail[-1][0]) for name, store in reference.aux.items()},
+        aux={
+            name: _store(store, outer.trail[-1][0], reference.where)
+            for name, store in reference.aux.items()
+        },
         where=reference.where or path,
     )
 
 
-def _store(store: str, beside: str) -> str:
+def _store(store: str, beside: str, where: str) -> str:
     prefix = _FILE_SYSTEM if store.startswith(_FILE_SYSTEM) else ""
-    return prefix + resolve_path(store.removeprefix(prefix), beside)
+    return prefix + _resolved(store.removeprefix(prefix), beside, where)
+
+
+def _resolved(path: str, beside: str, where: str) -> str:
+    try:
+        return resolve_path(path, beside)
+    except ValueError as failure:
+        raise _error(where, str(failure)) from None
 
 
 def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
@@ -185,7 +195,7 @@ def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
     # The order of a join is that of its primary source, and so are multiplier and subset.
     primary = _combined(entry.legs[0][1], replace(settings, subflavors={}))
     for name, reference, nonmatch in entry.legs:
-        leg_path = resolve_path(reference.path, path)
+        leg_path = _resolved(reference.path, path, reference.where)
         if is_metadataset(leg_path):
             raise _error(reference.where, f"a join is of data, but {leg_path} is a metadataset")
         if legs and reference.subset:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from megatron.blending.formats import files
 from megatron.blending.formats.files import is_file
+from megatron.blending.formats.json_forms import TableForms
+from megatron.blending.formats.parquet import ParquetSource
 from megatron.blending.formats.paths import URL, is_folder
 from megatron.blending.formats.prepared.webdataset import WebDataset, open_webdataset
 from megatron.blending.formats.record import RecordSource
@@ -32,6 +34,8 @@ class OpenRecords(NamedTuple):
     """The whole prepared folder, which decodes its records; None for a file."""
     first: int = 0
     """Number in the file of the first record of `source`."""
+    forms: TableForms | None = None
+    """JSON forms of the columns of a table with types; None for other files and folders."""
 
 
 def open_records(entry: SourceEntry, *, allow_code: bool = False) -> OpenRecords:
@@ -49,6 +53,7 @@ def open_records(entry: SourceEntry, *, allow_code: bool = False) -> OpenRecords
                 path,
                 dict(entry.subflavors),
                 first=entry.subset.of(len(whole)).start,
+                forms=whole.forms if isinstance(whole, ParquetSource) else None,
             )
         folder, subflavors = open_folder(entry, allow_code)
         return OpenRecords(part_of(folder, entry.subset), entry.path, subflavors, folder)

@@ -26,6 +26,7 @@ from megatron.packing.batch.tree import MergedPaths
 from megatron.packing.user_files import shortened
 from megatron.sft.data.records.content import Answers, Conversation, Passage, TokenIds
 from megatron.sft.data.records.formats import Reading, read_record
+from megatron.sft.data.records.token_ids import whole_numbers
 from megatron.sft.data.records.turns import Contexts, merged_turns, only_last, within
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.options.data import TrainTurns
@@ -150,7 +151,7 @@ class ChatEncoder:
     takes_trees: bool = True
     """True if a sample may be a tree. Otherwise a record with several answers is an error."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
-    """Unread keys that were logged before."""
+    """Unread keys and notes that were logged before."""
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:
@@ -233,6 +234,13 @@ class ChatEncoder:
         """
         self._list(self.read(record).unread)
 
+    def note(self, *notes: str) -> None:
+        """Logs notes about the data, each once."""
+        for note in notes:
+            if note not in self._listed:
+                self._listed.add(note)
+                _log.warning("%s", shortened(note, most=600))
+
     def _list(self, unread: set[str]) -> None:
         if not unread <= self._listed:
             names = ", ".join(sorted(unread - self._listed))
@@ -244,19 +252,12 @@ class ChatEncoder:
             return self.tokenizer.encode_chat(content)
         if isinstance(content, Passage):
             return self.tokenizer.encode_passage(content)
-        ids = _token_ids(content.ids, self.tokenizer.vocab_size)
-        return ChatTokens(ids, np.ones(len(ids), np.float32))
-
-
-def _token_ids(tokens: object, vocab_size: int) -> npt.NDArray[np.int32]:
-    try:
-        ids = np.asarray(tokens)
-    except ValueError:  # lists of unlike lengths
-        ids = np.empty(0, np.object_)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-        raise SampleError(f"tokens must be at least one whole number, but is {tokens!r:.60}")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise SampleError(
-            f"tokens must be from 0 to {vocab_size - 1}, but are from {ids.min()} to {ids.max()}"
-        )
-    return ids.astype(np.int32)
+        ids = whole_numbers(content.ids, content.where)
+        vocab_size = self.tokenizer.vocab_size
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise SampleError(
+                f"{content.where} must be from 0 to {vocab_size - 1}, but are from {ids.min()} to "
+                f"{ids.max()}: another tokenizer made them"
+            )
+        is_trained = np.ones(len(ids)) if content.is_trained is None else content.is_trained
+        return ChatTokens(ids.astype(np.int32), is_trained.astype(np.float32))

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.blending.formats.decode import decode_text
 from megatron.blending.formats.files import local_path
+from megatron.blending.formats.json_forms import JsonObject
 from megatron.blending.formats.prepared.field_check import check_field_map
 from megatron.blending.formats.prepared.nv_meta import SampleType
 from megatron.blending.formats.prepared.webdataset import WebDataset
@@ -33,6 +34,7 @@ from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
 from megatron.sft.data.records import formats as record_formats
+from megatron.sft.data.records.table_columns import check_columns
 from megatron.sft.data.records.values import MAX_WEIGHT
 
 SAMPLE_WEIGHT = "sample_weight"
@@ -92,6 +94,8 @@ def open_chats(entry: SourceEntry | Join, encoder: ChatEncoder) -> SourceDataset
     opened = open_unjoined(entry)
     with named_by(entry):
         content = _content_of(opened)
+        if opened.forms is not None:
+            encoder.note(*check_columns(opened.forms, encoder.columns))
     load = ChatLoad(encoder=encoder, content=content, weight=source_weight(opened.subflavors))
     load.list_unread(opened.source)
     multiplier = entry.shuffle_over_epochs_multiplier
@@ -114,7 +118,9 @@ def _content_of(opened: OpenRecords) -> Callable[[Any], Mapping[str, Any]]:
     """Returns the function from a record of this source to one that ChatEncoder reads."""
     folder = opened.folder
     if folder is None:
-        return of_json if opened.path.endswith(JSON_SUFFIXES) else of_row
+        if opened.forms is not None:
+            return of_row
+        return of_json if opened.path.endswith(JSON_SUFFIXES) else of_parts
     if folder.sample_type.is_crude:
         return partial(_of_crude, folder)
     _check_text(folder.sample_type)
@@ -155,7 +161,7 @@ def of_json(value: Any) -> Mapping[str, Any]:
 
 def of_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the record of a table's row, whose structs lose their keys that are null: Arrow gives
-    each struct of a column the keys of all. Objects of JSON text keep theirs.
+    each struct of a column the keys of all. Maps and objects of JSON text keep theirs.
 
     `{"tools": [{"x": 1, "y": None}]} -> {"tools": [{"x": 1}]}`
     """
@@ -163,7 +169,9 @@ def of_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    if type(value) is dict:  # not a JsonObject
+    if isinstance(value, JsonObject):
+        return JsonObject((key, _without_nulls(part)) for key, part in value.items())
+    if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 

@@ -20,12 +20,14 @@ from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
 from megatron.sft.data.mock.dataset import MockSFTDataset
 from megatron.sft.data.prompts import Prompt, read_prompts
+from megatron.sft.data.record_notes import notes_on_records
 from megatron.sft.data.sample_set import SampleSet, concatenated
 from megatron.sft.data.splits import SplitBuilder
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig, TrainTurns
+from megatron.sft.options.data_paths import notes_on_held_out
 
 MOCK_VOCAB_SIZE = 1024
 _MOCK_SAMPLES = 2**40  # more than any run reads: training never comes to a second epoch
@@ -92,6 +94,8 @@ def build_datasets(config: SFTConfig) -> Datasets:
             "--keep-best and --early-stopping need records to validate with, but there are none; "
             "raise the second share of --split, or pass --valid-data-path"
         )
+    encoder.note(*notes_on_held_out(data.data_path, "--data-path"))
+    encoder.note(*notes_on_records(train.sources))
     turns = encoder.train_turns
     encoding_options = _encoding_options(data, turns)
     train, valid, test = (

@@ -324,6 +324,12 @@ def test_yaml_date_is_text(write_yaml):
     assert parse("--config", write_yaml("name: 2025-06-30"))[1].name == "2025-06-30"
 
 
+def test_yaml_paths_are_expanded_as_by_a_shell(write_yaml, monkeypatch):
+    """A checkpoint would be saved to a folder named `~`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse("--config", write_yaml("name: ~/${HOME}/runs"))[1].name == "/home/me//home/me/runs"
+
+
 def test_yaml_text_like_a_flag_is_a_value(write_yaml):
     """A name that begins with a dash would be read as an option from the file."""
     assert parse("--config", write_yaml("name: --turbo"))[1].name == "--turbo"

@@ -39,9 +39,13 @@ class Answers(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """Token ids. All of them are trained."""
+    """Token ids."""
 
     ids: Any
+    is_trained: Any = None
+    """Whether each id is trained, as an array of bool; None if all are."""
+    where: str = "tokens"
+    """Name of their field."""
 
 
 Content = Conversation | Passage | Answers | TokenIds

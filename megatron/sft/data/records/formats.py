@@ -5,17 +5,22 @@ the record decide its format.
                                                          and TRL's chat_template_kwargs
     prompt + completion, both lists of turns             TRL; the turns of the completion are
                                                          trained
+    prompt, turns + completion, a string                 the assistant's answer
     prompt + completion, both strings                    TRL; the completion is trained
     prompt + responses                                   several answers to turns, or to a text
                                                          (then they are text, too); see `answers`
     instruction | query | question                       Alpaca, Dolly, LLaMA-Factory, ms-swift,
       + output | response | answer                       OpenOrca: a question, with input | context,
                                                          system, history and tools
+    query | question | instruction + answers             xLAM: a question and the calls it needs,
+                                                         with tools
     text                                                 all of it is trained
     tokens                                               ids; all of them are trained
+    input_ids                                            ids, with labels and masks: `token_ids`
 
 A record has the first of these formats whose keys it has. A key with an empty value (null, "", [],
-{}) counts as absent. Any record may have `weight`, which scales its loss.
+{}) counts as absent. A value that must be a list or an object may be its JSON text. Any record may
+have `weight`, which scales its loss.
 
 Invariant: no text is lost silently. A text under one of the names in `TEXT_COLUMNS` is read, or
 repeats text that is read, or is an error. Other keys are ignored, and are logged once.
@@ -35,6 +40,19 @@ from megatron.sft.data.records.answers import (
     read_texts,
     weights_of,
 )
+from megatron.sft.data.records.call_values import checked_calls
+from megatron.sft.data.records.columns import (
+    ANSWER,
+    BESIDE_TURNS,
+    CONTEXT,
+    PREFERENCES,
+    QUESTION,
+    SYSTEM,
+    TEXT_COLUMNS,
+    TOOLS,
+    TURNS,
+    rename_fields,
+)
 from megatron.sft.data.records.content import (
     Answers,
     Content,
@@ -44,39 +62,15 @@ from megatron.sft.data.records.content import (
     said_in,
 )
 from megatron.sft.data.records.messages import Message, read_turns
-from megatron.sft.data.records.tool_calls import read_tools
+from megatron.sft.data.records.token_ids import TOKEN_COLUMNS, read_token_ids
+from megatron.sft.data.records.tool_calls import are_calls, read_tools
 from megatron.sft.data.records.values import SampleError, is_empty, text_of, weight_of
 from megatron.sft.options.chat_template import are_variables
 
-_TURNS = ("messages", "conversations", "conversation")
-_QUESTION, _CONTEXT = ("instruction", "query", "question"), ("input", "context")
-_ANSWER, _SYSTEM = ("output", "response", "answer"), ("system", "system_prompt")
-_BESIDE_TURNS = (*_SYSTEM, "tools", "chat_template_kwargs")
-READ = (
-    *_TURNS,
-    "prompt",
-    "completion",
-    "responses",
-    *_QUESTION,
-    *_CONTEXT,
-    *_ANSWER,
-    *_BESIDE_TURNS,
-    "history",
-    "text",
-)
-_NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages", "functions")
-_NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
-_PREFERENCES = ("label", "kto_tag", "chosen")
-"""Keys that mark an answer as good or bad, by true or false, in preference data: of TRL and
-ms-swift, of LLaMA-Factory, of others.
-"""
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
-TEXT_COLUMNS = frozenset((*READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
-"""Keys whose values are meant for training, in any format of any trainer."""
 _FORMATS = (
     "messages | conversations | conversation (and responses), prompt + completion | responses, "
     "instruction | query | question "
-    "(and input | context) + output | response | answer, text or tokens"
+    "(and input | context) + output | response | answer | answers, text, tokens or input_ids"
 )
 
 
@@ -95,12 +89,12 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
 
     columns: column of the record -> its name in the table above; "none" leaves the column out.
     """
-    fields = _renamed(record, columns)
+    fields = rename_fields(record, columns)
     found = _find(fields, {name: column for column, name in columns.items()}, record)
     weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
     unread = {key for key in fields if not is_empty(fields[key])} - found.read - {"weight"}
     _check_unread(fields, unread, found.content)
-    if found.read not in ({"text"}, {"tokens"}):
+    if not isinstance(found.content, TokenIds) and found.read != {"text"}:
         _check_preference(fields)
     return Reading(found.content, weight, (unread - TEXT_COLUMNS) | found.unread_of_turns)
 
@@ -113,24 +107,6 @@ class _Found(NamedTuple):
     unread_of_turns: Set[str] = frozenset()
 
 
-def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the fields with a value, under the names of the table above. An empty string is kept:
-    it may be an answer.
-    """
-    fields: dict[str, Any] = {}
-    for column, value in record.items():
-        name = columns.get(column, column)
-        if name == "none" or (is_empty(value) and not isinstance(value, str)):
-            continue
-        if name in fields:
-            raise SampleError(
-                f"record has {name} twice, by --data-columns; add none=COLUMN for the one to leave "
-                "out"
-            )
-        fields[name] = value
-    return fields
-
-
 def _find(
     fields: Mapping[str, Any], columns: Mapping[str, str], record: Mapping[str, Any]
 ) -> _Found:
@@ -139,20 +115,24 @@ def _find(
     columns: name -> column of the record; the reverse of `read_record`'s.
     """
     turn_keys = Keys(columns.get("role"), columns.get("content"))
-    for key in _TURNS:
+    for key in TURNS:
         if key in fields:
             return _turns(fields, key, turn_keys)
     if {"prompt", "responses"} <= fields.keys():
         return _prompt_and_responses(fields, turn_keys)
     if {"prompt", "completion"} <= fields.keys():
         return _prompt_and_completion(fields, turn_keys)
-    if fields.keys() & set(_QUESTION) and fields.keys() & set(_ANSWER):
-        read = {_one(fields, names)[0] for names in (_QUESTION, _CONTEXT, _ANSWER)}
-        return _Found(_conversation(fields, _question(fields)), {*read, *_BESIDE_TURNS, "history"})
+    if fields.keys() & set(QUESTION) and fields.keys() & set(ANSWER):
+        read = {_one(fields, names)[0] for names in (QUESTION, CONTEXT, ANSWER)}
+        return _Found(_conversation(fields, _question(fields)), {*read, *BESIDE_TURNS, "history"})
+    if fields.keys() & set(QUESTION) and are_calls(fields.get("answers")):
+        return _question_and_calls(fields, turn_keys)
     if "text" in fields:
         return _Found(Passage("", text_of(fields["text"], "text")), {"text"})
     if "tokens" in fields:
         return _Found(TokenIds(fields["tokens"]), {"tokens"})
+    if "input_ids" in fields:
+        return _Found(read_token_ids(fields), set(TOKEN_COLUMNS))
     # Name the empty columns, too: Parquet has every column in every row, null or [] if a record
     # lacks it, so that a record may look complete.
     empty = ", ".join(repr(column) for column, value in record.items() if is_empty(value))
@@ -164,7 +144,7 @@ def _find(
 
 
 def _turns(fields: Mapping[str, Any], key: str, turn_keys: Keys) -> _Found:
-    read = {key, *_BESIDE_TURNS}
+    read = {key, *BESIDE_TURNS}
     if "responses" not in fields:
         found = read_branches(fields[key], key, turn_keys)
         return _Found(_conversations(fields, found), read, found.unread)
@@ -177,7 +157,7 @@ def _prompt_and_responses(fields: Mapping[str, Any], turn_keys: Keys) -> _Found:
     if not isinstance(prompt, str):
         asked, unread = read_turns(prompt, "prompt", *turn_keys)
         trunk = [message._replace(weight=0.0) for message in asked]
-        return _answered(fields, trunk, unread, read | set(_BESIDE_TURNS), turn_keys)
+        return _answered(fields, trunk, unread, read | set(BESIDE_TURNS), turn_keys)
     texts = read_texts(fields["responses"])
     passages = [Passage(text_of(prompt, "prompt"), text) for text in texts]
     return _Found(Answers(passages, weights_of(fields.get("weights"), len(texts))), read)
@@ -207,17 +187,34 @@ def _prompt_and_completion(fields: Mapping[str, Any], turn_keys: Keys) -> _Found
             {"prompt", "completion"},
         )
     asked, unread = read_turns(prompt, "prompt", *turn_keys)
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
     answered, more = read_turns(completion, "completion", *turn_keys)
     messages = [*(message._replace(weight=0.0) for message in asked), *answered]
     return _Found(
-        _conversation(fields, messages), {"prompt", "completion", *_BESIDE_TURNS}, unread | more
+        _conversation(fields, messages), {"prompt", "completion", *BESIDE_TURNS}, unread | more
+    )
+
+
+def _question_and_calls(fields: Mapping[str, Any], turn_keys: Keys) -> _Found:
+    calls = [{"role": "assistant", "content": None, "tool_calls": fields["answers"]}]
+    answered, unread = read_turns(calls, "answers", *turn_keys)
+    read = {_one(fields, names)[0] for names in (QUESTION, CONTEXT)}
+    return _Found(
+        _conversation(fields, [*_asked(fields), *answered]),
+        {*read, "answers", *BESIDE_TURNS, "history"},
+        unread,
     )
 
 
 def _question(fields: Mapping[str, Any]) -> list[Message]:
-    """Returns the messages of an Alpaca record: its history, the question with its input, and the
-    answer.
-    """
+    """Returns the messages of an Alpaca record: what is asked, and the answer."""
+    key, answer = _one(fields, ANSWER)
+    return [*_asked(fields), Message("assistant", text_of(answer, key))]
+
+
+def _asked(fields: Mapping[str, Any]) -> list[Message]:
+    """Returns the messages before an answer: the history, and the question with its input."""
     messages = []
     history = fields.get("history", [])
     for number, pair in enumerate(history if isinstance(history, list) else [history]):
@@ -225,10 +222,9 @@ def _question(fields: Mapping[str, Any]) -> list[Message]:
             raise SampleError(f"history[{number}] must be [question, answer], but is {pair!r:.60}")
         messages.append(Message("user", text_of(pair[0], f"history[{number}][0]")))
         messages.append(Message("assistant", text_of(pair[1], f"history[{number}][1]")))
-    parts = [_one(fields, names) for names in (_QUESTION, _CONTEXT)]
+    parts = [_one(fields, names) for names in (QUESTION, CONTEXT)]
     asked = "\n\n".join(text for text in (text_of(text, key) for key, text in parts) if text)
-    key, answer = _one(fields, _ANSWER)
-    return [*messages, Message("user", asked), Message("assistant", text_of(answer, key))]
+    return [*messages, Message("user", asked)]
 
 
 def _one(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
@@ -241,7 +237,7 @@ def _one(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
 
 def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Conversation:
     """Returns the turns with the record's system prompt, tools and template variables."""
-    for key in _SYSTEM:
+    for key in SYSTEM:
         system = text_of(fields.get(key, ""), key)
         if system and messages[0].role != "system":
             messages = [Message("system", system), *messages]
@@ -256,16 +252,18 @@ def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Convers
             "chat_template_kwargs must be an object with variables of its own, but is "
             f"{options!r:.60}"
         )
-    return Conversation(
-        messages, read_tools(fields["tools"]) if fields.get("tools") else None, options
-    )
+    lists = [fields[key] for key in TOOLS if fields.get(key)]
+    if len(lists) > 1:
+        raise SampleError("record has tools and functions; leave one out, as by none=functions")
+    tools = read_tools(lists[0]) if lists else None
+    return Conversation(*checked_calls(messages, tools), options)
 
 
 def _check_preference(fields: Mapping[str, Any]) -> None:
     """Raises SampleError for a record of preference data. Its answer may be marked as a bad one,
     and training on it would teach it.
     """
-    for key in _PREFERENCES:
+    for key in PREFERENCES:
         if isinstance(fields.get(key), bool):
             raise SampleError(
                 f"record has {key} {json.dumps(fields[key])} beside an answer, as preference data "

@@ -47,6 +47,8 @@ _READ = {
     *_WEIGHT,
 }
 """Keys of a turn that are read, apart from those of its role and content."""
+READ_KEYS = frozenset((*_READ, "role", "from", "content", "value", "human", "assistant"))
+"""All keys of a turn that are read."""
 _UNREADABLE = (
     "train_detail",
     "refusal",

@@ -16,14 +16,30 @@ from megatron.sft.data.records.values import SampleError, json_of
 
 
 def read_tools(tools: object) -> list[Any]:
-    """Returns the tools of a conversation. `tools` is a list of JSON schemas, or its JSON text."""
-    if isinstance(tools, str):
-        tools = json_of(tools, "tools")
+    """Returns the tools of a conversation. `tools` is a list of JSON schemas, whose parameters may
+    be JSON text.
+    """
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise SampleError(f"tools must be a list of JSON schemas, but is {tools!r:.60}")
-    return [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
-    ]
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a tool in the form {"type": "function", "function": ...}."""
+    if "function" not in tool:
+        tool = {"type": "function", "function": tool}
+    function = tool["function"]
+    if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
+        parameters = json_of(function["parameters"], "tools parameters")
+        return {**tool, "function": {**function, "parameters": parameters}}
+    return tool
+
+
+def are_calls(value: object) -> bool:
+    """Returns whether a value is a list of calls: objects with a name, or with a function."""
+    return isinstance(value, list) and all(
+        isinstance(call, Mapping) and not {"name", "function"}.isdisjoint(call) for call in value
+    )
 
 
 def calls_of_turn(turn: Mapping[str, Any], place: str) -> list[Any]:
@@ -35,7 +51,9 @@ def calls_of_turn(turn: Mapping[str, Any], place: str) -> list[Any]:
         raise SampleError(f"{place}.tool_calls must be a list, but is {calls!r:.60}")
     if "function_call" in turn:
         calls = [*calls, turn["function_call"]]
-    return [_call(call, f"{place}.tool_calls") for call in calls]
+    where = f"{place}.tool_calls"
+    calls = [json_of(call, where) if isinstance(call, str) else call for call in calls]
+    return [_call(call, where) for call in calls]
 
 
 def calls_of_json(text: str, where: str) -> list[Any]:

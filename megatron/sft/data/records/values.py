@@ -6,8 +6,11 @@ Each function returns the value, or raises SampleError with the place of the fie
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from megatron.blending.formats.json_forms import JsonObject
 
 MAX_WEIGHT = 10_000
 """Largest weight of a record, a turn or a source in the loss. A larger one would destroy the model
@@ -53,8 +56,31 @@ def weight_of(weight: object, where: str) -> float:
 
 
 def json_of(text: str, where: str) -> Any:
-    """Returns the value of a JSON text."""
+    """Returns the value of a JSON text. Its nulls stand in the data."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=JsonObject, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise SampleError(f"{where} must be JSON, but is {text!r:.60}: {error}") from None
+        is_python = text.lstrip()[:2] in ("['", "{'") or text.lstrip()[:3] == "[{'"
+        way_out = "; it is Python's spelling, so write it by json.dumps" if is_python else ""
+        raise SampleError(f"{where} must be JSON, but is {text!r:.60}: {error}{way_out}") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"JSON has no {name}")
+
+
+def check_json(value: object, where: str) -> None:
+    """Raises SampleError if a value has no JSON form: NaN and infinities, bytes, decimals that
+    float64 would round.
+    """
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            check_json(part, f"{where}.{key}")
+    elif isinstance(value, list):
+        for part in value:
+            check_json(part, where)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise SampleError(f"{where} is {value}, which JSON does not have; write null or text")
+    elif not isinstance(value, (str, int, type(None))):
+        raise SampleError(f"{where} is {value!r:.60}, which has no JSON form; write it as text")

@@ -44,6 +44,9 @@ def test_tabs_marks_blank_lines_and_json(tmp_path):
     source = written(tmp_path / "a.tsv", f'\ufeffmessages\tid\n\n"{cell}"\t7\r\n\r\n[x\t8')
     assert [source[0], source[1]] == [{"messages": turns, "id": "7"}, {"messages": "[x", "id": "8"}]
     assert source.describe(1) == f"{tmp_path / 'a.tsv'} row 3"
+    assert source[0]["messages"].text == json.dumps(turns), "the text, for a column of text"
+    for head in ("\ufeff\n", "\ufeff\r\n\n", "\n\ufeff"):
+        assert written(tmp_path / "b.csv", f"{head}text\na\n")[0] == {"text": "a"}
     again = pickle.loads(pickle.dumps(source))
     assert (again[1], again.fingerprint()) == (source[1], source.fingerprint())
 
@@ -85,7 +88,13 @@ def test_a_bad_row_is_named(tmp_path, row, fault):
 
 @pytest.mark.parametrize(
     ("content", "fault"),
-    [("", "is empty"), ("a,a\n1,2\n", "must differ"), ("a,b\n", "has no records")],
+    [
+        ("", "is empty"),
+        ("\ufeff", "is empty"),
+        ("\ufeff\n", "is empty"),
+        ("a,a\n1,2\n", "must differ"),
+        ("a,b\n", "has no records"),
+    ],
 )
 def test_a_file_without_names_or_rows_is_refused(tmp_path, content, fault):
     """The first record would be taken for names, or names for data."""

@@ -16,6 +16,7 @@ import pytest
 
 from megatron.blending import BlendDataset, RepeatDataset, SourceDataset
 from megatron.blending.formats import parquet
+from megatron.blending.formats.json_forms import TableForms
 from megatron.blending.formats.record import planned_read, read_records
 from megatron.blending.formats.source_part import SourcePart
 from megatron.blending.formats.sources import open_source
@@ -96,10 +97,9 @@ def test_cells_of_json_by_the_metadata_of_a_field():
         "element", pyarrow.string(), metadata={"ARROW:extension:name": "arrow.json"}
     )
     nested = pyarrow.struct([("name", pyarrow.string()), ("parts", pyarrow.large_list(marked))])
-    parsers = parquet._json_parsers(pyarrow.schema([("tool", nested), ("n", pyarrow.int8())]))
-    assert parsers.keys() == {"tool"}
-    tool = {"name": "{}", "parts": ['{"a": null}', None, "3"]}
-    assert parsers["tool"](tool) == {"name": "{}", "parts": [{"a": None}, None, 3]}
+    forms = TableForms(pyarrow.schema([("tool", nested), ("n", pyarrow.int8())]))
+    row = {"tool": {"name": "{}", "parts": ['{"a": null}', None, "3"]}, "n": 1}
+    assert forms.convert(row) == {"tool": {"name": "{}", "parts": [{"a": None}, None, 3]}, "n": 1}
 
 
 def test_row_groups_are_decoded_once_while_there_is_room(tmp_path, decoded):

@@ -89,6 +89,9 @@ def test_json_array(tmp_path):
         RecordError, match=r"a\.json item 3: must be a JSON object, but is a int; fix the item"
     ):
         source[3]
+    lines = write(tmp_path / "b.json", "\ufeff\n" + "\n".join(map(json.dumps, RECORDS)))
+    source = pickle.loads(pickle.dumps(open_source(lines)))
+    assert source.read(range(len(source))) == RECORDS, "datasets and Spark name lines so"
 
 
 def test_each_read_of_a_json_array_gives_objects_of_its_own(tmp_path):
@@ -190,8 +193,12 @@ def test_index_out_of_range(path):
         ("a.json", "[]", "has no records; leave it out of the data"),
         ("a.xls", "a,b", f"suffix must be one of {', '.join(SOURCES)}; convert or rename the file"),
         ("a.csv", "a,b", "has no records; leave it out of the data"),
-        ("a.json", '{"data": []}', "must hold a list of objects, but holds a dict; fix the file"),
-        ("a.json", '{"a": 1}\n{"a": 2}', "rename it to .jsonl if it holds one object per line"),
+        (
+            "a.json",
+            '{"data": []}',
+            "must hold a list of objects, but holds a dict; write one (pandas",
+        ),
+        ("a.json", '{"a":\n1}\n{"a": 2}', "rename it to .jsonl if it holds one object per line"),
         ("a.json", b'["\xff"]', "not UTF-8 at byte 3; convert the file"),
         ("a.parquet", "PAR?", "not a Parquet file"),
     ],

@@ -155,6 +155,21 @@ def test_files_are_found_beside_the_file_that_names_them(folder):
     assert load(path).path == str(folder / "b.jsonl")
 
 
+def test_home_and_variables_in_paths(folder, monkeypatch):
+    """A folder named `~` was looked for beside the file."""
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("KIND", "b")
+    for text in ("~/b.jsonl", "${HOME}/${KIND}.jsonl", "$KIND.jsonl"):
+        assert load(write(folder, V2 + f"  train: {{path: '{text}'}}\n")).path == str(
+            folder / "b.jsonl"
+        )
+    path = write(folder, V2 + "  train: {path: '${NOT_SET}/b.jsonl'}\n")
+    with pytest.raises(
+        ValueError, match=rf"^{path}:4: splits\.train: .*no variable NOT_SET; export"
+    ):
+        load(path)
+
+
 def test_blend_epochized(folder):
     text = (
         V2

@@ -1,6 +1,7 @@
 """Records of every format as samples; broken ones are named, counted, and only so many skipped."""
 
 import logging
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,40 @@ def test_calls_and_tools_of_tables(encoder):
     assert merged == [*arguments[:3], {}]
     del tools[1]["function"]["parameters"]["properties"]["x"]["default"]
     assert merged_tools == tools
+
+
+def test_columns_of_tables_are_checked_when_opened(encoder, tmp_path, caplog):
+    """Each row of a column of bytes would fail, hours later; and nobody would learn that times
+    have another spelling than the data had.
+    """
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"text": [b"a"]}), path)
+    with pytest.raises(ValueError, match=rf"^{path}: column text of the type binary has no JSON"):
+        chats(encoder, path)
+    call = {"function": {"name": "f", "arguments": {"day": date(2024, 1, 31)}}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), path)
+    for _ in range(2):
+        (entry,) = source_entries(load_metadataset(path, "train"))
+        opened = open_chats(entry, encoder)
+    (note,) = caplog.messages
+    assert note.startswith("messages.tool_calls.function.arguments.day of the type date32[day] is")
+    assert isinstance(opened.load, ChatLoad)
+    content: Any = opened.load.read(opened.source[0]).content
+    (made,) = content.messages[1].fields["tool_calls"]
+    assert made["function"]["arguments"] == {"day": "2024-01-31"}
+
+
+def test_json_in_a_cell_of_text_is_text(encoder, tmp_path):
+    """An answer in JSON was taken for a list of turns, and refused."""
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,completion\n"[1, 2]","{""a"": 1}"\n')
+    assert text_in(chats(encoder, str(path))) == '[1, 2]{"a": 1}'
+    turn = '"[{""role"": ""ROLE"", ""content"": ""x""}]"'
+    turns = ",".join(turn.replace("ROLE", role) for role in ("user", "assistant"))
+    path.write_text(f"prompt,completion\n{turns}\n")
+    assert "<assistant>" in encoder.tokenizer.show(next(chats(encoder, str(path)))[0]["labels"])
 
 
 def test_probing_skips_what_is_dropped(encoder, write_lines):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.sft.options.data import DataConfig
-from megatron.sft.options.data_paths import expanded
+from megatron.sft.options.data_paths import expanded, notes_on_held_out
 
 
 @pytest.fixture
@@ -67,6 +67,33 @@ def test_runs_checkpoints_and_models_in_a_folder_are_no_data(folder):
         "tokens/a.bin",
         "tokens/config.json",
     ]
+
+
+def test_files_that_are_held_out_by_name(tmp_path):
+    """A data set of the Hub holds its test and validation data beside the rest: trained, they make
+    each later score too good.
+    """
+    held_out = ["data/test-00000-of-00001.parquet", "data/validation-00000-of-00002.parquet"]
+    held_out += ["dev.jsonl", "eval/a.jsonl", "x_val.csv"]
+    trained = [
+        "contest.jsonl",
+        "data/train-00000-of-00001.parquet",
+        "device-1.jsonl",
+        "train/eval.csv",
+    ]
+    for name in (*held_out, *trained):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert names(tmp_path, expanded(str(tmp_path), "--data-path")) == sorted(trained)
+    (note,) = notes_on_held_out([str(tmp_path)], "--data-path")
+    assert note.startswith(f"--data-path {tmp_path}: 5 of 9 files are named as data to validate or")
+    pattern = f"{tmp_path}/data/*"
+    assert len(expanded(pattern, "--data-path")) == 3, "a pattern names its files"
+    (tmp_path / "eval" / "test.jsonl").touch()
+    (tmp_path / "eval" / "a.jsonl").unlink()
+    assert len(expanded(str(tmp_path / "eval"), "--data-path")) == 1, "all of a folder are trained"
+    (note,) = notes_on_held_out([pattern, str(tmp_path / "eval"), "a.jsonl"], "--data-path")
+    assert ": 2 of 3 files are named as data to validate or test with, and are trained: " in note
 
 
 def test_prepared_folders_urls_and_single_files_stay(folder):

@@ -1,11 +1,14 @@
 """Records to what is trained: every layout, read as its authors mean it, and nothing of it lost."""
 
+import json
+
 import numpy as np
 import pytest
 
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
+from megatron.sft.data.records.columns import READ_COLUMNS
 from megatron.sft.data.records.content import Conversation
-from megatron.sft.data.records.formats import READ, read_record
+from megatron.sft.data.records.formats import read_record
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data_columns import COLUMNS, parse_columns
 
@@ -199,6 +202,26 @@ LAYOUTS = {
         TWO,
         TRAINED,
     ),
+    "prompt of turns, completion of text": (
+        {"prompt": chat(("system", "s"), ("user", "q")), "completion": "a"},
+        WITH_SYSTEM,
+        TRAINED,
+    ),
+    "Toucan, turns as JSON text": (
+        {"messages": json.dumps(chat(("user", "q"), ("assistant", "a"))), "question": ""},
+        WHOLE,
+        TRAINED,
+    ),
+    "datasets, each turn as JSON text": (
+        {"conversations": [json.dumps(turn) for turn in turns(q=("a", {}))]},
+        WHOLE,
+        TRAINED,
+    ),
+    "SQuAD's answers beside turns": (
+        {"messages": chat(("user", "q"), ("assistant", "a")), "answers": "[see page 3"},
+        WHOLE,
+        TRAINED,
+    ),
     "text": ({"text": "abc"}, "abc<eod>", "bc<eod>"),
     "tokens": ({"tokens": [97, 98, 99]}, "abc", "bc"),
 }
@@ -250,6 +273,18 @@ SCHEMA = {"name": "f", "parameters": {}}
         ),
         (
             {
+                "messages": [
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": None, "function_call": CALL["function"]},
+                    {"role": "function", "content": "r"},
+                    {"role": "assistant", "content": "a"},
+                ],
+                "functions": [SCHEMA],
+            },
+            True,
+        ),
+        (
+            {
                 "conversations": [
                     {"from": "human", "value": "q"},
                     {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
@@ -272,7 +307,7 @@ SCHEMA = {"name": "f", "parameters": {}}
             False,
         ),
     ],
-    ids=["OpenAI, TRL", "OpenAI, function_call", "LLaMA-Factory", "ms-swift"],
+    ids=["OpenAI, TRL", "OpenAI, function_call", "functions", "LLaMA-Factory", "ms-swift"],
 )
 def test_tool_calls_of_every_layout(record, tools):
     """Arguments left as text would be written as a string in a string; calls as content are no
@@ -283,6 +318,20 @@ def test_tool_calls_of_every_layout(record, tools):
     assert [(message.role, message.fields) for message in content.messages] == CALLED
     assert [message.content for message in content.messages] == ["q", "", "r", "a"]
     assert content.tools == ([{"type": "function", "function": SCHEMA}] if tools else None)
+
+
+@pytest.mark.parametrize("form", [json.dumps, lambda value: value])
+def test_xlams_answers_are_calls(form):
+    """Its questions would be refused for keys that they lack, or their calls trained as text."""
+    record = {"id": 1, "query": "q", "answers": form([CALL["function"]]), "tools": form([SCHEMA])}
+    reading = read_record(record, {})
+    content = reading.content
+    assert isinstance(content, Conversation)
+    assert [(message.role, message.fields) for message in content.messages] == CALLED[:2]
+    assert content.tools == [{"type": "function", "function": SCHEMA}]
+    assert reading.unread == {"id"}
+    with pytest.raises(SampleError, match="record has keys 'question', 'answers', but must have"):
+        read_record({"question": "q", "answers": {"text": ["a"], "answer_start": [0]}}, {})
 
 
 def test_calls_that_follow_one_another_are_one_turn():
@@ -358,6 +407,20 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
             "chat_template_kwargs must be an object with",
         ),
         (PAIR | {"tools": "{"}, "tools must be JSON, but is '{'"),
+        (
+            PAIR | {"tools": [SCHEMA], "functions": [SCHEMA]},
+            "record has tools and functions; leave one out, as by none=functions",
+        ),
+        (
+            {"messages": "[{'role': 'user', 'content': 'q'}]"},
+            "messages must be JSON, but is \"[{'role': 'user', 'content': 'q'}]\": Expecting "
+            "property name enclosed in double quotes: line 1 column 3 (char 2); it is Python's "
+            "spelling, so write it by json.dumps",
+        ),
+        (
+            PAIR | {"tools": '[{"name": NaN}]'},
+            "tools must be JSON, but is '[{\"name\": NaN}]': JSON ",
+        ),
         (PAIR | {"tools": {"a": 1}}, "tools must be a list of JSON schemas, but is {'a': 1}"),
         (
             {"prompt": "q", "completion": chat(("assistant", "a"))},
@@ -507,7 +570,7 @@ def test_other_keys_are_listed_once(tokenizer, caplog):
 
 def test_columns_that_are_read_may_have_other_names():
     """A key that is read, but has no name for --data-columns, must be renamed in the file."""
-    assert set(COLUMNS) == {*READ, "tokens", "weight", "weights", "role", "content", "none"}
+    assert set(COLUMNS) == {*READ_COLUMNS, "role", "content", "none"}
 
 
 def test_odd_names_of_columns(tokenizer):
