@@ -129,12 +129,10 @@ class _Version(argparse.Action):
     """Prints the versions that a report of a fault should name."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
+        from megatron.packing.versions import package_version
 
-        print(
-            *(f"{name} {version(name)}" for name in ("megatron-sft", "megatron-core", "torch")),
-            sep=", ",
-        )
+        names = ("megatron-sft", "megatron-core", "torch")
+        print(*(f"{name} {package_version(name)}" for name in names), sep=", ")
         parser.exit()
 
 

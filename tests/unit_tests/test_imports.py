@@ -148,6 +148,7 @@ FOLDERS = {
     ),
     "packing": (
         "user_files",
+        "versions",
         "former_names",
         "flag_help",
         "flag_faults",
@@ -179,6 +180,7 @@ FOLDERS = {
     ),
     "sft": (
         "environment",
+        "launch",
         "options",
         "agreement",
         "peers",
