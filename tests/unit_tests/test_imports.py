@@ -152,6 +152,7 @@ FOLDERS = {
         "former_names",
         "flag_help",
         "flag_faults",
+        "flag_needs",
         "flags",
         "layers",
         "stages",

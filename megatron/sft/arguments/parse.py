@@ -86,12 +86,14 @@ def parse_run_options(
     arguments: Sequence[str],
     command: Command,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    notes: list[str],
 ) -> list[Any]:
-    """Returns groups of options as `parse_flags` does. Megatron-LM's flags are accepted, and the
-    error about missing options mentions --pretrained-checkpoint.
+    """Returns groups of options as `parse_flags` does, and adds its notes to `notes`. Megatron-LM's
+    flags are accepted, and the error about missing options mentions --pretrained-checkpoint.
     """
+    ours = without_megatron_flags(arguments)
     try:
-        return parse_flags(groups, without_megatron_flags(arguments), command, imply=imply)
+        return parse_flags(groups, ours, command, imply=imply, notes=notes)
     except FlagError as failure:
         if "arguments are required" not in str(failure):
             raise
@@ -111,7 +113,7 @@ def parse_with_notes(
         notes.extend(choice_notes(given))
         return _implied(given)
 
-    config = SFTConfig.of(parse_run_options(GROUPS, arguments, command, imply))
+    config = SFTConfig.of(parse_run_options(GROUPS, arguments, command, imply, notes))
     # A dry run needs no launcher: one process checks the parallel layout of many.
     alone = config.output.dry_run and world_size == 1
     config.check(config.parallel.least_world_size if alone else world_size)

@@ -119,9 +119,11 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfi
             implied["sequence_packing"] = True
         return implied
 
-    *groups, options = parse_flags(
-        (*GROUPS, ShowConfig), without_megatron_flags(arguments), command, imply=imply
-    )
+    notes: list[str] = []
+    ours = without_megatron_flags(arguments)
+    *groups, options = parse_flags((*GROUPS, ShowConfig), ours, command, imply=imply, notes=notes)
+    for line in notes:
+        print(line)
     return SFTConfig.of(groups), options
 
 
