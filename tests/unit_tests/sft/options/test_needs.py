@@ -68,7 +68,7 @@ def test_those_checked_elsewhere_are_refused_alone(name):
     switch = FIELDS[name].default is False or name.endswith(("fusion", "gemm"))
     layers = ["1"] * 8 if name in ("moe_layer_freq", "window_attn_skip_freq") else ["2"]
     value = [] if switch else [values[name]] if name in values else layers
-    with pytest.raises(FlagError, match=" needs? | belong together"):
+    with pytest.raises(FlagError, match=r" needs? | belong together"):
         parse_notes(f"--{name.replace('_', '-')}", *value)
 
 
