@@ -15,6 +15,7 @@ from megatron.sft.arguments.defaults import choice_notes, chosen_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.options.config import GROUPS, SFTConfig
+from megatron.sft.options.hub_names import check_hub_names
 
 COMMON = {
     "Start from": ("config", "pretrained_checkpoint", "load", "lora", "lora_rank", "lora_alpha"),
@@ -92,8 +93,13 @@ def parse_run_options(
     flags are accepted, and the error about missing options mentions --pretrained-checkpoint.
     """
     ours = without_megatron_flags(arguments)
+
+    def imply_from_paths(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        check_hub_names(given)
+        return imply(given)
+
     try:
-        return parse_flags(groups, ours, command, imply=imply, notes=notes)
+        return parse_flags(groups, ours, command, imply=imply_from_paths, notes=notes)
     except FlagError as failure:
         if "arguments are required" not in str(failure):
             raise

@@ -21,6 +21,7 @@ from megatron.sft.environment import exit_with_message, outlive_output, silence_
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.options.chat_template import read_variables
+from megatron.sft.options.hub_names import check_hub_name
 
 _ENDS = ("/exit", "/quit")
 _CLEAR = "/clear"
@@ -120,6 +121,7 @@ def huggingface_folder(given: str) -> Iterator[Path]:
     """Yields a folder that transformers or peft can load. For checkpoints it is a temporary export,
     which is removed at the end.
     """
+    check_hub_name(given, is_data=False)
     if not Path(given).is_dir():
         raise ValueError(f"{given}: no such folder; give that of a model or of checkpoints")
     if distributed_checkpoint(given) is None:
