@@ -14,6 +14,7 @@ from megatron.packing.flags import FlagError, parse_flags
 from megatron.sft.arguments.defaults import choice_notes, chosen_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.pretrained import implied_options
+from megatron.sft.arguments.value_notes import value_notes
 from megatron.sft.options.config import GROUPS, SFTConfig
 from megatron.sft.options.hub_names import check_hub_names
 
@@ -123,4 +124,4 @@ def parse_with_notes(
     # A dry run needs no launcher: one process checks the parallel layout of many.
     alone = config.output.dry_run and world_size == 1
     config.check(config.parallel.least_world_size if alone else world_size)
-    return config, notes
+    return config, [*notes, *value_notes(config)]
