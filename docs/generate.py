@@ -18,7 +18,7 @@ from typing import Any
 from megatron.packing.flags import field_docstrings, flag_of
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.step.stats import PackingStats
-from megatron.sft.arguments.other_trainers import ANSWERS
+from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.commands import COMMANDS
 from megatron.sft.options.config import GROUPS
 from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics
@@ -241,7 +241,7 @@ def coming_from(name: str) -> str:
     ]
     for each in names.split():
         flag = flag_of(each)
-        answer = f"`{flag}`" if flag in ours else ANSWERS[each]
+        answer = f"`{flag}`" if flag in ours else answers_to([each], ours)[each]
         answer = answer.removeprefix("is ").removesuffix(" here")
         answer = answer[1:-1] if answer.startswith("(") else answer
         marked = answer if "`" in answer else re.sub(r"(--[a-z][a-z0-9-]*)", r"`\1`", answer)

@@ -12,6 +12,8 @@ from megatron.packing.user_files import shortened, shown
 
 _MAX_IN_A_LINE = 3
 """Answers that still read well in one line."""
+_MIN_LIKENESS = 0.75
+"""Least share of a word that a suggestion must have in common with it, as difflib counts."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -66,10 +68,22 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
     `"--pretrained" -> "; did you mean --pretrained-checkpoint?"`
     """
-    names = list(names)
-    longer = sorted((one for one in names if one.startswith(name)), key=len)
-    close = longer or difflib.get_close_matches(name[:100], names, n=1)
-    return f"; did you mean {close[0]}?" if close else "; see --help"
+    # Without the dashes, which all flags share: they made --gpus look like --geglu.
+    by_word = {one.lstrip("-"): one for one in names}
+    word = name.lstrip("-").replace("_", "-")[:100]
+    longer = sorted((one for one in by_word if _begins(one, word)), key=len)
+    if longer and len(longer[0]) <= len(word) + 1:  # a letter was left out
+        longer = longer[:1]
+    # One wrong letter of two is half of a word.
+    least = _MIN_LIKENESS if len(word) > 2 else 0.5
+    close = longer[:_MAX_IN_A_LINE] or difflib.get_close_matches(word, by_word, 1, least)
+    flags = " or ".join(by_word[one] for one in close)
+    return f"; did you mean {flags}?" if close else "; see --help"
+
+
+def _begins(name: str, word: str) -> bool:
+    """Returns whether a name was cut off: behind one of its words, or behind four letters of it."""
+    return name.startswith(word) and (len(word) > 3 or name.startswith(f"{word}-"))
 
 
 def stray_value(

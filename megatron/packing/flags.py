@@ -3,10 +3,10 @@ the help.
 
 `hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take
 back what a YAML file says); a field without default is required; one with metadata `{"positional":
-True}` has no dashes, a list with
-`{"repeatable": True}` gathers what its repeated flag gives (else the last one counts), text with
-`{"is_json": True}` may be a mapping in YAML. `--config FILE` gives options in YAML under the same
-names; flags on the command line win. Where the help says NAMES, metadata `{"names": ...}` has them.
+True}` has no dashes, a list with `{"repeatable": True}` gathers what its repeated flag gives (else
+the last one counts), text with `{"is_json": True}` may be a mapping in YAML. `--config FILE` gives
+options in YAML under the same names; flags on the command line win. Where the help says NAMES,
+metadata `{"names": ...}` has them. `flag_needs` reads those of options that act only with others.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from megatron.packing.flag_faults import FlagError as FlagError
 from megatron.packing.flag_faults import stray_value, unknown_options
 from megatron.packing.flag_help import Command, short_help
+from megatron.packing.flag_needs import check_needs
 from megatron.packing.user_files import read_yaml, shown
 
 _type_hints = cache(typing.get_type_hints)
@@ -49,16 +50,19 @@ def parse_flags(
     *,
     passes_over_unknown: bool = False,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    notes: list[str] | None = None,
 ) -> list[Any]:
     """Returns one instance of each dataclass in `groups`, from command-line `arguments` of
     `command`.
 
     passes_over_unknown: whether the YAML file may have other options, as that of another program
     does; imply: receives the options that the user gave, by field name (also the unknown ones of
-    the YAML file), and returns values for others, in place of their defaults.
+    the YAML file), and returns values for others, in place of their defaults; notes: receives a
+    line for each given option that has no effect.
 
     Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones,
-    and what the dataclasses' own `__post_init__` refuse.
+    options without the one that they need (see `flag_needs`), and what the dataclasses' own
+    `__post_init__` refuse.
     """
     parser = build_parser(groups, command, shows_help=not set(_HELP).isdisjoint(arguments))
     if command.is_short and not {"-h", "--help"}.isdisjoint(arguments):
@@ -82,6 +86,9 @@ def parse_flags(
         if imply is not None:
             _take_implied(parser, imply, (given, of_others), rest)
         values = _values(parser, rest)
+        idle = check_needs([field for group in groups for field in fields(group)], given, values)
+        if notes is not None:
+            notes.extend(idle)
         return [
             group(**{field.name: values[field.name] for field in fields(group)}) for group in groups
         ]
@@ -130,12 +137,10 @@ class _Version(argparse.Action):
     """Prints the versions that a report of a fault should name."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
+        from megatron.packing.versions import package_version
 
-        print(
-            *(f"{name} {version(name)}" for name in ("megatron-sft", "megatron-core", "torch")),
-            sep=", ",
-        )
+        names = ("megatron-sft", "megatron-core", "torch")
+        print(*(f"{name} {package_version(name)}" for name in names), sep=", ")
         parser.exit()
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import reprlib
 import stat
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -26,6 +27,8 @@ _MAX_DIGITS_KEPT = 4000
 _MAX_YAML_EVENTS = 50_000
 _MAX_YAML_DEPTH = 8
 
+Kind = type | tuple[type, ...]
+"""Types of a value that JSON holds."""
 _LONG_WORD = re.compile(r"\S{301,}")
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 100
@@ -106,6 +109,31 @@ def parse_json(text: str, *, any_integer: bool = False) -> Any:
         if not level:
             return value
     raise ValueError(f"not JSON that can be read: nested more than {_MAX_DEPTH} deep")
+
+
+def check_types(
+    values: object, kinds: Mapping[Kind, str], where: object, *, any_integer: bool = False
+) -> None:
+    """Raises ValueError unless `values`, the content of the file `where`, is an object whose values
+    have these types. A key may be missing or null, and a float may be written as an integer.
+
+    kinds: types that are allowed -> keys, with spaces between them. any_integer: whether integers
+    may have more than 64 bits.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} must hold a JSON object, but holds {type(values).__name__}")
+    for kind, names in kinds.items():
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        for name in names.split():
+            value = values.get(name)
+            is_number = float in allowed and type(value) is int
+            what = f"{where} has {name} {shown(value)}, but it must"
+            if value is not None and type(value) not in allowed and not is_number:
+                raise ValueError(
+                    f"{what} be of type {' or '.join(each.__name__ for each in allowed)}"
+                )
+            if type(value) is int and not any_integer and not fits_64_bits(value):
+                raise ValueError(f"{what} fit 64 bits; correct it")
 
 
 def fits_64_bits(number: int) -> bool:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,6 +46,7 @@ from megatron.packing.model.loss.head import skip_masked_tokens
 from megatron.packing.model.options import Architecture
 from megatron.packing.scheduling.fitted_cost import Point, fit_pack_cost, write_fitted_cost
 from megatron.packing.step.settings import model_of
+from megatron.packing.versions import UNKNOWN, package_version
 
 _WARM_UPS = 2
 _SEQUENCES_PER_PACK = (1, 4, 16)
@@ -288,12 +288,9 @@ def one_process(device: torch.device) -> Iterator[None]:
 
 def circumstances(device: torch.device) -> dict[str, Any]:
     """Returns device, versions and date, for the file."""
-    versions = {}
-    for name in ("torch", "megatron-core", "transformer-engine"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    packages = ("torch", "megatron-core", "transformer-engine")
+    versions = {name: package_version(name) for name in packages}
+    versions = {name: number for name, number in versions.items() if number != UNKNOWN}
     cpu = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,

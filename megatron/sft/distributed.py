@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron.packing.flags import flag_of
 from megatron.packing.model.attention.kernels import triton_fault
+from megatron.packing.versions import package_version
 from megatron.sft.agreement import AgreedError, check_agreement, differences, gathered
 from megatron.sft.environment import keep_launch_order, local_rank, world_from_environment
 from megatron.sft.model import cpu_support, mcore_fixes
@@ -30,6 +30,7 @@ from megatron.sft.options.config import SFTConfig
 
 _ANSWER_SECONDS = 30.0
 """Maximum wait for the store. One that does not answer by then is an error."""
+_PACKAGES = ("torch", "megatron-core", "megatron-sft", "numpy")
 _KERNELS = {
     "transformer_engine": "transformer-engine",
     "triton": "triton",
@@ -176,17 +177,12 @@ def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
     options = {
         flag_of(name): value for group in config.to_dict().values() for name, value in group.items()
     }
-    versions = {name: version(name) for name in ("torch", "megatron-core", "megatron-sft", "numpy")}
-    return options | versions | {name: _version(module, name) for module, name in _KERNELS.items()}
-
-
-def _version(module: str, package: str) -> str:
-    if find_spec(module) is None:
-        return "not installed"
-    try:
-        return version(package)
-    except PackageNotFoundError:  # another package has a module of that name
-        return "unknown"
+    versions = {name: package_version(name) for name in _PACKAGES}
+    kernels = {
+        name: "not installed" if find_spec(module) is None else package_version(name)
+        for module, name in _KERNELS.items()
+    }
+    return options | versions | kernels
 
 
 def _warn_of_other_ranks(device: torch.device) -> None:

@@ -10,8 +10,10 @@ import logging
 import os
 import re
 import signal
+import site
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megatron.packing.flag_faults import nearest
@@ -81,6 +83,19 @@ def taken_apart(arguments: Sequence[str]) -> Launch:
     return Launch(torchrun, training)
 
 
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment for a process of ours: `environment`, with the folder of this package
+    added to PYTHONPATH.
+    """
+    project = str(Path(__file__).resolve().parents[2])
+    if project in (*site.getsitepackages(), site.getusersitepackages()):
+        # Installed: found anyway, and a typing.py there must not stand before the library's own.
+        return dict(environment)
+    # A checkout that is not installed may be on this process's path by its script's folder alone.
+    paths = filter(None, [project, environment.get("PYTHONPATH", "")])
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def is_launched() -> bool:
     """Returns whether a launcher started this process."""
     return "WORLD_SIZE" in os.environ
@@ -106,7 +121,7 @@ def launch(found: Launch, program: str) -> NoReturn:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ[LAUNCHED] = "1"
+    os.environ.update(child_environment(os.environ), **{LAUNCHED: "1"})
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, and says so in four lines
     try:
         run(parse_args(torchrun_arguments(found)))

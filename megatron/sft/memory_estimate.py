@@ -14,14 +14,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import site
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.sft.launch import child_environment
 from megatron.sft.options.config import SFTConfig
 
 OF_RUN = "--of-run"
@@ -100,24 +99,15 @@ def _answer_of(request: bytes, seconds: float | None) -> tuple[bytes, bytes]:
     command = [sys.executable, "-m", "megatron.sft", "fit", OF_RUN]
     try:
         done = subprocess.run(
-            command, input=request, capture_output=True, timeout=seconds, env=_environment()
+            command,
+            input=request,
+            capture_output=True,
+            timeout=seconds,
+            env=child_environment(os.environ),
         )
     except subprocess.TimeoutExpired as late:
         return late.stdout or b"", late.stderr or b""
     return done.stdout, done.stderr
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment for the process: this one's, with the folder of this package added to
-    PYTHONPATH.
-    """
-    own = str(Path(__file__).parents[2])
-    if own in (*site.getsitepackages(), site.getusersitepackages()):
-        # Installed: found anyway, and a typing.py there must not stand before the library's own.
-        return dict(os.environ)
-    # A checkout that is not installed may be on this process's path by its script's folder alone.
-    paths = filter(None, [own, os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _values_of(printed: bytes) -> Iterator[Any]:

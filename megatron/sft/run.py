@@ -85,9 +85,9 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.model.huggingface.pretrained import open_pretrained
         from megatron.sft.peers import Peers, abort
         from megatron.sft.preflight.dry_run import dry_run
+        from megatron.sft.preflight.notes_on_data import notes_on_data
         from megatron.sft.preflight.read_files import fingerprints
         from megatron.sft.preflight.samples_of_run import (
-            notes_on_repeats,
             notes_on_samples,
             with_samples_of_checkpoint,
         )
@@ -104,8 +104,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             given, config = config, with_samples_of_checkpoint(config)
             datasets = build_datasets(config)
             notes = notes_on_samples(given, config, datasets.train_turns)
-            repeats = notes_on_repeats(config, len(datasets.train))
-            for line in [*notes, *repeats] if rank == 0 else ():
+            for line in [*notes, *notes_on_data(config, datasets)] if rank == 0 else ():
                 print(line, flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))

@@ -148,9 +148,11 @@ FOLDERS = {
     ),
     "packing": (
         "user_files",
+        "versions",
         "former_names",
         "flag_help",
         "flag_faults",
+        "flag_needs",
         "flags",
         "layers",
         "stages",
@@ -179,6 +181,7 @@ FOLDERS = {
     ),
     "sft": (
         "environment",
+        "launch",
         "options",
         "agreement",
         "peers",

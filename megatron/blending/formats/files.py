@@ -227,7 +227,7 @@ class RemoteFile:
         self.path = _resolve(location)[1]
         try:
             self.size = int(self.system.size(self.path))
-        except (OSError, TypeError) as error:
+        except Exception as error:  # fsspec's systems raise what their HTTP libraries do
             raise ValueError(
                 f"{location}: cannot be opened: {error or type(error).__name__}"
             ) from error

@@ -52,13 +52,17 @@ class Architecture(ModelShape):
     """Let --qk-layernorm take the channels of all heads together, instead of each head's."""
     norm_position: Literal["before", "behind", "both"] = "before"
     """Norms before attention and MLP, behind them (before their output is added), or both."""
-    no_rope_freq: tuple[int, ...] = ()
+    no_rope_freq: tuple[int, ...] = field(
+        default=(), metadata={"idle_without": "position_embedding_type=rope"}
+    )
     """1 for each layer whose queries and keys are not rotated, else 0 (default: all are)."""
     window_rotary_base: float | None = None
     """Base period of rotary embeddings in layers with a window, which --rope-scaling does not
     stretch (default: they have those of the other layers).
     """
-    rotary_interleaved: bool = False
+    rotary_interleaved: bool = field(
+        default=False, metadata={"idle_without": "position_embedding_type=rope"}
+    )
     """Rotate pairs of neighbouring channels, instead of one channel of each half of a head."""
     softmax_scale: float | None = None
     """Factor of attention scores (default: 1 / sqrt(width of a head))."""
@@ -76,31 +80,45 @@ class Architecture(ModelShape):
     """Multiply what attention and MLP add to the residual stream by this."""
     logits_scaling: float = 1.0
     """Divide logits by this."""
-    activation_func_clamp_value: float | None = None
+    activation_func_clamp_value: float | None = field(
+        default=None, metadata={"idle_without": "swiglu|geglu|quick_geglu"}
+    )
     """Clamp the MLP's gate above, and what it multiplies at both sides."""
-    glu_linear_offset: float = 0.0
+    glu_linear_offset: float = field(
+        default=0.0, metadata={"idle_without": "swiglu|geglu|quick_geglu"}
+    )
     """Added to what the MLP's gate multiplies."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this; the same for every layout whose
     tensor-parallel size divides it.
     """
-    moe_router_pre_softmax: bool = False
+    moe_router_pre_softmax: bool = field(default=False, metadata={"idle_without": "num_experts"})
     """Softmax over all experts, before the choice of the best, instead of over the chosen ones."""
     moe_shared_expert_gate: bool = False
     """Gate the shared expert's output per token."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid"] = field(
+        default="softmax", metadata={"idle_without": "num_experts"}
+    )
     """Function of the router's logits."""
     moe_router_enable_expert_bias: bool = False
     """Add a bias per expert to the router's scores for the choice of experts; it is not trained."""
-    moe_router_topk_scaling_factor: float | None = None
+    moe_router_topk_scaling_factor: float | None = field(
+        default=None, metadata={"idle_without": "num_experts"}
+    )
     """Factor of the chosen experts' shares."""
-    moe_router_num_groups: int | None = None
+    moe_router_num_groups: int | None = field(
+        default=None, metadata={"idle_without": "num_experts"}
+    )
     """Groups of experts, of which --moe-router-group-topk are chosen first."""
-    moe_router_group_topk: int | None = None
+    moe_router_group_topk: int | None = field(
+        default=None, metadata={"idle_without": "num_experts"}
+    )
     """Groups of experts that each token goes to."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, or --recompute-modules only."""
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[str, ...] = field(
+        default=("core_attn",), metadata={"idle_without": "recompute_granularity=selective"}
+    )
     """Parts that --recompute-granularity selective recomputes: any of core_attn, layernorm, mlp,
     moe, shared_experts."""
 

@@ -4,7 +4,7 @@ calibration and planner. See `options` for what else decides what is computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron.packing.flags import check_range, flag_of
@@ -48,9 +48,9 @@ class ModelShape:
     """Experts of each MoE layer."""
     moe_layer_freq: tuple[int, ...] = ()
     """1 for each layer with experts, else 0 (default: all have)."""
-    moe_router_topk: int = 2
+    moe_router_topk: int = field(default=2, metadata={"idle_without": "num_experts"})
     """Experts that each token goes to."""
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: int | None = field(default=None, metadata={"idle_without": "num_experts"})
     """Width of an expert's MLP (default: --ffn-hidden-size)."""
     moe_shared_expert_intermediate_size: int | None = None
     """FFN width of the shared expert."""
@@ -66,15 +66,25 @@ class ModelShape:
     """Multiply the attention's output by a sigmoid gate."""
     linear_attention_freq: tuple[int, ...] = ()
     """1 for each layer with a gated delta net in place of attention, else 0 (default: none)."""
-    linear_num_key_heads: int | None = None
+    linear_num_key_heads: int | None = field(
+        default=None, metadata={"idle_without": "linear_attention_freq"}
+    )
     """Key heads of the gated delta net."""
-    linear_num_value_heads: int | None = None
+    linear_num_value_heads: int | None = field(
+        default=None, metadata={"idle_without": "linear_attention_freq"}
+    )
     """Value heads of the gated delta net."""
-    linear_key_head_dim: int | None = None
+    linear_key_head_dim: int | None = field(
+        default=None, metadata={"idle_without": "linear_attention_freq"}
+    )
     """Width of a key head of the gated delta net."""
-    linear_value_head_dim: int | None = None
+    linear_value_head_dim: int | None = field(
+        default=None, metadata={"idle_without": "linear_attention_freq"}
+    )
     """Width of a value head of the gated delta net."""
-    linear_conv_kernel_dim: int = 4
+    linear_conv_kernel_dim: int = field(
+        default=4, metadata={"idle_without": "linear_attention_freq"}
+    )
     """Tokens that the gated delta net's convolution sees."""
 
     def __post_init__(self) -> None:

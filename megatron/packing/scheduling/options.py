@@ -11,7 +11,7 @@ Another option is one more field here, and the line of code that reads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -19,7 +19,7 @@ from typing import Any
 class SchedulerOptions:
     """Scheduling of packs."""
 
-    outlier_delay_steps: int = 0
+    outlier_delay_steps: int = field(default=0, metadata={"only_with": "sequence_packing"})
     """Hold an unusually long sequence for up to N steps, to schedule several together (default:
     0, never).
     """

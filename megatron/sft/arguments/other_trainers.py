@@ -1,12 +1,14 @@
 """pure. Names that other trainers have for options: each is answered with ours, in one line.
 
 TRL and HuggingFace's Trainer, LLaMA-Factory, Axolotl and ms-swift, on the command line and as keys
-of YAML. A name that several of them have means the same in each.
+of YAML. A name that several of them have means the same in each; one with a star stands for all of
+its kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from megatron.sft.arguments.megatron_flags import refusal_of
 
@@ -31,7 +33,11 @@ _OURS = {
     "--lr": "learning_rate max_lr",
     "--lr-decay-style": "lr_scheduler_type lr_scheduler",
     "--lr-warmup-fraction": "warmup_ratio",
-    "--lr-warmup-iters": "warmup_steps num_warmup_steps",
+    "--lr-warmup-iters N or --lr-warmup-fraction X": "warmup_steps num_warmup_steps",
+    "--min-lr X": "lr_scheduler_kwargs cosine_min_lr_ratio",
+    "--deterministic-mode": "full_determinism",
+    "--lora-experts": "lora_target_parameters target_parameters",
+    "--data-columns": "field_* message_field_* message_property_mappings text_column",
     "--train-epochs": "num_train_epochs num_epochs max_epochs epochs",
     "--train-iters": "max_steps max_train_steps",
     "--global-batch-size, sequences of a step over all ranks": """
@@ -42,11 +48,15 @@ _OURS = {
     "--adam-eps": "adam_epsilon",
     "--recompute-granularity full": """
         gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
+        activation_checkpointing_kwargs
     """,
-    "--bf16": "torch_dtype dtype fp16 tf32 bf16_full_eval mixed_precision",
+    "--bf16": """
+        torch_dtype dtype fp16 tf32 bf16_full_eval fp16_full_eval mixed_precision pure_bf16 bfloat16
+        float16 compute_dtype infer_dtype precision
+    """,
     "--attention-backend": """
         attn_implementation attn_impl flash_attn flash_attention xformers_attention sdp_attention
-        use_flash_attn
+        use_flash_attn flash_attention_2 flash_attn_2 eager_attention sage_attention
     """,
     "--save FOLDER (checkpoints) and --save-hf FOLDER (the model)": "output_dir export_dir",
     "--save-interval": "save_steps save_strategy saves_per_epoch checkpointing_steps",
@@ -60,7 +70,11 @@ _OURS = {
     "--early-stopping": "early_stopping_patience",
     "--log-interval": "logging_steps logging_strategy logging_first_step",
     "--tensorboard-dir FOLDER": "logging_dir use_tensorboard",
-    "--tensorboard-dir FOLDER or --wandb-project NAME": "report_to",
+    "--tensorboard-dir FOLDER or --wandb-project NAME": """
+        report_to swanlab_* use_swanlab
+        comet_* use_comet mlflow_* use_mlflow trackio_* use_trackio logger log_with
+    """,
+    "--wandb-project NAME": "use_wandb project",
     "--wandb-exp-name": "run_name wandb_name wandb_run_id",
     "--num-workers": """
         dataloader_num_workers dataset_num_proc preprocessing_num_workers dataset_processes
@@ -77,8 +91,10 @@ _OURS = {
     "--lora-adapter FOLDER": "adapter_name_or_path lora_model_dir adapters",
     "--lora-rslora": "use_rslora peft_use_rslora",
     "--lora-merge": "merge_lora merge_adapter",
-    "--use-distributed-optimizer": """
-        deepspeed fsdp fsdp_config fsdp_version deepspeed_plugin zero_stage sharding_strategy
+    "--use-distributed-optimizer (ZeRO-1; --tensor-model-parallel-size and "
+    "--pipeline-model-parallel-size share the weights)": """
+        deepspeed fsdp fsdp_* deepspeed_* zero zero_* zero3 sharding_strategy dp_shard_size
+        use_fsdp use_deepspeed ds_config
     """,
     "--tensor-model-parallel-size": "tensor_parallel_size tp tp_size",
     "--pipeline-model-parallel-size": "pipeline_parallel_size pp pp_size",
@@ -91,30 +107,80 @@ _OURS = {
     "--moe-aux-loss-coeff": "router_aux_loss_coef output_router_logits aux_loss_coef",
     "--skip-bad-samples": "strict",
     "weights before the files of --data-path": "mix_strategy interleave_probs interleave_prob",
-    "--nproc-per-node": "num_processes num_gpus",
+    "--nproc-per-node": "num_processes num_gpus gpus n_gpu n_gpus num_gpus_per_node nproc",
+    "--exit-duration-in-mins": "max_time",
 }
 _WAYS = {
     "drop it: only what the assistant says is trained": """
         assistant_only_loss completion_only_loss train_on_inputs train_on_prompt mask_history
-        loss_scale train_on_responses_only roles_to_train
+        loss_scale train_on_responses_only roles_to_train train_on_eos train_on_eot
     """,
-    "drop it: supervised fine-tuning is what there is": """
-        stage do_train rl task rlhf_type trainer_cls
+    "drop it: supervised fine-tuning is what there is; it can train the chosen answers": """
+        stage do_train rl task rlhf_type trainer_cls beta pref_* dpo_* kto_* simpo_* orpo_* cpo_*
+        rpo_* ppo_* grpo_* ref_model* ref_adapters* mcore_ref_* reference_free sync_ref_model
+        precompute_ref_* reward_* teacher_* desirable_weight undesirable_weight f_divergence_type
+        f_alpha_divergence_coef discopop_tau num_generations* max_completion_length
+        max_prompt_length generation_batch_size steps_per_generation use_vllm vllm_* sglang_*
+        lmdeploy_* epsilon epsilon_high importance_sampling_level scale_rewards num_iterations
+        mask_truncated_completions *entropy_coef* log_completions kl_coef ld_alpha
     """,
-    "drop it: the optimizer is Adam": "optim optimizer optim_args",
+    "drop it: the loss is cross-entropy": "loss_type use_dft_loss enable_dft_loss use_eaft*",
+    "drop it: the optimizer is Adam": """
+        optim optimizer optim_* galore_* qgalore_* apollo_* use_apollo badam_* use_adam_mini
+        use_muon lomo* lisa_*
+    """,
+    "drop it: all weights are trained, or adapters (--lora)": """
+        freeze_* trainable_* unfrozen_parameters use_llama_pro llamapro_*
+    """,
+    "drop it: megatron-sft chat generates": """
+        max_new_tokens temperature top_p top_k min_p do_sample num_beams repetition_penalty
+        length_penalty generation_config stop_words do_predict predict_with_generate
+    """,
+    "drop it: nothing is downloaded; hf download makes the folder": """
+        cache_dir model_revision revision hub_revision hf_hub_token use_auth_token
+        hf_use_auth_token download_mode use_modelscope
+    """,
+    "drop it: layers are shared out by --tensor-model-parallel-size and others": """
+        device_map max_memory low_cpu_mem_usage parallelism_config accelerator_config
+    """,
+    "drop it: it has no equal here": """
+        log_level* logging_nan_inf_filter log_on_each_node disable_tqdm prediction_loss_only
+        eval_delay eval_do_concat_batches eval_accumulation_steps include_for_metrics debug
+        skip_memory_metrics label_names model_init_kwargs use_fast_tokenizer tokenizer_use_fast
+        tokenizer_legacy resize_vocab upcast_* include_effective_tokens_per_second
+        compute_accuracy gc_steps group_by_modality_length save_first_step
+    """,
+    "drop it: megatron-core does this": """
+        ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters
+        ddp_static_graph activation_offloading use_reentrant_gc dataloader_pin_memory
+        dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last
+        torch_empty_cache_steps use_cache average_tokens_across_devices
+    """,
+    "drop it: training data are shuffled by --seed": """
+        shuffle shuffle_dataset dataset_shuffle disable_shuffling shuffle_merged_datasets
+        shuffle_buffer_size train_dataloader_shuffle
+    """,
+    "drop it: only text is trained here": """
+        image_* video_* audio_* max_pixels min_pixels freeze_vision_tower freeze_vit
+        freeze_aligner freeze_multi_modal_projector vit_* media_dir crop_to_patches
+    """,
     "drop it: weights are not quantized": """
         load_in_4bit load_in_8bit quantization_bit quantization_method quant_method quant_bits
         bnb_4bit_quant_type bnb_4bit_compute_dtype use_bnb_nested_quant
     """,
     "drop it: nothing is sent away; upload the folder of --save-hf": """
-        push_to_hub hub_model_id hub_strategy hub_token hub_private_repo
+        push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push
     """,
     "drop it: nothing is cached or compiled beforehand": """
-        overwrite_cache dataset_prepared_path streaming torch_compile use_liger_kernel
-        enable_liger_kernel liger_kernel use_unsloth lazy_tokenize
+        overwrite_cache dataset_prepared_path streaming buffer_size torch_compile* liger_*
+        use_liger_kernel enable_liger_kernel use_unsloth* lazy_tokenize tokenized_path
+        load_from_cache_file use_liger_loss
     """,
     "drop it: files of a run are never overwritten": "overwrite_output_dir",
-    "drop it: the chat template has them": "special_tokens eos_token bos_token pad_token system",
+    "drop it: the chat template has them": """
+        special_tokens eos_token bos_token pad_token system default_system tool_format
+        agent_template
+    """,
     "drop it: the layout of each record is found by itself": """
         dataset_text_field dataset_kwargs formatting remove_unused_columns columns dataset_dir
         dataset_config dataset_format
@@ -127,7 +193,12 @@ _WAYS = {
     "drop it: code of a model's folder is never run": "trust_remote_code",
     "drop it: this is not offered": """
         neftune_noise_alpha use_dora label_smoothing_factor plot_loss max_samples use_galore
-        use_badam report_to_hub pad_to_sequence_len pad_to_multiple_of wandb_watch wandb_log_model
+        use_badam ema use_ema ema_* loraplus_* pissa_* loftq_* oft_* boft_* vera_* adalora_* reft_*
+        relora* use_pose pose_* curriculum_sampling lora_bias lora_dtype init_lora_weights
+        init_weights peft_init_lora_weights peft_use_dora rank_pattern alpha_pattern
+        lora_rank_pattern lora_alpha_pattern shift_attn mixture_of_depths label_smoothing
+        auto_find_batch_size plugins external_plugins report_to_hub pad_to_sequence_len
+        pad_to_multiple_of wandb_watch wandb_log_model
         loss_watchdog_threshold loss_watchdog_patience model_author use_hf
         cross_entropy_fusion_impl
     """,
@@ -137,6 +208,12 @@ ANSWERS = {
     **{name: f"({way})" for way, names in _WAYS.items() for name in names.split()},
 }
 """Name of another trainer, with underscores -> what to do."""
+
+
+def _answer(name: str) -> str | None:
+    """Returns what to do about a name with underscores; None if no other trainer has it."""
+    pattern = next((each for each in ANSWERS if "*" in each and fnmatchcase(name, each)), None)
+    return ANSWERS.get(name, ANSWERS.get(pattern or ""))
 
 
 def answers_to(unknown: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
@@ -154,8 +231,8 @@ def answers_to(unknown: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
         flag = "--" + plain.replace("_", "-")
         if flag in flags:
             found[name] = f"is {flag}"
-        elif plain.lower() in ANSWERS:
-            found[name] = ANSWERS[plain.lower()]
+        elif (answer := _answer(plain.lower())) is not None:
+            found[name] = answer
             if of_world:
                 found[name] = found[name].replace("--nproc-per-node", "--world-size")
         elif of_world and flag == "--nproc-per-node":

@@ -14,7 +14,9 @@ from megatron.packing.flags import FlagError, parse_flags
 from megatron.sft.arguments.defaults import choice_notes, chosen_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.pretrained import implied_options
+from megatron.sft.arguments.value_notes import value_notes
 from megatron.sft.options.config import GROUPS, SFTConfig
+from megatron.sft.options.hub_names import check_hub_names
 
 COMMON = {
     "Start from": ("config", "pretrained_checkpoint", "load", "lora", "lora_rank", "lora_alpha"),
@@ -86,12 +88,19 @@ def parse_run_options(
     arguments: Sequence[str],
     command: Command,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    notes: list[str],
 ) -> list[Any]:
-    """Returns groups of options as `parse_flags` does. Megatron-LM's flags are accepted, and the
-    error about missing options mentions --pretrained-checkpoint.
+    """Returns groups of options as `parse_flags` does, and adds its notes to `notes`. Megatron-LM's
+    flags are accepted, and the error about missing options mentions --pretrained-checkpoint.
     """
+    ours = without_megatron_flags(arguments)
+
+    def imply_from_paths(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        check_hub_names(given)
+        return imply(given)
+
     try:
-        return parse_flags(groups, without_megatron_flags(arguments), command, imply=imply)
+        return parse_flags(groups, ours, command, imply=imply_from_paths, notes=notes)
     except FlagError as failure:
         if "arguments are required" not in str(failure):
             raise
@@ -111,8 +120,8 @@ def parse_with_notes(
         notes.extend(choice_notes(given))
         return _implied(given)
 
-    config = SFTConfig.of(parse_run_options(GROUPS, arguments, command, imply))
+    config = SFTConfig.of(parse_run_options(GROUPS, arguments, command, imply, notes))
     # A dry run needs no launcher: one process checks the parallel layout of many.
     alone = config.output.dry_run and world_size == 1
     config.check(config.parallel.least_world_size if alone else world_size)
-    return config, notes
+    return config, [*notes, *value_notes(config)]

@@ -15,6 +15,7 @@ from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import options_of_adapter
+from megatron.sft.options.hub_names import check_hub_names
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
@@ -27,6 +28,7 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
     given: options of the user, by field name.
     """
+    check_hub_names(given)
     of_adapter: dict[str, Any] = {}
     if given.get("lora_adapter") is not None:
         of_adapter = options_of_adapter(given["lora_adapter"])

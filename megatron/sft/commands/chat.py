@@ -17,10 +17,15 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.sft.data.hf_tokenizer import check_tokenizer_types
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
+from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.folder import open_folder
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+from megatron.sft.model.lora.peft_folder import options_of_adapter
 from megatron.sft.options.chat_template import read_variables
+from megatron.sft.options.hub_names import check_hub_name
 
 _ENDS = ("/exit", "/quit")
 _CLEAR = "/clear"
@@ -120,6 +125,7 @@ def huggingface_folder(given: str) -> Iterator[Path]:
     """Yields a folder that transformers or peft can load. For checkpoints it is a temporary export,
     which is removed at the end.
     """
+    check_hub_name(given, is_data=False)
     if not Path(given).is_dir():
         raise ValueError(f"{given}: no such folder; give that of a model or of checkpoints")
     if distributed_checkpoint(given) is None:
@@ -155,18 +161,34 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
         import peft
 
         kind = peft.AutoPeftModelForCausalLM
+    _check_folder(folder, is_adapter=is_adapter)
     # Without it transformers asks on a terminal whether to run the folder's code.
     no_code = {"trust_remote_code": False}
-    model = kind.from_pretrained(str(folder), dtype="auto", **no_code).eval()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **no_code)
+        model = kind.from_pretrained(str(folder), dtype="auto", **no_code).eval()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of many kinds, by the fault of the files
+        raise ValueError(f"{folder} cannot be loaded: {error}") from None
     if torch.cuda.is_available():
         model = model.cuda()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **no_code)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{folder} has no chat template; put a chat_template.jinja into it, or fine-tune with "
             "--chat-template"
         )
     return TransformersSpeaker(model, tokenizer)
+
+
+def _check_folder(folder: Path, *, is_adapter: bool) -> None:
+    """Raises ValueError for files that training refuses as well, naming file and key."""
+    if is_adapter:
+        options_of_adapter(folder)
+    else:
+        read_config(folder)
+        open_folder(folder)
+    check_tokenizer_types(folder)
 
 
 def converse(speaker: Speaker, options: ChatOptions) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,9 @@ class FitOptions:
     """Memory of a GPU, such as 80GiB: says whether the run fits, and ends with status 1 if not."""
     loss_share: float = 1.0
     """Part of the tokens that counts for the loss; the others need no output layer."""
-    expert_routing: Literal["balanced", "worst"] = "balanced"
+    expert_routing: Literal["balanced", "worst"] = field(
+        default="balanced", metadata={"idle_without": "num_experts", "default_holds": True}
+    )
     """Distribution of tokens over experts: evenly, or as many as can be to those of one rank."""
     verify: bool = False
     """Run two steps on a GPU of this machine as well, and say by how much its peaks differ. Needs
@@ -133,11 +135,14 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
             ours["mock_data"] = True
         return ours | chosen | implied_options(given)
 
-    *groups, options = parse_run_options((*GROUPS, FitOptions), arguments, command, imply)
+    notes: list[str] = []
+    *groups, options = parse_run_options((*GROUPS, FitOptions), arguments, command, imply, notes)
     config = SFTConfig.of(groups)
     if assumes_data:
         config = with_vocabulary(config)
     config.check(options.world_size)
+    for line in notes:
+        print(line)
     return config, options
 
 

@@ -40,6 +40,7 @@ from megatron.sft.model.huggingface.folder import open_folder
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
 from megatron.sft.options.data_paths import expanded
+from megatron.sft.options.hub_names import check_hub_name
 
 _SPLITS = ("train", "val", "test")
 _COMPANIONS = "huggingface"
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str], program: str) -> None:
 
 def lines_of(path: str) -> Iterator[str]:
     """Yields the lines of the description. Raises ValueError if `path` cannot be read."""
+    check_hub_name(path)
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
         yield from _adapter(folder)

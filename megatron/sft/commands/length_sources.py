@@ -38,6 +38,7 @@ from megatron.sft.options.chat_template import (
 )
 from megatron.sft.options.data import tokenizer_type_of
 from megatron.sft.options.data_columns import parse_columns
+from megatron.sft.options.hub_names import check_hub_name
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
 
 IntArray = npt.NDArray[np.int64]
@@ -56,6 +57,7 @@ def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) ->
     assert source is not None, "checked by LengthOptions"
     if source.lstrip().startswith("{"):
         return _mock(source, options, needed)
+    check_hub_name(source, is_data=True)
     path = Path(source)
     if path.is_dir() or path.name in (METRICS_FILE, PACKS_FILE):
         return _run(path if path.is_dir() else path.parent)

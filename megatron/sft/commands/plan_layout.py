@@ -32,6 +32,7 @@ from megatron.sft.arguments.defaults import chosen_options
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_run_options
 from megatron.sft.arguments.pretrained import implied_options
+from megatron.sft.commands.layout_flags import FixedLayout
 from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.commands.progress_line import ProgressLine
 from megatron.sft.environment import quick_imports, silence_warnings
@@ -78,7 +79,10 @@ class LayoutSearchOptions:
 def plan_layout(arguments: Sequence[str], program: str) -> None:
     """Searches, and prints the layouts. Raises ValueError for a user's mistake."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: memory is traced on the CPU
-    base, options = _parse(arguments, program)
+    base, options, notes = _parse(arguments, program)
+    fixed = FixedLayout.read(base, arguments)
+    for line in [*notes, *fixed.notes()]:
+        print(line)
     silence_warnings(0)
     with quick_imports():
         from megatron.sft.fit.layout_search import Memory, is_valid
@@ -101,9 +105,10 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
         options.world_size,
         num_layers=base.model.num_layers,
         num_experts=base.model.num_experts,
-        capacities=partial(_capacities, base.model.seq_length),
+        capacities=partial(_capacities, base.model.seq_length, fixed.capacity),
         gpus_per_node=device.gpus_per_node,
     )
+    candidates = fixed.matching(candidates, base.model.num_layers)
     memory = Memory(base=base, vocab_size=vocab_size, limit=limit, loss_share=options.loss_share)
     measures = _measures(times, memory, partial(is_valid, base))
     found, is_whole = _searched(candidates, measures, limit, options.layouts)
@@ -176,7 +181,10 @@ def _searched(
             return so_far, False
 
 
-def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSearchOptions]:
+def _parse(
+    arguments: Sequence[str], program: str
+) -> tuple[SFTConfig, LayoutSearchOptions, list[str]]:
+    """Returns the options of the run and of the search, and notes about them."""
     command = Command(
         program=f"{program} --auto-layout",
         about="Find the fastest parallel layouts that fit, without a GPU.",
@@ -196,6 +204,7 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
         nonlocal assumes_data
         size = given.get("world_size", LayoutSearchOptions.world_size)
         ours = {"global_batch_size": 8 * size, "lr": 1e-5, "train_iters": 1, "bf16": True}
+        ours["sequence_packing"] = True  # as every layout of the search does
         if {"train_epochs", "train_samples"} & given.keys():
             del ours["train_iters"]
         if not (given.get("data_path") or given.get("mock_data")):
@@ -208,9 +217,11 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, LayoutSea
         chosen = {n: v for n, v in chosen_options(given).items() if n == "seq_length"}
         return ours | chosen | implied_options(given)
 
-    *groups, options = parse_run_options((*GROUPS, LayoutSearchOptions), arguments, command, imply)
-    config = SFTConfig.of(groups)
-    return with_vocabulary(config) if assumes_data else config, options
+    notes: list[str] = []
+    groups = (*GROUPS, LayoutSearchOptions)
+    *parts, options = parse_run_options(groups, arguments, command, imply, notes)
+    config = SFTConfig.of(parts)
+    return with_vocabulary(config) if assumes_data else config, options, notes
 
 
 def _lengths(config: SFTConfig, source: str | None, vocab_size: int, needed: int) -> Sequences:
@@ -255,10 +266,12 @@ def _lengths(config: SFTConfig, source: str | None, vocab_size: int, needed: int
     return found.truncated(config.model.seq_length)
 
 
-def _capacities(seq_length: int, tensor: int, context: int) -> list[int]:
-    """Returns the pack capacities to try, in tokens per rank: room for the longest sequence, and
-    twice and four times as much.
+def _capacities(seq_length: int, capacity: int | None, tensor: int, context: int) -> Sequence[int]:
+    """Returns the pack capacities to try, in tokens per rank: the one that was given, or room for
+    the longest sequence, and twice and four times as much.
     """
+    if capacity is not None:
+        return [capacity]
     alignment = Alignment.for_layout(
         context_parallel_size=context, tensor_parallel_size=tensor, sequence_parallel=tensor > 1
     )

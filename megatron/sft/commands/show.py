@@ -9,7 +9,7 @@ needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,10 +24,11 @@ from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.counts import Counts
-from megatron.sft.data.datasets import build_datasets
+from megatron.sft.data.datasets import Datasets, build_datasets
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.environment import exit_with_message, outlive_output
 from megatron.sft.options.config import GROUPS, SFTConfig
+from megatron.sft.preflight.notes_on_data import notes_on_same_records
 
 COMMON = {
     "What to show": ("config", "data_path", "samples", "count"),
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str], program: str) -> None:
     """Prints samples and their table; a wrong option or record is one line, with status 2."""
     outlive_output()
     try:
-        config, options = _parse(arguments, program)
+        config, options, assumes_truncation = _parse(arguments, program)
         datasets = build_datasets(config)
         if datasets.tokenizer is None:
             raise ValueError(
@@ -91,13 +92,34 @@ def main(arguments: Sequence[str], program: str) -> None:
             report.add(next(stream))
         report.summary(stream.counts)
         print(f"--train-turns {datasets.train_turns}: {_TURNS[datasets.train_turns]}")
+        for line in _notes(config, datasets, stream.counts, assumes_truncation):
+            print(line)
     except (FlagError, ValueError, OSError) as failure:
         exit_with_message(program, failure)
 
 
-def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfig]:
-    """Returns the options. Those that a run needs and this command does not (layers, learning rate)
-    get a placeholder if they are missing.
+def _notes(
+    config: SFTConfig, datasets: Datasets, counts: Counts, assumes_truncation: bool
+) -> Iterator[str]:
+    """Yields what a run with these options does otherwise, and what was probably not meant."""
+    num_truncated = sum(counts.of("cut"))
+    if num_truncated and assumes_truncation:
+        yield (
+            f"note: train refuses samples longer than --seq-length {config.model.seq_length}, as "
+            f"{num_truncated:,} are, unless --over-length-policy truncate or drop is passed"
+        )
+    if config.data.tokenizer_type is None and config.data.tokenizer_model is None:
+        yield (
+            "note: tokens are bytes (ByteLevelTokenizer), and roles have no template; pass "
+            "--pretrained-checkpoint or --tokenizer-model for those of a model"
+        )
+    yield from notes_on_same_records(config.data, datasets)
+
+
+def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfig, bool]:
+    """Returns the options, and whether samples are truncated only because no policy is given.
+
+    Options that a run needs and this command does not (layers, learning rate) get a placeholder.
     """
     command = Command(
         program=program,
@@ -107,22 +129,28 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfi
         common=COMMON,
     )
 
+    assumes_truncation = False
+
     def imply(given: Mapping[str, Any]) -> dict[str, Any]:
+        nonlocal assumes_truncation
         implied = {"global_batch_size": 1, "lr": 0.0, "train_iters": 1} | implied_options(given)
         if given.get("pretrained_checkpoint") is None:
             implied |= {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1}
         positions = positions_of(given.get("pretrained_checkpoint"))
         implied["seq_length"] = min(_DEFAULT_SEQ_LENGTH, positions or _DEFAULT_SEQ_LENGTH)
         implied["over_length_policy"] = "truncate"
+        assumes_truncation = "over_length_policy" not in given
         if not any(one.split("=")[0] == "--config" for one in arguments):
             # A run that trains turns as they are generated needs trees, and so packing.
             implied["sequence_packing"] = True
         return implied
 
-    *groups, options = parse_flags(
-        (*GROUPS, ShowConfig), without_megatron_flags(arguments), command, imply=imply
-    )
-    return SFTConfig.of(groups), options
+    notes: list[str] = []
+    ours = without_megatron_flags(arguments)
+    *groups, options = parse_flags((*GROUPS, ShowConfig), ours, command, imply=imply, notes=notes)
+    for line in notes:
+        print(line)
+    return SFTConfig.of(groups), options, assumes_truncation
 
 
 class _Report:

@@ -9,6 +9,7 @@ them); the shares of --split.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -102,6 +103,10 @@ def build_datasets(config: SFTConfig) -> Datasets:
         replace(samples, identity=samples.identity | encoding_options)
         for samples in (train, valid, test)
     )
+    if tokenizer.chat_template is not None:
+        # Of the training data alone: a note compares it with the checkpoint's.
+        digest = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16]
+        train = replace(train, identity=train.identity | {"chat_template": digest})
     path = config.training.sample_prompts
     prompts = [] if path is None else read_prompts(path, encoder)
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns, prompts)

@@ -9,21 +9,33 @@ import importlib.util
 import os
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.packing.user_files import read_text
+from megatron.packing.user_files import Kind, check_types, read_json, read_text
 from megatron.sft.data.chat_encoder import ChatTokens
 from megatron.sft.data.records.content import Conversation, Passage
 from megatron.sft.data.records.turns import Contexts
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
+
+_KINDS: Mapping[Kind, str] = {
+    str: "padding_side truncation_side tokenizer_class",
+    float: "model_max_length",
+    bool: "split_special_tokens",
+    (str, dict): "bos_token eos_token pad_token unk_token sep_token cls_token mask_token",
+    dict: "added_tokens_decoder",
+    list: "model_input_names",
+    (list, dict): "auto_map additional_special_tokens extra_special_tokens",
+}
+"""Types of the values in tokenizer_config.json that transformers fails over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +171,7 @@ def build_hugging_face(
             "--tokenizer-model must be the directory of a Hugging Face tokenizer for "
             f"--tokenizer-type HuggingFaceTokenizer, but is {tokenizer_model!r}; download it first"
         )
+    check_tokenizer_types(Path(tokenizer_model))
     with _without_torch():
         try:
             from transformers import AutoTokenizer
@@ -182,8 +195,10 @@ def build_hugging_face(
                     "which is never run; pass a folder with a tokenizer.json that transformers "
                     "reads by itself"
                 ) from None
+            # transformers reads both files, and says of one value only its key.
+            of_config = "/config.json" * ("alidation error for" in str(error))
             raise ValueError(
-                f"--tokenizer-model {tokenizer_model} cannot be read: {error}"
+                f"--tokenizer-model {tokenizer_model}{of_config} cannot be read: {error}"
             ) from error
     if not tokenizer.is_fast:
         raise ValueError(
@@ -208,6 +223,20 @@ def build_hugging_face(
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         template=_template(tokenizer, choice),
     )
+
+
+def check_tokenizer_types(folder: Path) -> None:
+    """Raises ValueError for a value of a wrong type in tokenizer_config.json, of which transformers
+    says neither file nor key, or nothing before the first text.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    try:
+        values = read_json(path, any_integer=True)
+    except ValueError:  # transformers says why
+        return
+    check_types(values, _KINDS, path, any_integer=True)  # an endless length is 10**30
 
 
 def _template(tokenizer: Any, choice: TemplateChoice) -> ChatTemplate | None:

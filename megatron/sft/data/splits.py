@@ -31,6 +31,7 @@ from megatron.sft.data.chats import ChatLoad, num_tokens, open_chats
 from megatron.sft.data.sample_set import SampleSet, blended, concatenated
 from megatron.sft.data.source_names import short_names
 from megatron.sft.options.data import DataConfig
+from megatron.sft.options.hub_names import download_advice
 
 _HELD_OUT = ("val", "test")
 
@@ -164,10 +165,18 @@ class SplitBuilder:
 
     def _opened(self, entries: Sequence[SourceEntry | Join]) -> list[_SourceRange]:
         """Returns the sources with all their records."""
-        found = [open_chats(entry, self._encoder) for entry in entries]
+        found = [self._open(entry) for entry in entries]
         return [
             _SourceRange(entry, one, range(len(one.source))) for entry, one in zip(entries, found)
         ]
+
+    def _open(self, entry: SourceEntry | Join) -> SourceDataset:
+        try:
+            return open_chats(entry, self._encoder)
+        except ValueError as failure:
+            if not (advice := download_advice(_path_of(entry))):
+                raise
+            raise ValueError(f"{failure}{advice}") from None
 
     def _concatenated(self, sources: Sequence[_SourceRange], seed: int | None = None) -> SampleSet:
         """Returns the sources one after the other, empty ones left out; shuffled with a seed."""

@@ -20,6 +20,7 @@ import torch
 
 from megatron.sft.environment import let_memory_grow, quick_imports, silence_warnings
 from megatron.sft.fit.counter import ByteCounter, Phase
+from megatron.sft.launch import child_environment
 
 if TYPE_CHECKING:
     from megatron.sft.fit.estimate import Request, StageEstimate
@@ -76,7 +77,10 @@ def measured_elsewhere(request: Request, environment: Mapping[str, str]) -> dict
         )
     command = [sys.executable, "-m", "megatron.sft.fit.verify"]
     done = subprocess.run(
-        command, input=pickle.dumps(request), capture_output=True, env=dict(environment)
+        command,
+        input=pickle.dumps(request),
+        capture_output=True,
+        env=child_environment(environment),
     )
     if done.returncode == _NO_GPU:
         raise ValueError("--verify needs a GPU that torch can use, but there is none here")

@@ -153,9 +153,6 @@ class SFTConfig:
             )
 
     def _check_scheduling(self) -> None:
-        for name in self.scheduling.non_defaults:
-            if not self.packing.sequence_packing:
-                raise ValueError(f"{flag_of(name)} needs --sequence-packing")
         is_fixed = self.packing.sequence_packing_scheduler == "empty"
         if self.scheduling.outlier_delay_steps and is_fixed:
             raise ValueError(
@@ -246,8 +243,6 @@ class SFTConfig:
             )
 
     def _check_dump(self) -> None:
-        if self.output.dump_schedule and not self.packing.sequence_packing:
-            raise ValueError("--dump-schedule needs --sequence-packing; a padded step has no packs")
         last = self.training.train_iters or math.inf  # by --train-epochs: not known yet
         beyond = [step for step in self.output.dump_schedule if step > last]
         if beyond:
@@ -265,17 +260,8 @@ class SFTConfig:
         return config
 
     def _check_evaluations(self) -> None:
-        if (
-            self.output.keep_best or self.training.early_stopping is not None
-        ) and self.training.eval_iters == 0:
-            raise ValueError(
-                "--keep-best and --early-stopping need evaluations; raise --eval-iters from 0"
-            )
-        if self.training.sample_prompts is not None:
-            if self.training.eval_iters == 0:
-                raise ValueError("--sample-prompts needs evaluations; raise --eval-iters from 0")
-            if self.data.mock_data:
-                raise ValueError("--sample-prompts needs words; pass --data-path, not --mock-data")
+        if self.training.sample_prompts is not None and self.data.mock_data:
+            raise ValueError("--sample-prompts needs words; pass --data-path, not --mock-data")
 
     def _check_lora(self) -> None:
         model, tensor = self.model, self.parallel.tensor_model_parallel_size
@@ -292,8 +278,6 @@ class SFTConfig:
             )
         if self.lora.lora:
             self.lora.check_layout(tensor, model.num_query_groups or model.num_attention_heads or 1)
-        if self.lora.lora_merge and self.output.save_hf is None:
-            raise ValueError("--lora-merge needs --save-hf")
 
     def _check_optimizer_state(self) -> None:
         if not self.optimizer.use_precision_aware_optimizer:

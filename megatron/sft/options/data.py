@@ -79,13 +79,17 @@ class DataConfig:
     """Validation data, instead of a part of --data-path. Of a metadataset or folder: its split
     val.
     """
-    split: str = "969,30,1"
+    split: str = field(
+        default="969,30,1", metadata={"idle_without": ("data_path", "!valid_data_path")}
+    )
     """Shares of --data-path for training, validation and test. Data with splits val or test of
     their own ignore it.
     """
     mock_data: bool = False
     """Train on synthetic (mock) tokens."""
-    sft_mock_dataset_config_json: str | None = None
+    sft_mock_dataset_config_json: str | None = field(
+        default=None, metadata={"only_with": "mock_data"}
+    )
     """Lengths of synthetic samples: JSON or a file with it."""
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer (default: HuggingFaceTokenizer with --tokenizer-model, else
@@ -95,31 +99,36 @@ class DataConfig:
     """Folder of a HuggingFace tokenizer."""
     chat_template: str | None = None
     """File with the chat template to train with, instead of the tokenizer's."""
-    template_date: str | None = None
+    template_date: str | None = field(default=None, metadata={"idle_without": "tokenizer_model"})
     """Date YYYY-MM-DD for chat templates that ask for today's (gpt-oss, Mistral Small)."""
     chat_template_kwargs: str | None = field(default=None, metadata={"is_json": True})
     """Variables of the chat template for all records, as JSON, such as {"enable_thinking":
     false}; a record's own chat_template_kwargs win (default: as the checkpoint was trained, else
     none).
     """
-    train_turns: TrainTurns | None = None
+    train_turns: TrainTurns | None = field(default=None, metadata={"idle_without": "data_path"})
     """Turns of conversations to train. served: each of the assistant's turns behind the prompt that
     it is generated from, where the template may leave out earlier thoughts; all: all of them, in
     one rendering of the conversation; last: the assistant's last turn (default: as the checkpoint
     was trained, else served with --sequence-packing and a template that renders earlier turns
     otherwise as more follow; all in any other case).
     """
-    data_columns: str | None = None
+    data_columns: str | None = field(default=None, metadata={"idle_without": "data_path"})
     """Column renames, as messages=dialogue,content=utterance; none=COLUMN ignores one."""
-    vocab_size: int | None = None
+    vocab_size: int | None = field(
+        default=None,
+        metadata={"idle_without": "mock_data|tokenizer_type=NullTokenizer|pretrained_checkpoint"},
+    )
     """Vocabulary size of NullTokenizer and of mock data (default there: 1024)."""
-    skip_bad_samples: bool = False
+    skip_bad_samples: bool = field(default=False, metadata={"idle_without": "data_path"})
     """Log, count and skip samples that cannot be read, instead of failing."""
-    max_bad_samples_in_a_row: int = 100
+    max_bad_samples_in_a_row: int = field(
+        default=100, metadata={"idle_without": "skip_bad_samples"}
+    )
     """Consecutive bad samples of a source that --skip-bad-samples skips on a rank before it
     fails (0: any).
     """
-    allow_changed_data: bool = False
+    allow_changed_data: bool = field(default=False, metadata={"idle_without": "load"})
     """Continue a checkpoint with a blend of other sources, weights or mode. The position in it
     is kept.
     """
@@ -138,8 +147,6 @@ class DataConfig:
                 "pass either --data-path FILE or --mock-data"
                 + (", not both" if self.mock_data else "")
             )
-        if self.sft_mock_dataset_config_json is not None and not self.mock_data:
-            raise ValueError("--sft-mock-dataset-config-json needs --mock-data")
         if self.mock_data and self.valid_data_path:
             raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
         self._check_blend()

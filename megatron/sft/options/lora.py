@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.packing.flags import check_range, flag_of
@@ -52,29 +52,31 @@ class LoraConfig:
 
     lora: bool = False
     """Train low-rank adapters beside the frozen weights of --pretrained-checkpoint."""
-    lora_adapter: str | None = None
+    lora_adapter: str | None = field(default=None, metadata={"only_with": "lora"})
     """Folder of a PEFT adapter to start from, with its rank, alpha and target modules."""
-    lora_rank: int = 16
+    lora_rank: int = field(default=16, metadata={"only_with": "lora"})
     """Rank of each adapter."""
-    lora_alpha: float = 32.0
+    lora_alpha: float = field(default=32.0, metadata={"only_with": "lora"})
     """Scale of adapters: their output is multiplied by alpha / rank."""
-    lora_rslora: bool = False
+    lora_rslora: bool = field(default=False, metadata={"only_with": "lora"})
     """Scale by alpha / sqrt(rank) instead, so that larger ranks learn as fast."""
-    lora_dropout: float = 0.0
+    lora_dropout: float = field(default=0.0, metadata={"only_with": "lora"})
     """Dropout of the adapters' input."""
-    lora_target_modules: tuple[str, ...] = ()
+    lora_target_modules: tuple[str, ...] = field(default=(), metadata={"only_with": "lora"})
     """Layers with adapters, by PEFT's names. Any of q_proj k_proj v_proj o_proj gate_proj
     up_proj down_proj, also those of each expert, in_proj_qkv in_proj_z in_proj_b in_proj_a
     out_proj of gated delta nets, and qkv_proj gate_up_proj in_proj_qkvz in_proj_ba of
     families that have them in one (default: all-linear, which is all of these).
     """
-    lora_experts: Literal["all", "shared", "routed"] = "all"
+    lora_experts: Literal["all", "shared", "routed"] = field(
+        default="all", metadata={"only_with": "lora", "idle_without": "num_experts"}
+    )
     """Experts whose layers are targets: all, those that every token goes through (shared), or
     those that a router chooses (routed).
     """
-    lora_modules_to_save: tuple[str, ...] = ()
+    lora_modules_to_save: tuple[str, ...] = field(default=(), metadata={"only_with": "lora"})
     """Layers that are trained as a whole: embed_tokens, lm_head, or both."""
-    lora_merge: bool = False
+    lora_merge: bool = field(default=False, metadata={"only_with": ("lora", "save_hf")})
     """Let --save-hf write the whole model with the adapters merged in, instead of a PEFT
     adapter.
     """
@@ -85,12 +87,6 @@ class LoraConfig:
         return self.lora and not self.lora_merge
 
     def __post_init__(self) -> None:
-        if not self.lora:
-            given = [
-                field.name for field in fields(self) if getattr(self, field.name) != field.default
-            ]
-            if given:
-                raise ValueError(f"{flag_of(given[0])} needs --lora")
         check_range(self, 1, None, "lora_rank")
         if not self.lora_alpha > 0:
             raise ValueError(f"--lora-alpha must be above 0, but is {self.lora_alpha}")

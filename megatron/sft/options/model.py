@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from megatron.packing.flags import check_range, flag_of
@@ -23,12 +23,18 @@ class ModelConfig(Architecture):
     """Added to the variance in norms."""
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of the hidden size."""
-    rotary_base: float = 10000.0
+    rotary_base: float = field(
+        default=10000.0, metadata={"idle_without": "position_embedding_type=rope"}
+    )
     """Base period of rotary embeddings."""
-    rope_scaling: str | None = None
+    rope_scaling: str | None = field(
+        default=None, metadata={"idle_without": "position_embedding_type=rope"}
+    )
     """Rotary embeddings for longer contexts, as in a HuggingFace config.json, such as
     {"rope_type": "linear", "factor": 2}; of types linear, llama3 and yarn."""
-    rotary_percent: float = 1.0
+    rotary_percent: float = field(
+        default=1.0, metadata={"idle_without": "position_embedding_type=rope"}
+    )
     """Share of a head's channels that are rotated."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer weights of its own."""
@@ -48,11 +54,13 @@ class ModelConfig(Architecture):
     """Layers that --recompute-method speaks of (default: 1)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Transformer Engine attention backend; ignored without it."""
-    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_router_dtype: Literal["fp32", "fp64"] | None = field(
+        default=None, metadata={"idle_without": "num_experts"}
+    )
     """Precision of the router's logits (default: the model's)."""
-    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: float = field(default=0.0, metadata={"idle_without": "num_experts"})
     """Weight of the router's load-balancing loss."""
-    mtp_loss_scaling_factor: float = 0.1
+    mtp_loss_scaling_factor: float = field(default=0.1, metadata={"idle_without": "mtp_num_layers"})
     """Weight of the loss of --mtp-num-layers."""
 
     def __post_init__(self) -> None:

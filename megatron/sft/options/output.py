@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.packing.flags import check_range, flag_of
+from megatron.packing.flags import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +18,15 @@ class OutputConfig:
     """Folder to save checkpoints to."""
     load: str | None = None
     """Folder of checkpoints to continue from. If it is that of --save, it may be empty."""
-    ckpt_step: int | None = None
+    ckpt_step: int | None = field(default=None, metadata={"only_with": "load"})
     """Step of the checkpoint of --load to take (default: the newest)."""
-    finetune: bool = False
+    finetune: bool = field(default=False, metadata={"only_with": "load"})
     """Take only the weights of --load. Steps, data, optimizer and random states restart."""
-    load_optim: bool = True
+    load_optim: bool = field(default=True, metadata={"only_with": "load"})
     """Load the optimizer's state of --load. With --no-load-optim it restarts, at the learning
     rate of its step.
     """
-    load_rng: bool = True
+    load_rng: bool = field(default=True, metadata={"only_with": "load"})
     """Load the random states (dropout) of --load, if the parallel layout is the same. With
     --no-load-rng they restart.
     """
@@ -38,15 +38,15 @@ class OutputConfig:
     """
     save_hf: str | None = None
     """Folder to write the trained model to, in HuggingFace format, after the last step."""
-    save_interval: int | None = None
+    save_interval: int | None = field(default=None, metadata={"only_with": "save"})
     """Steps between checkpoints (default: only at the end)."""
-    async_save: bool = False
+    async_save: bool = field(default=False, metadata={"only_with": "save"})
     """Write checkpoints in the background, from a copy in host memory. A later step completes
     them.
     """
-    keep_checkpoints: int | None = None
+    keep_checkpoints: int | None = field(default=None, metadata={"only_with": "save"})
     """Newest checkpoints to keep (default: all)."""
-    keep_best: bool = False
+    keep_best: bool = field(default=False, metadata={"only_with": ("save", "eval_iters>=1")})
     """Save whenever the validation loss is the lowest so far, and keep that checkpoint.
     best_checkpointed_iteration.txt beside the checkpoints names it.
     """
@@ -60,13 +60,15 @@ class OutputConfig:
     """Folder for TensorBoard."""
     wandb_project: str | None = None
     """Weights & Biases project. A continued run continues there."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = field(default=None, metadata={"only_with": "wandb_project"})
     """Name of the run in Weights & Biases (default: that of the run's folder)."""
-    wandb_entity: str | None = None
+    wandb_entity: str | None = field(default=None, metadata={"only_with": "wandb_project"})
     """User or team that owns the project (default: the one that is logged in)."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: str | None = field(default=None, metadata={"only_with": "wandb_project"})
     """Folder for the local files of wandb (default: the run's)."""
-    dump_schedule: tuple[int, ...] = field(default=(), metadata={"repeatable": True})
+    dump_schedule: tuple[int, ...] = field(
+        default=(), metadata={"only_with": "sequence_packing", "repeatable": True}
+    )
     """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside
     it.
     """
@@ -74,7 +76,6 @@ class OutputConfig:
     def __post_init__(self) -> None:
         check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints", "ckpt_step")
         self._check_load()
-        self._check_save()
         self._check_boards()
         if any(step < 1 for step in self.dump_schedule):
             raise ValueError(
@@ -92,15 +93,6 @@ class OutputConfig:
         return math.ceil(last / interval) - done // interval if done < last else 0
 
     def _check_load(self) -> None:
-        flags = {
-            "--ckpt-step": self.ckpt_step,
-            "--finetune": self.finetune,
-            "--no-load-optim": not self.load_optim,
-            "--no-load-rng": not self.load_rng,
-        }
-        for flag, is_given in flags.items():
-            if is_given and self.load is None:
-                raise ValueError(f"{flag} needs --load")
         if (
             self.finetune
             and self.save is not None
@@ -116,15 +108,5 @@ class OutputConfig:
             raise ValueError(
                 "--tensorboard-dir needs the package tensorboard; do pip install tensorboard"
             )
-        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
-            if getattr(self, name) is not None and self.wandb_project is None:
-                raise ValueError(f"{flag_of(name)} needs --wandb-project")
         if self.wandb_project is not None and find_spec("wandb") is None:
             raise ValueError("--wandb-project needs the package wandb; do pip install wandb")
-
-    def _check_save(self) -> None:
-        for name in ("save_interval", "async_save"):
-            if getattr(self, name) and self.save is None:
-                raise ValueError(f"{flag_of(name)} needs --save")
-        if (self.keep_checkpoints is not None or self.keep_best) and self.save is None:
-            raise ValueError("--keep-checkpoints and --keep-best need --save")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.packing.batch.layout import OverLengthPolicy
-from megatron.packing.flags import check_range, flag_of
+from megatron.packing.flags import check_range
 from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
 from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 
@@ -17,23 +17,24 @@ class PackingConfig:
 
     sequence_packing: bool = False
     """Pack sequences end to end, without padding (THD)."""
-    sequence_packing_scheduler: str | None = field(default=None, metadata={"names": SCHEDULERS})
+    sequence_packing_scheduler: str | None = field(
+        default=None, metadata={"only_with": "sequence_packing", "names": SCHEDULERS}
+    )
     """Scheduler that places sequences on ranks and microbatches: NAMES, or a function of yours
     as module:function (default: default, the least modelled step time).
     """
-    max_seqlen_per_dp_cp_rank: int | None = None
+    max_seqlen_per_dp_cp_rank: int | None = field(
+        default=None, metadata={"only_with": "sequence_packing"}
+    )
     """Tokens of a pack per rank (default: --seq-length / --context-parallel-size)."""
     over_length_policy: OverLengthPolicy = "error"
     """Handling of a sample longer than --seq-length."""
-    pack_cost: str | None = None
+    pack_cost: str | None = field(default=None, metadata={"only_with": "sequence_packing"})
     """File of megatron-sft calibrate: schedule by measured times, and predict the step's
     (default: by FLOPs).
     """
 
     def __post_init__(self) -> None:
-        for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pack_cost"):
-            if getattr(self, name) is not None and not self.sequence_packing:
-                raise ValueError(f"{flag_of(name)} needs --sequence-packing")
         check_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
         if self.sequence_packing_scheduler is not None:
             get_scheduler(self.sequence_packing_scheduler)

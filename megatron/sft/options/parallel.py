@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import Split
@@ -28,23 +28,34 @@ class ParallelConfig:
     """Layers of the first pipeline stage (default: as many as the others)."""
     decoder_last_pipeline_num_layers: int | None = None
     """Layers of the last pipeline stage (default: as many as the others)."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = field(
+        default=False, metadata={"idle_without": "pipeline_model_parallel_size>=2"}
+    )
     """Count the embedding as a layer of the first pipeline stage, which gets one fewer."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = field(
+        default=False, metadata={"idle_without": "pipeline_model_parallel_size>=2"}
+    )
     """Count output layer and loss as a layer of the last pipeline stage, which gets one fewer.
     """
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
-    cp_comm_type: tuple[str, ...] = ("p2p",)
+    cp_comm_type: tuple[str, ...] = field(
+        default=("p2p",),
+        metadata={"idle_without": "context_parallel_size>=2", "default_holds": True},
+    )
     """Exchange of keys and values over context parallel in Transformer Engine's attention: p2p,
     all_gather, a2a or a2a+p2p, one for all layers or one for each. Attention without
     Transformer Engine gathers them.
     """
     expert_model_parallel_size: int = 1
     """Ranks that share the experts."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = field(
+        default=False, metadata={"idle_without": "tensor_model_parallel_size>=2"}
+    )
     """Split norms and dropout along the sequence over tensor-parallel ranks."""
-    use_tp_pp_dp_mapping: bool = False
+    use_tp_pp_dp_mapping: bool = field(
+        default=False, metadata={"idle_without": "pipeline_model_parallel_size>=2"}
+    )
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer's state over data-parallel ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.packing.flags import check_range, flag_of
@@ -28,15 +28,19 @@ class TrainingConfig:
     """Sequences per microbatch without packing, padded to the longest of them. With packing:
     samples loaded at a time.
     """
-    min_lr: float = 0.0
+    min_lr: float = field(default=0.0, metadata={"idle_without": "lr_decay_style!=constant"})
     """Lowest learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Learning rate schedule after the warmup. WSD stays at the peak until the last --lr-wsd-
     decay-iters.
     """
-    lr_decay_iters: int | None = None
+    lr_decay_iters: int | None = field(
+        default=None, metadata={"idle_without": "lr_decay_style!=constant|lr_warmup_fraction"}
+    )
     """Step at which the learning rate is lowest (default: --train-iters)."""
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = field(
+        default=None, metadata={"idle_without": "lr_decay_style!=constant|lr_warmup_fraction"}
+    )
     """The same in sequences, in place of --lr-decay-iters."""
     lr_warmup_iters: int = 0
     """Linear warmup steps."""
@@ -46,7 +50,9 @@ class TrainingConfig:
     """Linear warmup as a share of the steps, in place of --lr-warmup-iters; none for less than a
     step.
     """
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = field(
+        default="exponential", metadata={"idle_without": "lr_decay_style=WSD"}
+    )
     """Shape of the final decay of WSD."""
     lr_wsd_decay_iters: int | None = None
     """Steps of the final decay of WSD."""
@@ -77,17 +83,17 @@ class TrainingConfig:
     """
     seed: int = 1234
     """Random seed (weights, data order, dropout)."""
-    eval_interval: int = 1000
+    eval_interval: int = field(default=1000, metadata={"idle_without": "eval_iters>=1"})
     """Steps between evaluations."""
     eval_iters: int = 100
     """Global batches per evaluation (0 disables)."""
-    sample_prompts: str | None = None
+    sample_prompts: str | None = field(default=None, metadata={"only_with": "eval_iters>=1"})
     """File of prompts that the model answers at each evaluation, in a format of --data-path.
     Answers in it are ignored.
     """
-    sample_tokens: int = 64
+    sample_tokens: int = field(default=64, metadata={"idle_without": "sample_prompts"})
     """Maximum tokens of an answer to --sample-prompts. Each is a forward pass of all prompts."""
-    early_stopping: int | None = None
+    early_stopping: int | None = field(default=None, metadata={"only_with": "eval_iters>=1"})
     """Stop after this many evaluations in a row without a lower validation loss."""
     exit_interval: int | None = None
     """Save and exit every N steps."""

@@ -81,14 +81,3 @@ def notes_on_samples(given: SFTConfig, resolved: SFTConfig, turns: TrainTurns) -
             f"the chat template's variables are {to_json(variables)} (--chat-template-kwargs"
             f"{whose}); serve the model with the same"
         )
-
-
-def notes_on_repeats(config: SFTConfig, num_records: int) -> list[str]:
-    """Returns a line to print if a step trains some of `num_records` records more than once."""
-    batch = config.training.global_batch_size
-    if config.data.mock_data or num_records >= batch:
-        return []
-    return [
-        f"note: {num_records} records to train on are fewer than --global-batch-size {batch}: a "
-        "step trains records more than once; lower it"
-    ]

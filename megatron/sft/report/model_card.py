@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
+from megatron.packing.versions import package_version
 from megatron.sft.model.checkpoints.folder import huggingface_source
 from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
@@ -91,4 +91,4 @@ def _facts(config: SFTConfig) -> Iterator[tuple[str, str]]:
         targets = " ".join(lora.lora_target_modules) or "all-linear"
         yield "LoRA", f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}, on {targets}"
     names = ("megatron-sft", "megatron-core", "torch")
-    yield "versions", ", ".join(f"{name} {version(name)}" for name in names)
+    yield "versions", ", ".join(f"{name} {package_version(name)}" for name in names)

@@ -145,9 +145,14 @@ class RunLog:
     def __init__(self, config: SFTConfig, run_dir: Path, progress: Progress) -> None:
         resumed = progress.iteration if progress.iteration else None
         if resumed is None:
-            for name in (METRICS_FILE, PACKS_FILE):
-                if (run_dir / name).exists():  # of an earlier run
-                    os.replace(run_dir / name, run_dir / f"{name}.previous")
+            earlier = [name for name in (METRICS_FILE, PACKS_FILE) if (run_dir / name).exists()]
+            for name in earlier:
+                os.replace(run_dir / name, run_dir / f"{name}.previous")
+            if earlier:
+                self.say(
+                    f"note: {run_dir} has the logs of an earlier run; they are now "
+                    f"{', '.join(f'{name}.previous' for name in earlier)}, in place of older ones"
+                )
         self.writer = MetricsWriter(
             run_dir,
             train_iters=config.training.train_iters,

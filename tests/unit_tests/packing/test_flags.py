@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from megatron.packing.flag_faults import nearest
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
 
@@ -245,6 +246,24 @@ def test_unknown_option_names_the_nearest(flag, nearest):
     message = message_of(flag)
     assert flag.split("=")[0] in message
     assert message.endswith(f"did you mean {nearest}?")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("--use_ema", "; see --help"),  # was --seed
+        ("--gpus", "; see --help"),  # was --geglu
+        ("--ou", "; see --help"),
+        ("--lr-warmup", "; did you mean --lr-warmup-iters or --lr-warmup-fraction?"),
+        ("--lr_warmup_iter", "; did you mean --lr-warmup-iters?"),
+        ("--lrr", "; did you mean --lr?"),
+        ("--dq", "; did you mean --dp?"),
+    ],
+)
+def test_a_suggestion_is_near(name, said):
+    """A suggestion of something else is worse than none: it is tried."""
+    names = "--lr --dp --seed --geglu --outlier-delay --lr-warmup-iters --lr-warmup-fraction"
+    assert nearest(name, names.split()) == said
 
 
 def test_unknown_option_like_no_other_points_to_help():

@@ -50,7 +50,21 @@ def test_shows_samples_and_shares(options, capsys):
     assert summary.splitlines()[2:] == [
         "chats  dropped for no loss token: 1",
         "--train-turns all: all of the assistant's turns, in one rendering",
+        "note: tokens are bytes (ByteLevelTokenizer), and roles have no template; pass "
+        "--pretrained-checkpoint or --tokenizer-model for those of a model",
     ]
+
+
+def test_says_what_train_does_otherwise(options, capsys):
+    """Samples that show cuts end a run, and bytes are not the tokens of a model."""
+    given = [word for word in options if word not in ("--over-length-policy", "truncate")]
+    data = options[options.index("--data-path") + 1]
+    show.main([*given, "--samples", "0", "--valid-data-path", data], "show")
+    notes = capsys.readouterr().out.split("note: ")[1:]
+    assert notes[0].startswith("--split has no effect with --valid-data-path")
+    assert notes[1].startswith("train refuses samples longer than --seq-length 128, as 1 are, unl")
+    assert notes[2].startswith("tokens are bytes (ByteLevelTokenizer)")
+    assert notes[3].startswith(f"{data} is trained, too")
 
 
 def test_leaves_out_bad_records_where_asked(tmp_path, capsys):

@@ -133,6 +133,13 @@ def _find(
         return _Found(TokenIds(fields["tokens"]), {"tokens"})
     if "input_ids" in fields:
         return _Found(read_token_ids(fields), set(TOKEN_COLUMNS))
+    if {"chosen", "rejected"} <= fields.keys():
+        is_chat = isinstance(fields["chosen"], list)
+        name = "completion" if "prompt" in fields else "messages" if is_chat else "text"
+        raise SampleError(
+            "is preference data (chosen, rejected), which is not trained on; train the chosen "
+            f"answers with --data-columns {name}=chosen,none=rejected"
+        )
     # Name the empty columns, too: Parquet has every column in every row, null or [] if a record
     # lacks it, so that a record may look complete.
     empty = ", ".join(repr(column) for column, value in record.items() if is_empty(value))

@@ -7,7 +7,7 @@ those that were saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,12 +207,25 @@ def _check_same_blend(
             f"{path} is of another blend ({'; '.join(changes)}), where its position means other "
             "records; give the same one, another --load, or --allow-changed-data"
         )
-    if saved != data and dist.get_rank() == 0:
-        print(
+    if dist.get_rank() == 0:
+        for line in _data_notes(path, saved, data):
+            print(line, flush=True)
+
+
+def _data_notes(path: Path, saved: dict[str, Any], data: dict[str, Any]) -> Iterator[str]:
+    """Yields what the user reads about other data, or another chat template, than the
+    checkpoint's.
+    """
+    # Checkpoints from before it was recorded do not have the template.
+    saved = {"chat_template": data.get("chat_template"), **saved}
+    now = {"chat_template": None, **data}
+    if saved["chat_template"] != now["chat_template"]:
+        yield f"note: {path} was trained with another chat template; serve the model with this one"
+    if saved | {"chat_template": now["chat_template"]} != now:
+        yield (
             f"note: {path} was trained on other data, or in another order; its position in them is "
             "kept, so that this epoch skips some records and repeats others (--finetune starts at "
-            "their first, with the weights alone)",
-            flush=True,
+            "their first, with the weights alone)"
         )
 
 

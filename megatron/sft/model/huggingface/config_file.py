@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.packing.user_files import fits_64_bits, read_json, shown
+from megatron.packing.user_files import Kind, check_types, read_json
 
-_KINDS: Mapping[type, str] = {
+_KINDS: Mapping[Kind, str] = {
     str: "model_type hidden_act hidden_activation",
     int: "num_key_value_heads head_dim max_position_embeddings sliding_window decoder_sparse_step "
     "max_window_layers no_rope_layer_interval first_k_dense_replace n_shared_experts n_group "
@@ -41,24 +41,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         config = read_json(path, any_integer=True)
     except ValueError as failure:
         raise ValueError(f"{path} must be JSON, but is not: {failure}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, but holds {type(config).__name__}")
-    _check_types(config, path)
+    check_types(config, _KINDS, path)
     if config.get("text_config"):
-        _check_types(config["text_config"], path)
+        check_types(config["text_config"], _KINDS, path)
     return config
-
-
-def _check_types(config: Mapping[str, Any], path: Path) -> None:
-    for kind, names in _KINDS.items():
-        for name in names.split():
-            value = config.get(name)
-            is_number = kind is float and type(value) is int
-            if value is not None and type(value) is not kind and not is_number:
-                raise ValueError(
-                    f"{path} has {name} {shown(value)}, but it must be of type {kind.__name__}"
-                )
-            if type(value) is int and not fits_64_bits(value):
-                raise ValueError(
-                    f"{path} has {name} {shown(value)}, but it must fit 64 bits; correct it"
-                )

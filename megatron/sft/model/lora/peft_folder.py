@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.packing.user_files import read_json
+from megatron.packing.user_files import Kind, check_types, read_json, shown
 from megatron.sft.model.huggingface.folder import Folder, Stored, read_header
 from megatron.sft.model.lora.names import STACKED, AdapterWeights
 from megatron.sft.options.lora import MODULES, LoraConfig
@@ -35,6 +36,14 @@ _MUST_BE_EMPTY = (
     ),
     *("arrow_config", "kasa_config", "monteclora_config", "velora_config"),
 )
+_KINDS: Mapping[Kind, str] = {
+    int: "r",
+    float: "lora_alpha lora_dropout",
+    bool: "use_rslora",
+    list: "modules_to_save target_parameters",
+    (list, str): "target_modules",
+}
+"""Types of values that are read here."""
 _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -69,11 +78,15 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
     where = Path(folder) / CONFIG
     try:
         config = read_json(where, any_integer=True)
+        check_types(config, _KINDS, where)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (KeyError, TypeError, ValueError, OverflowError) as failure:
         raise ValueError(
             f"--lora-adapter {folder} must hold a readable {CONFIG} of PEFT's, but: {failure}"
         ) from None
+    for name in config.get("modules_to_save") or []:
+        if not isinstance(name, str):
+            raise ValueError(f"{where} has modules_to_save with {shown(name)}, but it must be text")
     is_other = {name: bool(config.get(name)) for name in _MUST_BE_EMPTY}
     is_other["peft_type"] = config.get("peft_type") != "LORA"
     is_other["bias"] = config.get("bias", "none") != "none"

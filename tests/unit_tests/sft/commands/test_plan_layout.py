@@ -19,7 +19,7 @@ def test_lengths_alone_are_enough(tmp_path: Path) -> None:
     """Who plans often has lengths, and no data: their words came from the byte tokenizer."""
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("40\n64\n12\n")
-    config, options = _parse([str(lengths), *f"{SHAPE} {WORDS}".split()], "plan")
+    config, options, _ = _parse([str(lengths), *f"{SHAPE} {WORDS}".split()], "plan")
     found = _lengths(config, options.source, vocab_size_of(config), needed=3)
     assert (found.lengths.tolist(), vocab_size_of(config)) == ([40, 64, 12], 999)
     with pytest.raises(FlagError, match="size of the vocabulary is missing"):
@@ -32,7 +32,7 @@ def test_lengths_stand_in_for_the_data_of_a_config(tmp_path: Path) -> None:
     lengths.write_text("7\n9\n")
     run.write_text(f"data_path: {tmp_path}/elsewhere.jsonl\n")
     arguments = [str(lengths), "--config", str(run), *SHAPE.split()]
-    config, options = _parse(arguments, "plan")
+    config, options, _ = _parse(arguments, "plan")
     found = _lengths(config, options.source, 999, needed=2)
     np.testing.assert_array_equal(found.lengths, [7, 9])
 

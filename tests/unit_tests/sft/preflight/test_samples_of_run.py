@@ -10,7 +10,6 @@ import pytest
 from megatron.sft.data.datasets import _train_turns
 from megatron.sft.options.chat_template import TemplateChoice, read_variables
 from megatron.sft.preflight import samples_of_run
-from tests.unit_tests.sft.command_line import BASE, parse
 
 
 @dataclass(frozen=True)
@@ -147,12 +146,3 @@ def test_a_checkpoint_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> No
     given = Options(data=Part(chat_template_kwargs="{}"))
     resolved = samples_of_run.with_samples_of_checkpoint(given)
     assert not resolved.data.template_choice.variables
-
-
-def test_records_fewer_than_a_batch_are_noted() -> None:
-    """Three records are five copies of each in a step of 16, which looks like 16 samples."""
-    config = parse("--data-path chats.jsonl", base=BASE)
-    (note,) = samples_of_run.notes_on_repeats(config, 3)
-    assert note.startswith("note: 3 records to train on are fewer than --global-batch-size 16")
-    assert samples_of_run.notes_on_repeats(config, 16) == []
-    assert samples_of_run.notes_on_repeats(parse(), 3) == []  # mock data

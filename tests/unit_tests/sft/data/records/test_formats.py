@@ -573,6 +573,20 @@ def test_columns_that_are_read_may_have_other_names():
     assert set(COLUMNS) == {*READ_COLUMNS, "role", "content", "none"}
 
 
+@pytest.mark.parametrize(
+    ("record", "column"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "completion"),
+        ({"chosen": [{"role": "user"}], "rejected": [{"role": "user"}]}, "messages"),
+        ({"chosen": "q a", "rejected": "q b"}, "text"),
+    ],
+)
+def test_preference_data_have_a_way_out(record, column):
+    """A list of formats does not say that one column of the three can be trained."""
+    with pytest.raises(SampleError, match=f"--data-columns {column}=chosen,none=rejected$"):
+        read_record(record, {})
+
+
 def test_odd_names_of_columns(tokenizer):
     """A data set with names of its own would have to be rewritten."""
     columns = parse_columns("messages=dialogue, role=speaker,content=utterance,none=text")

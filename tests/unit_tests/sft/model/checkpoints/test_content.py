@@ -15,6 +15,7 @@ from megatron.sft.model.checkpoints.content import (
     Wanted,
     _check_same_model,
     _check_same_parts,
+    _data_notes,
     load_checkpoint,
 )
 from megatron.sft.model.checkpoints.delayed import gather_delayed, restored_queue
@@ -33,6 +34,30 @@ def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch,
         ValueError, match=r"iter_0000005 was saved under a later megatron-core .* Python 3\.12"
     ):
         load_checkpoint(tmp_path, training, model_options={}, data={}, wanted=Wanted())
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "said"),
+    [
+        ({"seed": 1}, {"seed": 1}, []),
+        ({"seed": 1, "chat_template": "a"}, {"seed": 1, "chat_template": "a"}, []),
+        ({"seed": 1}, {"seed": 1, "chat_template": "a"}, []),  # from before it was recorded
+        ({"seed": 1, "chat_template": "a"}, {"seed": 1, "chat_template": "b"}, ["another chat te"]),
+        ({"seed": 1, "chat_template": "a"}, {"seed": 1}, ["another chat te"]),
+        ({"seed": 1}, {"seed": 2, "chat_template": "a"}, ["on other data"]),
+        ({"seed": 1}, {"seed": 1, "train_turns": "last"}, ["on other data"]),
+        (
+            {"seed": 1, "chat_template": "a"},
+            {"seed": 2, "chat_template": "b"},
+            ["another chat te", "on other data"],
+        ),
+    ],
+)
+def test_other_data_and_templates_are_noted(saved, now, said):
+    """A template that was swapped in mid-run trains prompts that nobody serves, in silence."""
+    notes = list(_data_notes(Path("step"), saved, now))
+    assert len(notes) == len(said)
+    assert all(words in note for words, note in zip(said, notes))
 
 
 PACKING = PackingConfig(sequence_packing=True)

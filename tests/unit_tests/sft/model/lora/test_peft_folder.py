@@ -1,6 +1,7 @@
 """The folder of a PEFT adapter: what it decides, and what is refused in it."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -97,6 +98,24 @@ def test_what_is_computed_otherwise_is_refused(adapter, changes):
         ValueError, match=rf"adapter_config.json has {next(iter(changes))} .* (is|are) supported"
     ):
         options_of_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("modules_to_save", True, "modules_to_save True, but it must be of type list"),
+        ("modules_to_save", [1], "modules_to_save with 1, but it must be text"),
+        ("r", "16", "r '16', but it must be of type int"),
+        ("lora_alpha", "x", "lora_alpha 'x', but it must be of type float"),
+        ("use_rslora", "x" * 3000, "use_rslora 'x"),
+    ],
+)
+def test_values_of_a_wrong_type_name_file_and_key(adapter, key, value, said):
+    """`modules_to_save: true` was a traceback, and "lm_head" its letters."""
+    change(adapter, **{key: value})
+    with pytest.raises(ValueError, match=f"adapter_config.json has {re.escape(said)}") as end:
+        options_of_adapter(adapter)
+    assert len(str(end.value)) < 600
 
 
 def test_tensors_that_are_missing_or_left_over_are_refused(adapter):

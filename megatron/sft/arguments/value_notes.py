@@ -1,0 +1,53 @@
+"""pure. Notes on values that are probably mistyped, or have no effect on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from megatron.sft.options.config import SFTConfig
+
+MAX_LR = 0.01
+"""Peak learning rates above it are probably mistyped: Adam trains with 1e-6 to 1e-3."""
+MAX_WEIGHT_DECAY = 1.0
+
+
+def value_notes(config: SFTConfig) -> list[str]:
+    """Returns lines for the log of a run."""
+    return [*_notes_on_sizes(config), *_notes_on_exits(config), *_notes_on_kernels(config)]
+
+
+def _notes_on_sizes(config: SFTConfig) -> Iterator[str]:
+    training = config.training
+    if training.lr > MAX_LR:
+        yield (
+            f"note: --lr {training.lr:g} is far above what Adam trains with (1e-6 to 1e-3, about "
+            "1e-5 for all weights of a released model and 1e-4 for --lora)"
+        )
+    if training.lr == 0:
+        yield "note: --lr 0 trains nothing"
+    if training.weight_decay > MAX_WEIGHT_DECAY:
+        yield (
+            f"note: --weight-decay {training.weight_decay:g} is far above the usual 0.01 to 0.1, "
+            "and is multiplied by the learning rate"
+        )
+
+
+def _notes_on_exits(config: SFTConfig) -> Iterator[str]:
+    training = config.training
+    early = {
+        "--exit-interval": training.exit_interval is not None,
+        "--exit-duration-in-mins": training.exit_duration_in_mins is not None,
+    }
+    for flag in [flag for flag, is_given in early.items() if is_given and not config.output.save]:
+        yield f"note: {flag} may end the run without a checkpoint to continue from; pass --save"
+
+
+def _notes_on_kernels(config: SFTConfig) -> Iterator[str]:
+    if find_spec("transformer_engine") is not None:
+        return
+    backend, exchange = config.model.attention_backend, config.parallel.cp_comm_type
+    if backend in ("flash", "fused", "unfused"):
+        yield f"note: --attention-backend {backend} has no effect without Transformer Engine"
+    if config.parallel.context_parallel_size > 1 and set(exchange) != {"p2p"}:
+        yield f"note: --cp-comm-type {exchange[0]} has no effect without Transformer Engine"
