@@ -378,7 +378,7 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
         ),
         (
             {"prompt": "p", "chosen": "a", "rejected": "b"},
-            "record has keys 'prompt', 'chosen', 'rejected', but must have",
+            "is preference data (chosen, rejected), which is not trained on",
         ),
         ({}, "record has keys (none), but must have messages"),
         (
