@@ -105,7 +105,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             datasets = build_datasets(config)
             notes = notes_on_samples(given, config, datasets.train_turns)
             repeats = notes_on_repeats(config, len(datasets.train))
-            for line in [*notes, *repeats] if rank == 0 else ():
+            tokens = filter(None, [datasets.tokenizer_note()])
+            for line in [*tokens, *notes, *repeats] if rank == 0 else ():
                 print(line, flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))

@@ -91,6 +91,8 @@ def main(arguments: Sequence[str], program: str) -> None:
             report.add(next(stream))
         report.summary(stream.counts)
         print(f"--train-turns {datasets.train_turns}: {_TURNS[datasets.train_turns]}")
+        if (note := datasets.tokenizer_note()) is not None:
+            print(note)
     except (FlagError, ValueError, OSError) as failure:
         exit_with_message(program, failure)
 

@@ -39,7 +39,7 @@ class Datasets(NamedTuple):
     test: SampleSet
     vocab_size: int
     """Vocabulary size of the model: that of --pretrained-checkpoint, or else the tokenizer's. The
-    model may have more rows than the tokenizer has tokens.
+    model may have more rows than the tokenizer has tokens, or fewer.
     """
     tokenizer: Tokenizer | None = None
     """None for mock data."""
@@ -47,6 +47,15 @@ class Datasets(NamedTuple):
     """Turns of conversations that are trained, by --train-turns or its default."""
     prompts: Sequence[Prompt] = ()
     """Prompts of --sample-prompts."""
+
+    def tokenizer_note(self) -> str | None:
+        """Returns one line on the files of the tokenizer, for the log; None if it has none."""
+        if self.tokenizer is None or self.tokenizer.note is None:
+            return None
+        num_beyond = self.tokenizer.vocab_size - self.vocab_size
+        beyond = f"; ids from {self.vocab_size} on have no row in the model: a sample with one of "
+        beyond += "them is refused"
+        return self.tokenizer.note + beyond * (num_beyond > 0)
 
     def vocabulary(self) -> dict[str, Any]:
         """Returns the facts about the vocabulary that a checkpoint records. A run that loads the
@@ -76,6 +85,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
         data.vocab_size,
         data.template_choice,
     )
+    num_rows = _num_rows(config, tokenizer)
     encoder = ChatEncoder(
         tokenizer,
         config.model.seq_length,
@@ -83,6 +93,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
         data.columns,
         _train_turns(config, tokenizer),
         _allows_trees(config),
+        num_rows,
     )
     schedule = data.weight_schedule(config.training.global_batch_size)
     builder = SplitBuilder(data, encoder, config.training.seed, schedule)
@@ -100,7 +111,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
     )
     path = config.training.sample_prompts
     prompts = [] if path is None else read_prompts(path, encoder)
-    return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns, prompts)
+    return Datasets(train, valid, test, num_rows, tokenizer, turns, prompts)
 
 
 def _encoding_options(data: DataConfig, turns: TrainTurns) -> dict[str, str]:
@@ -143,16 +154,18 @@ def _allows_trees(config: SFTConfig) -> bool:
     return config.packing.sequence_packing and config.model.mtp_num_layers is None
 
 
-def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:
-    """Returns the number of rows of the model's embedding, before padding."""
+def _num_rows(config: SFTConfig, tokenizer: Tokenizer) -> int:
+    """Returns the number of rows of the model's embedding, before padding. Raises ValueError if no
+    document can end, as the model has no row for its last token.
+    """
     folder, num_rows = config.output.pretrained_checkpoint, config.data.vocab_size
     if folder is None or num_rows is None:
         return tokenizer.vocab_size
-    if tokenizer.vocab_size > num_rows:
+    if tokenizer.eod >= num_rows:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model of "
-            f"--pretrained-checkpoint {folder} only {num_rows}; give the tokenizer that belongs to "
-            "it, or enlarge its embeddings first"
+            f"the tokenizer's end token {tokenizer.show([tokenizer.eod])} has id {tokenizer.eod}, "
+            f"but the model of --pretrained-checkpoint {folder} only {num_rows} rows; give the "
+            "tokenizer that belongs to it, or enlarge its embeddings first"
         )
     return num_rows
 
