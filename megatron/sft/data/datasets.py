@@ -18,6 +18,7 @@ import numpy as np
 from megatron.blending.formats.sources import Record
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
+from megatron.sft.data.hf_tokenizer import note_on_rows
 from megatron.sft.data.mock.dataset import MockSFTDataset
 from megatron.sft.data.prompts import Prompt, read_prompts
 from megatron.sft.data.sample_set import SampleSet, concatenated
@@ -52,10 +53,7 @@ class Datasets(NamedTuple):
         """Returns one line on the files of the tokenizer, for the log; None if it has none."""
         if self.tokenizer is None or self.tokenizer.note is None:
             return None
-        num_beyond = self.tokenizer.vocab_size - self.vocab_size
-        beyond = f"; ids from {self.vocab_size} on have no row in the model: a sample with one of "
-        beyond += "them is refused"
-        return self.tokenizer.note + beyond * (num_beyond > 0)
+        return self.tokenizer.note + note_on_rows(self.tokenizer, self.vocab_size)
 
     def vocabulary(self) -> dict[str, Any]:
         """Returns the facts about the vocabulary that a checkpoint records. A run that loads the

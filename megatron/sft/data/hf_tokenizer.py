@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from megatron.packing.user_files import read_text
-from megatron.sft.data.chat_encoder import ChatTokens
+from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.records.content import Conversation, Passage
 from megatron.sft.data.records.turns import Contexts
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
-from megatron.sft.data.tokenizer_folder import FolderTokenizer, is_panic, read_folder_tokenizer
+from megatron.sft.data.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
+from megatron.sft.data.tokenizer_probe import is_panic
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 
@@ -192,6 +193,13 @@ def build_hugging_face(
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         template=_template(tokenizer, choice),
     )
+
+
+def note_on_rows(tokenizer: Tokenizer, num_rows: object) -> str:
+    """Returns what the log adds about tokens without a row in the model; "" if all have one."""
+    if not isinstance(num_rows, int) or tokenizer.vocab_size <= num_rows:
+        return ""
+    return f"; ids from {num_rows} on have no row in the model: a sample that holds one is refused"
 
 
 def _read_folder(folder: str) -> FolderTokenizer:

@@ -23,7 +23,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,26 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.user_files import read_json
+from megatron.sft.data.tokenizer_probe import encode_alike, model_flags, part_state, parts
 
-PROBE = (
-    "\n\n1. One\n2. Two 3,141.59 and 20260101",
-    "def f(x):\n    if x:\n\t\treturn  x+1  # (ok)\r\n\r\n\n\n\n",
-    "你好\uff0c世界。2026年 こんにちは カタカナ 안녕하세요",
-    "cafe\u0301 naïve ﬁ Ａ½① Å \u1e9b\u0323",
-    "I'LL don't WE'RE it's 'twas camelCase HTTPServer snake_case",
-    "  leads, trails  ",
-    "tab\there \u00a0\u2003wide\u200b👩\u200d👩\u200d👧 😀!?",
-    "Привет مرحبا हिन्दी ไทย",
-    "https://a.b/c?d=e&f=1%20 <p class='x'>{}[];--=>!= ...",
-)
-"""Texts that tokenizers split in different ways."""
-_MAX_PROBED_TOKENS = 300
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 """Class that takes all of tokenizer.json, in each version of transformers."""
-_MODEL_FLAGS = (
-    *("dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback"),
-    *("ignore_merges", "unk_token"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,25 +72,25 @@ class FolderTokenizer:
     @cached_property
     def note(self) -> str:
         """Returns one line on the tokens, for the log."""
-        parts = [f"tokens are those of {self.source} ({self.num_tokens:,})"]
+        said = [f"tokens are those of {self.source} ({self.num_tokens:,})"]
         if self.post_processor is not None:
-            parts.append(f"a text begins with {self.tokenizer.bos_token}, by add_bos_token")
+            said.append(f"a text begins with {self.tokenizer.bos_token}, by add_bos_token")
         if self.rebuilt_as is not None:
             import transformers
 
-            version = transformers.__version__
-            parts.append(
-                f"AutoTokenizer of transformers {version} reads other tokens, by its class "
-                f"{self.rebuilt_as}, "
-                + (
-                    "for each folder of this model_type: where the model is served, read its "
-                    f"tokenizer with {GENERIC_CLASS}.from_pretrained"
-                    if self.is_class_forced
-                    else f"and those of tokenizer.json where tokenizer_class is {GENERIC_CLASS}, "
-                    "as it is in exports"
-                )
+            said.append(
+                f"AutoTokenizer of transformers {transformers.__version__} reads other tokens, by "
+                f"its class {self.rebuilt_as}, {self._way_out()}"
             )
-        return "; ".join(parts)
+        return "; ".join(said)
+
+    def _way_out(self) -> str:
+        if self.is_class_forced:
+            return (
+                "for each folder of this model_type: where the model is served, read its tokenizer "
+                f"with {GENERIC_CLASS}.from_pretrained"
+            )
+        return f"unless tokenizer_class is {GENERIC_CLASS}, as it is in exports"
 
 
 def read_folder_tokenizer(folder: str) -> FolderTokenizer:
@@ -114,25 +98,21 @@ def read_folder_tokenizer(folder: str) -> FolderTokenizer:
     tokens cannot be those of its tokenizer.json, and whatever transformers raises.
     """
     with _without_torch():
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
 
         # trust_remote_code=False, because the default asks on a terminal whether to run the
         # folder's code.
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
-        file, settings = Path(folder) / "tokenizer.json", _settings(folder)
-        if not tokenizer.is_fast or not file.is_file() or settings.get("fix_mistral_regex"):
-            names = sorted(set(tokenizer.vocab_files_names.values()) | {file.name})
-            source = [name for name in names if (Path(folder) / name).is_file()]
-            return FolderTokenizer(
-                tokenizer=tokenizer,
-                vocabulary=tokenizer.get_vocab(),
-                source=f"{', '.join(source) or folder}, as transformers reads it",
-            )
-
-        def read_as_file() -> Any:
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-
-        return _with_tokens_of_file(tokenizer, read_as_file, file, settings)
+    file, settings = Path(folder) / "tokenizer.json", _settings(folder)
+    if tokenizer.is_fast and file.is_file() and not settings.get("fix_mistral_regex"):
+        return _with_tokens_of_file(tokenizer, file, settings)
+    names = sorted(set(tokenizer.vocab_files_names.values()) | {file.name})
+    read = [name for name in names if (Path(folder) / name).is_file()]
+    return FolderTokenizer(
+        tokenizer=tokenizer,
+        vocabulary=tokenizer.get_vocab(),
+        source=f"{', '.join(read) or folder}, as transformers reads it",
+    )
 
 
 def _settings(folder: str) -> dict[str, Any]:
@@ -145,145 +125,87 @@ def _settings(folder: str) -> dict[str, Any]:
 
 
 def _with_tokens_of_file(
-    by_class: Any, read_as_file: Callable[[], Any], path: Path, settings: Mapping[str, Any]
+    tokenizer: Any, path: Path, settings: Mapping[str, Any]
 ) -> FolderTokenizer:
-    """Returns the tokenizer with all parts of tokenizer.json.
+    """Returns AutoTokenizer's `tokenizer`, whose parts become those of tokenizer.json if they
+    differ.
 
     Args:
-        by_class: AutoTokenizer's.
-        read_as_file: function that reads the folder as `GENERIC_CLASS`.
+        tokenizer: AutoTokenizer's, changed in place.
         path: tokenizer.json.
         settings: content of tokenizer_config.json.
     """
     from tokenizers import Tokenizer
 
-    file = Tokenizer.from_file(str(path))
+    by_class, file = tokenizer.backend_tokenizer, Tokenizer.from_file(str(path))
     file.no_truncation()
     file.no_padding()
-    file.encode_special_tokens = by_class.backend_tokenizer.encode_special_tokens
-    if _prefixed(file, settings) == _state(by_class.backend_tokenizer.pre_tokenizer):
-        file.pre_tokenizer = by_class.backend_tokenizer.pre_tokenizer
-    used, names = by_class, by_class.get_vocab()
-    is_same = names == file.get_vocab() and _added(by_class.backend_tokenizer) == _added(file)
-    if not is_same or _parts(by_class.backend_tokenizer) != _parts(file):
-        used = _with_names(read_as_file(), by_class)
-    backend = used.backend_tokenizer
-    # transformers 4 changes the pre-tokenizer of GENERIC_CLASS, and the post-processor of others.
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if _state(getattr(backend, part)) != _state(getattr(file, part)):
-            setattr(backend, part, getattr(file, part))
-    _prove(backend, file, path)
-    is_rebuilt = used is not by_class and (
-        _parts(by_class.backend_tokenizer) != _parts(backend)
-        or _first_difference(by_class.backend_tokenizer, file) is not None
+    file.encode_special_tokens = by_class.encode_special_tokens
+    if _prefixed(file, settings) == part_state(by_class.pre_tokenizer):
+        file.pre_tokenizer = by_class.pre_tokenizer
+    names, tokens = tokenizer.get_vocab(), file.get_vocab()
+    reads_otherwise = model_flags(by_class.model) != model_flags(file.model) or not encode_alike(
+        by_class, file, tuple(names.keys() ^ tokens.keys())
     )
-    tokens = used.get_vocab()
+    if reads_otherwise or names != tokens or parts(by_class) != parts(file):
+        _add_tokens(file, tokenizer, _named_tokens(path.parent, settings) - tokens.keys())
+        tokenizer._tokenizer = file  # has no setter, in any version of transformers
+        tokens = file.get_vocab()
+        for name, token in tokenizer.special_tokens_map.items():
+            if isinstance(token, str) and token not in tokens:
+                setattr(tokenizer, name, None)  # the class's default, which the model never saw
+    for part in ("decoder", "post_processor"):
+        if part_state(getattr(by_class, part)) != part_state(getattr(file, part)):
+            setattr(tokenizer.backend_tokenizer, part, getattr(file, part))
     return FolderTokenizer(
-        tokenizer=used,
+        tokenizer=tokenizer,
         vocabulary=names if tokens.items() <= names.items() else tokens,
         source=path.name,
-        rebuilt_as=type(by_class).__name__ if is_rebuilt else None,
-        is_class_forced=is_rebuilt and _is_class_forced(path.parent, settings),
-        settings=_settings_to_write(used, settings) if is_rebuilt else {},
-        post_processor=_begin_with_start(used, settings),
+        rebuilt_as=type(tokenizer).__name__ if reads_otherwise else None,
+        is_class_forced=reads_otherwise and _is_class_forced(path.parent, settings),
+        settings=_settings_to_write(tokenizer, settings) if reads_otherwise else {},
+        post_processor=_begin_with_start(tokenizer, settings),
     )
 
 
-def _state(part: Any) -> Any:
-    """Returns a part of a tokenizer as JSON would hold it, without what concerns offsets only."""
-    return None if part is None else _without_offsets(json.loads(part.__getstate__()))
+def _named_tokens(folder: Path, settings: Mapping[str, Any]) -> set[str]:
+    """Returns all texts in the folder's files that name tokens."""
+    texts: set[str] = set()
+    pending = [{key: value for key, value in settings.items() if key != "chat_template"}]
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            pending.append(read_json(folder / name, any_integer=True))
+    while pending:
+        value: Any = pending.pop()
+        if isinstance(value, str):
+            texts.add(value)
+        elif isinstance(value, dict):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list):
+            pending += value
+    return texts
 
 
-def _without_offsets(state: Any) -> Any:
-    if isinstance(state, list):
-        return [_without_offsets(each) for each in state]
-    if not isinstance(state, dict):
-        return state
-    if state in (
-        {"type": "Sequence", "normalizers": []},
-        {"type": "Sequence", "pretokenizers": []},
-    ):
-        return None
-    return {key: _without_offsets(value) for key, value in state.items() if key != "trim_offsets"}
-
-
-def _parts(backend: Any) -> dict[str, Any]:
-    """Returns what decides on the tokens of a text, besides the vocabulary."""
-    model = backend.model
-    flags = {name: getattr(model, name, None) or None for name in _MODEL_FLAGS}
-    if flags["byte_fallback"]:  # then no character is unknown
-        del flags["unk_token"]
-    parts = {name: _state(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")}
-    return {"type": type(model).__name__, **flags, **parts}
-
-
-def _added(backend: Any) -> dict[int, Any]:
-    """Returns the added tokens by id, with the white space that they take and the like."""
-    tokens = backend.get_added_tokens_decoder()
-    return {number: token.__getstate__() for number, token in tokens.items()}
+def _add_tokens(file: Any, tokenizer: Any, named: set[str]) -> None:
+    """Adds those of AutoTokenizer's tokens to the file's that are `named`, and its end token. The
+    others are defaults of the class that the model has never seen.
+    """
+    added = sorted(tokenizer.backend_tokenizer.get_added_tokens_decoder().items())
+    for _, token in added:
+        is_end = token.content == tokenizer.eos_token and file.token_to_id(token.content) is None
+        if is_end or token.content in named:
+            (file.add_special_tokens if token.special else file.add_tokens)([token])
 
 
 def _prefixed(file: Any, settings: Mapping[str, Any]) -> Any:
     """Returns the state of the file's pre-tokenizer with `add_prefix_space` of
     tokenizer_config.json, which transformers follows for a pre-tokenizer of one part.
     """
-    state = _state(file.pre_tokenizer)
+    state = part_state(file.pre_tokenizer)
     wanted = settings.get("add_prefix_space")
     if isinstance(wanted, bool) and isinstance(state, dict) and "add_prefix_space" in state:
         return state | {"add_prefix_space": wanted}
     return state
-
-
-def _with_names(tokenizer: Any, by_class: Any) -> Any:
-    """Returns `tokenizer` with the special tokens of `by_class` that it has an id for. Others are
-    defaults of the class that the model has never seen, but text must end in a token.
-    """
-    known = tokenizer.get_vocab()
-    for name, token in by_class.special_tokens_map.items():
-        if isinstance(token, str) and getattr(tokenizer, name, None) is None:
-            if token in known:
-                setattr(tokenizer, name, token)
-            elif name == "eos_token":
-                tokenizer.add_special_tokens({name: token})
-    return tokenizer
-
-
-def _prove(backend: Any, file: Any, path: Path) -> None:
-    if getattr(file.model, "dropout", None):  # the tokens are random
-        return
-    text = _first_difference(backend, file)
-    if text is not None:
-        raise ValueError(
-            f"transformers reads {path} in other tokens than tokenizers does: {text!r} is "
-            f"{_encode(backend, text)} and {_encode(file, text)}; save the tokenizer again with "
-            "transformers"
-        )
-
-
-def _first_difference(one: Any, other: Any) -> str | None:
-    """Returns a text of the probe that two tokenizers encode in different ids; None if there is
-    none. Tokens that only one of them has are left out.
-    """
-    alone = set(one.get_vocab()) ^ set(other.get_vocab())
-    tokens = [each.content for _, each in sorted(other.get_added_tokens_decoder().items())]
-    half = _MAX_PROBED_TOKENS // 2
-    chosen = tokens if len(tokens) <= 2 * half else [*tokens[:half], *tokens[-half:]]
-    for text in (*PROBE, *(f"a{token}b {token} c\n{token}\n\nd" for token in chosen)):
-        if any(token in text for token in alone):
-            continue
-        if _encode(one, text) != _encode(other, text):
-            return text
-    return None
-
-
-def _encode(backend: Any, text: str) -> list[int] | None:
-    """Returns ids, or None if the tokenizer fails on the text."""
-    try:
-        return backend.encode(text, add_special_tokens=False).ids
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        return None
 
 
 def _is_class_forced(folder: Path, settings: Mapping[str, Any]) -> bool:
@@ -317,7 +239,7 @@ def _begin_with_start(tokenizer: Any, settings: Mapping[str, Any]) -> dict[str, 
     if settings.get("add_bos_token") is not True or start is None or number is None:
         return None
     backend = tokenizer.backend_tokenizer
-    if number in (backend.encode("a").ids or [number])[:1]:
+    if backend.encode("").ids[:1] == [number]:
         return None
     from tokenizers import processors
 
@@ -327,11 +249,6 @@ def _begin_with_start(tokenizer: Any, settings: Mapping[str, Any]) -> dict[str, 
     held = backend.post_processor
     backend.post_processor = begin if held is None else processors.Sequence([held, begin])
     return json.loads(backend.post_processor.__getstate__())
-
-
-def is_panic(error: BaseException) -> bool:
-    """Returns whether an error is a failed assertion in Rust code, which is no Exception."""
-    return type(error).__name__ == "PanicException"
 
 
 @contextmanager
