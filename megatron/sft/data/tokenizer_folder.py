@@ -138,8 +138,9 @@ def _with_tokens_of_file(
     from tokenizers import Tokenizer
 
     by_class, file = tokenizer.backend_tokenizer, Tokenizer.from_file(str(path))
-    file.no_truncation()
-    file.no_padding()
+    for backend in (by_class, file):  # as in each call of transformers that does not ask for them
+        backend.no_truncation()
+        backend.no_padding()
     file.encode_special_tokens = by_class.encode_special_tokens
     if _prefixed(file, settings) == part_state(by_class.pre_tokenizer):
         file.pre_tokenizer = by_class.pre_tokenizer
