@@ -15,6 +15,7 @@ from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.tokenizer_probe import encode_alike
 from megatron.sft.model.huggingface import companions
 
+pytest.importorskip("torch")  # before transformers, which remembers if there was none
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 from tokenizers import (  # noqa: E402
@@ -191,13 +192,13 @@ def write(folder: Any, case: Case) -> str:
     return str(folder)
 
 
-def export(folder: str, target: Any) -> Any:
+def export(folder: str, target: Any, model_type: str) -> Any:
     """The tokenizer of a folder as a run reads it, and its files as an export has them."""
     tokenizer: Any = build_hugging_face(folder)
     data = SimpleNamespace(resolved_tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder)
     target.mkdir()
+    (target / "config.json").write_text(json.dumps({"model_type": model_type}))
     companions._write_tokenizer(target, SimpleNamespace(data=data), tokenizer)  # type: ignore[arg-type]
-    (target / "config.json").write_text((target.parent / "source" / "config.json").read_text())
     return tokenizer
 
 
@@ -219,7 +220,7 @@ def test_tokens_are_those_of_the_file(tmp_path, name):
     """
     case = CASES[name]()
     folder = write(tmp_path / "source", case)
-    tokenizer = export(folder, tmp_path / "export")
+    tokenizer = export(folder, tmp_path / "export", case.model_type)
     expected = [ids_of_file(folder, text) for text in TEXTS]
     assert [tokenizer.encode(text) for text in TEXTS] == expected
     assert [ids_of_file(tmp_path / "export", text) for text in TEXTS] == expected
@@ -244,7 +245,7 @@ def test_the_start_token_that_the_settings_ask_for(tmp_path):
     texts was then not trained, and followed nothing.
     """
     folder = write(tmp_path / "source", CASES["deepseek"]())
-    tokenizer = export(folder, tmp_path / "export")
+    tokenizer = export(folder, tmp_path / "export", "deepseek_v3")
     assert tokenizer.encode_passage(Passage("", "one")).ids[0] == tokenizer.tokenizer.bos_token_id
     assert "begins with <|endoftext|>, by add_bos_token" in tokenizer.note
     served = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
@@ -252,6 +253,14 @@ def test_the_start_token_that_the_settings_ask_for(tmp_path):
     # Once: the exported folder says so twice.
     again = build_hugging_face(str(tmp_path / "export"))
     assert again.encode_passage(Passage("", "one")).ids[:2].tolist() == served.encode("one")[:2]
+
+
+def test_a_tokenizer_of_another_folder(tmp_path):
+    """transformers reads OLMo 2's as its file, and the same files beside a Llama by the class."""
+    smollm2 = CASES["smollm2"]()
+    folder = write(tmp_path / "source", Case(smollm2.tokenizer, "olmo2", smollm2.settings))
+    assert export(folder, tmp_path / "export", "llama").files.rebuilt_as is None
+    assert read_by_class(tmp_path / "export") == [ids_of_file(folder, text) for text in TEXTS]
 
 
 def test_settings_that_transformers_follows(tmp_path):
