@@ -104,7 +104,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             given, config = config, with_samples_of_checkpoint(config)
             datasets = build_datasets(config)
             notes = notes_on_samples(given, config, datasets.train_turns)
-            for line in [*notes, *notes_on_data(config, datasets)] if rank == 0 else ():
+            tokens = filter(None, [datasets.tokenizer_note()])
+            for line in [*tokens, *notes, *notes_on_data(config, datasets)] if rank == 0 else ():
                 print(line, flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))

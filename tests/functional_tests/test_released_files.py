@@ -73,7 +73,12 @@ def test_a_released_model_comes_back(tmp_path: Path, model: str) -> None:
     assert written.keys() == before.keys()
     assert HUGE in written["tokenizer_config.json"]
     for name in before.keys() - {"config.json", "generation_config.json"}:
-        assert written[name] == before[name], name
+        expected = before[name]
+        if (model, name) == ("llama2", "tokenizer_config.json"):
+            # transformers 5 does not put a space before the text behind a special token, as the
+            # tokenizer.json does.
+            expected = expected.replace("LlamaTokenizer", "PreTrainedTokenizerFast")
+        assert written[name] == expected, name
     for name in ("config.json", "generation_config.json"):
         kept = json.loads(before[name])
         found = json.loads(written[name])

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
 from megatron.sft.data.hf_tokenizer import check_tokenizer_types
+from megatron.sft.data.tokenizer_folder import read_folder_tokenizer
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config_file import read_config
@@ -86,6 +87,7 @@ class TransformersSpeaker(NamedTuple):
         ).to(self.model.device)
         # Some tokenizers return them, and most models refuse them.
         inputs.pop("token_type_ids", None)
+        _check_rows(inputs["input_ids"], self.model, self.tokenizer)
         samples = options.temperature > 0
         drawn = {"temperature": options.temperature, "top_p": options.top_p} if samples else {}
         made = self.model.generate(
@@ -97,6 +99,15 @@ class TransformersSpeaker(NamedTuple):
         )
         return self.tokenizer.decode(
             made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+
+
+def _check_rows(ids: Any, model: Any, tokenizer: Any) -> None:
+    num_rows, largest = model.get_input_embeddings().weight.shape[0], int(ids.max())
+    if largest >= num_rows:
+        raise ValueError(
+            f"the conversation holds the token {tokenizer.decode([largest])} with id {largest}, "
+            f"but the model has only {num_rows} rows of embeddings; leave it out"
         )
 
 
@@ -165,7 +176,7 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     # Without it transformers asks on a terminal whether to run the folder's code.
     no_code = {"trust_remote_code": False}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **no_code)
+        files = read_folder_tokenizer(str(folder))
         model = kind.from_pretrained(str(folder), dtype="auto", **no_code).eval()
     except torch.OutOfMemoryError:
         raise
@@ -173,12 +184,14 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
         raise ValueError(f"{folder} cannot be loaded: {error}") from None
     if torch.cuda.is_available():
         model = model.cuda()
-    if tokenizer.chat_template is None:
+    if files.tokenizer.chat_template is None:
         raise ValueError(
             f"{folder} has no chat template; put a chat_template.jinja into it, or fine-tune with "
             "--chat-template"
         )
-    return TransformersSpeaker(model, tokenizer)
+    if files.rebuilt_as is not None:
+        print(files.note, flush=True)
+    return TransformersSpeaker(model, files.tokenizer)
 
 
 def _check_folder(folder: Path, *, is_adapter: bool) -> None:

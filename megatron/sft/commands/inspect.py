@@ -26,6 +26,7 @@ from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.user_files import read_json, shortened
 from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.data.chats import open_unjoined
+from megatron.sft.data.hf_tokenizer import build_hugging_face, note_on_rows
 from megatron.sft.environment import exit_with_message, outlive_output
 from megatron.sft.model.checkpoints.checksums import CHECKSUMS, read_checksums
 from megatron.sft.model.checkpoints.folder import (
@@ -106,12 +107,27 @@ def _model(folder: Path) -> Iterator[str]:
     )
     tokenizer = "tokenizer.json" if (folder / "tokenizer.json").is_file() else "none"
     yield f"  tokenizer  {tokenizer}; chat template: {_template(folder)}"
+    if tokenizer != "none":
+        yield from _tokens(folder)
     try:
         options_of(config, where)
     except ValueError as failure:
         yield f"  trains     no: {failure}"
     else:
         yield f"  trains     yes: --pretrained-checkpoint {folder}"
+
+
+def _tokens(folder: Path) -> Iterator[str]:
+    """Yields a line on the tokens as a run reads them; none if transformers is not installed."""
+    try:
+        tokenizer = build_hugging_face(str(folder))
+    except ValueError as failure:
+        if not isinstance(failure.__cause__, ImportError):
+            yield f"             {failure}"
+        return
+    inner = read_config(folder).get("text_config")
+    num_rows = (inner if isinstance(inner, dict) else read_config(folder)).get("vocab_size")
+    yield f"             {tokenizer.note}{note_on_rows(tokenizer, num_rows)}"
 
 
 def _shape(folder: Path) -> Iterator[str]:

@@ -92,6 +92,8 @@ def main(arguments: Sequence[str], program: str) -> None:
             report.add(next(stream))
         report.summary(stream.counts)
         print(f"--train-turns {datasets.train_turns}: {_TURNS[datasets.train_turns]}")
+        if (note := datasets.tokenizer_note()) is not None:
+            print(note)
         for line in _notes(config, datasets, stream.counts, assumes_truncation):
             print(line)
     except (FlagError, ValueError, OSError) as failure:

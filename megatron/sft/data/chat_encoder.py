@@ -75,6 +75,10 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Text that is equal only for tokenizers with the same meaning of each id."""
 
+    @property
+    def note(self) -> str | None:
+        """One line on the files that the tokens are read from; None if they are built in."""
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text` alone, without those that begin or end a document. Raises
         SampleError if the text cannot be tokenized.
@@ -150,6 +154,10 @@ class ChatEncoder:
     """Turns of a conversation that are trained, and their contexts (see `records.turns`)."""
     takes_trees: bool = True
     """True if a sample may be a tree. Otherwise a record with several answers is an error."""
+    num_rows: int | None = None
+    """Rows of the model's embedding; None to take any token. The tokenizer may have more tokens
+    (Gemma 3 1B: one more), of which a sample must hold none.
+    """
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
     """Unread keys and notes that were logged before."""
 
@@ -186,6 +194,7 @@ class ChatEncoder:
         ids, loss_mask = kept
         if not loss_mask.any():
             return Dropped("no loss token left after truncation")
+        self.check_rows(ids)
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)
 
     def _encode_paths(self, answers: Answers, weight: float) -> EncodedSample | Dropped:
@@ -209,6 +218,8 @@ class ChatEncoder:
                 "record has several answers, which are trained as a tree of sequences: that takes "
                 "--sequence-packing, and no --mtp-num-layers; give each answer as a record"
             )
+        self.check_rows(merged.tokens)
+        self.check_rows(merged.labels)
         tree = None if is_sequence else merged
         return EncodedSample(
             merged.tokens.astype(np.int32),
@@ -216,6 +227,16 @@ class ChatEncoder:
             merged.loss_mask,
             is_cut,
             tree,
+        )
+
+    def check_rows(self, ids: npt.NDArray[np.integer]) -> None:
+        """Raises SampleError if the model has no row for a token."""
+        if self.num_rows is None or not ids.size or ids.max() < self.num_rows:
+            return
+        token = int(ids[ids >= self.num_rows][0])
+        raise SampleError(
+            f"holds the token {self.tokenizer.show([token])} with id {token}, but the model has "
+            f"only {self.num_rows} rows of embeddings; leave the token out, or enlarge them first"
         )
 
     def _turns(self, path: Conversation | Passage) -> list[ChatTokens]:

@@ -19,6 +19,7 @@ import numpy as np
 from megatron.blending.formats.sources import Record
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
+from megatron.sft.data.hf_tokenizer import note_on_rows
 from megatron.sft.data.mock.dataset import MockSFTDataset
 from megatron.sft.data.prompts import Prompt, read_prompts
 from megatron.sft.data.record_notes import notes_on_records
@@ -42,7 +43,7 @@ class Datasets(NamedTuple):
     test: SampleSet
     vocab_size: int
     """Vocabulary size of the model: that of --pretrained-checkpoint, or else the tokenizer's. The
-    model may have more rows than the tokenizer has tokens.
+    model may have more rows than the tokenizer has tokens, or fewer.
     """
     tokenizer: Tokenizer | None = None
     """None for mock data."""
@@ -50,6 +51,12 @@ class Datasets(NamedTuple):
     """Turns of conversations that are trained, by --train-turns or its default."""
     prompts: Sequence[Prompt] = ()
     """Prompts of --sample-prompts."""
+
+    def tokenizer_note(self) -> str | None:
+        """Returns one line on the files of the tokenizer, for the log; None if it has none."""
+        if self.tokenizer is None or self.tokenizer.note is None:
+            return None
+        return self.tokenizer.note + note_on_rows(self.tokenizer, self.vocab_size)
 
     def vocabulary(self) -> dict[str, Any]:
         """Returns the facts about the vocabulary that a checkpoint records. A run that loads the
@@ -79,6 +86,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
         data.vocab_size,
         data.template_choice,
     )
+    num_rows = _num_rows(config, tokenizer)
     encoder = ChatEncoder(
         tokenizer,
         config.model.seq_length,
@@ -86,6 +94,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
         data.columns,
         _train_turns(config, tokenizer),
         _allows_trees(config),
+        num_rows,
     )
     schedule = data.weight_schedule(config.training.global_batch_size)
     builder = SplitBuilder(data, encoder, config.training.seed, schedule)
@@ -109,7 +118,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
         train = replace(train, identity=train.identity | {"chat_template": digest})
     path = config.training.sample_prompts
     prompts = [] if path is None else read_prompts(path, encoder)
-    return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer, turns, prompts)
+    return Datasets(train, valid, test, num_rows, tokenizer, turns, prompts)
 
 
 def _encoding_options(data: DataConfig, turns: TrainTurns) -> dict[str, str]:
@@ -152,16 +161,18 @@ def _allows_trees(config: SFTConfig) -> bool:
     return config.packing.sequence_packing and config.model.mtp_num_layers is None
 
 
-def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:
-    """Returns the number of rows of the model's embedding, before padding."""
+def _num_rows(config: SFTConfig, tokenizer: Tokenizer) -> int:
+    """Returns the number of rows of the model's embedding, before padding. Raises ValueError if no
+    document can end, as the model has no row for its last token.
+    """
     folder, num_rows = config.output.pretrained_checkpoint, config.data.vocab_size
     if folder is None or num_rows is None:
         return tokenizer.vocab_size
-    if tokenizer.vocab_size > num_rows:
+    if tokenizer.eod >= num_rows:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model of "
-            f"--pretrained-checkpoint {folder} only {num_rows}; give the tokenizer that belongs to "
-            "it, or enlarge its embeddings first"
+            f"the tokenizer's end token {tokenizer.show([tokenizer.eod])} has id {tokenizer.eod}, "
+            f"but the model of --pretrained-checkpoint {folder} only {num_rows} rows; give the "
+            "tokenizer that belongs to it, or enlarge its embeddings first"
         )
     return num_rows
 

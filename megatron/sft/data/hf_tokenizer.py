@@ -5,12 +5,9 @@ tokens, and marks those that are trained.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
-import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from megatron.packing.user_files import Kind, check_types, read_json, read_text
-from megatron.sft.data.chat_encoder import ChatTokens
+from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.records.content import Conversation, Passage
 from megatron.sft.data.records.turns import Contexts
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
+from megatron.sft.data.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
+from megatron.sft.data.tokenizer_probe import is_panic
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 _KINDS: Mapping[Kind, str] = {
@@ -44,11 +43,21 @@ class HuggingFaceTokenizer:
 
     tokenizer: Any
     """transformers' fast tokenizer."""
-    vocab_size: int
+    files: FolderTokenizer
+    """Facts about the folder that it was read from."""
     eod: int
     pad: int
     template: ChatTemplate | None
     """Template that `encode_chat` follows; None if there is none, so that chats are refused."""
+
+    @cached_property
+    def vocab_size(self) -> int:
+        # The number of tokens is less if there are ids without a token.
+        return max(self.files.vocabulary.values()) + 1
+
+    @property
+    def note(self) -> str:
+        return self.files.note
 
     @property
     def contexts(self) -> Contexts:
@@ -60,7 +69,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        tokens = sorted(self.tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+        tokens = sorted(self.files.vocabulary.items(), key=lambda item: (item[1], item[0]))
         return hashlib.sha256(repr(tokens).encode(errors="surrogatepass")).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
@@ -136,7 +145,7 @@ class HuggingFaceTokenizer:
         # Of many kinds: a vocabulary without an unknown token, a pattern that gives up on millions
         # of spaces. A panic of Rust is no Exception.
         except BaseException as error:
-            if not isinstance(error, Exception) and not _is_panic(error):
+            if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise SampleError(f"the tokenizer fails on the text: {error!s:.300}") from None
         ids = np.array(encoded["input_ids"], np.int32)
@@ -172,34 +181,8 @@ def build_hugging_face(
             f"--tokenizer-type HuggingFaceTokenizer, but is {tokenizer_model!r}; download it first"
         )
     check_tokenizer_types(Path(tokenizer_model))
-    with _without_torch():
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ValueError(
-                "--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it"
-            ) from error
-        try:
-            # trust_remote_code=False, because the default asks on a terminal whether to run the
-            # folder's code.
-            tokenizer = AutoTokenizer.from_pretrained(
-                tokenizer_model, use_fast=True, trust_remote_code=False
-            )
-        # Of many kinds, by the fault of the files. A panic of Rust is no Exception.
-        except BaseException as error:
-            if not isinstance(error, Exception) and not _is_panic(error):
-                raise
-            if "trust_remote_code" in str(error):
-                raise ValueError(
-                    f"--tokenizer-model {tokenizer_model} needs Python code of its own (auto_map), "
-                    "which is never run; pass a folder with a tokenizer.json that transformers "
-                    "reads by itself"
-                ) from None
-            # transformers reads both files, and says of one value only its key.
-            of_config = "/config.json" * ("alidation error for" in str(error))
-            raise ValueError(
-                f"--tokenizer-model {tokenizer_model}{of_config} cannot be read: {error}"
-            ) from error
+    files = _read_folder(tokenizer_model)
+    tokenizer = files.tokenizer
     if not tokenizer.is_fast:
         raise ValueError(
             f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with "
@@ -218,7 +201,7 @@ def build_hugging_face(
         )
     return HuggingFaceTokenizer(
         tokenizer=tokenizer,
-        vocab_size=len(tokenizer),
+        files=files,
         eod=tokenizer.eos_token_id,
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         template=_template(tokenizer, choice),
@@ -237,6 +220,36 @@ def check_tokenizer_types(folder: Path) -> None:
     except ValueError:  # transformers says why
         return
     check_types(values, _KINDS, path, any_integer=True)  # an endless length is 10**30
+
+
+def note_on_rows(tokenizer: Tokenizer, num_rows: object) -> str:
+    """Returns what the log adds about tokens without a row in the model; "" if all have one."""
+    if not isinstance(num_rows, int) or tokenizer.vocab_size <= num_rows:
+        return ""
+    return f"; ids from {num_rows} on have no row in the model: a sample that holds one is refused"
+
+
+def _read_folder(folder: str) -> FolderTokenizer:
+    try:
+        return read_folder_tokenizer(folder)
+    except ImportError as error:
+        raise ValueError(
+            "--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it"
+        ) from error
+    # Of many kinds, by the fault of the files. A panic of Rust is no Exception.
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"--tokenizer-model {folder} needs Python code of its own (auto_map), which is "
+                "never run; pass a folder with a tokenizer.json that transformers reads by itself"
+            ) from None
+        # transformers reads both files, and says of one value only its key.
+        of_config = "/config.json" * ("alidation error for" in str(error))
+        raise ValueError(
+            f"--tokenizer-model {folder}{of_config} cannot be read: {error}"
+        ) from error
 
 
 def _template(tokenizer: Any, choice: TemplateChoice) -> ChatTemplate | None:
@@ -259,32 +272,3 @@ def _template(tokenizer: Any, choice: TemplateChoice) -> ChatTemplate | None:
         if isinstance(token, str)
     }
     return ChatTemplate(source, names, choice.today, choice.variables)
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Returns whether an error is a failed assertion in Rust code, which is no Exception."""
-    return type(error).__name__ == "PanicException"
-
-
-@contextmanager
-def _without_torch() -> Iterator[None]:
-    """Hides torch from transformers, which works without it, and would take seconds to import it.
-    No effect if torch is imported already.
-    """
-    if "torch" in sys.modules:
-        yield
-        return
-    find_spec = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, package=None: (
-        None if name == "torch" else find_spec(name, package)
-    )
-    verbosity = os.environ.get("TRANSFORMERS_VERBOSITY")
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # without its warning that torch is missing
-    try:
-        yield
-    finally:
-        importlib.util.find_spec = find_spec
-        if verbosity is None:
-            del os.environ["TRANSFORMERS_VERBOSITY"]
-        else:
-            os.environ["TRANSFORMERS_VERBOSITY"] = verbosity

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron.blending.metadatasets.metadataset import load_metadataset
 from megatron.blending.metadatasets.tree import source_entries
 from megatron.sft.data.chat_encoder import ChatEncoder, Tokenizer
@@ -75,6 +77,7 @@ def _prompt(record: Mapping[str, Any], encoder: ChatEncoder) -> Prompt:
         text, ids = content.prompt, tokens.ids[: int((tokens.weights > 0).argmax())].tolist()
     else:
         raise SampleError("has nothing to answer; give messages, or prompt")
+    encoder.check_rows(np.array(ids))
     if len(ids) >= encoder.seq_length:
         raise SampleError(
             f"is {len(ids)} tokens long, which leaves no room for an answer in --seq-length "

@@ -85,6 +85,7 @@ class MarkedTokenizer:
     special: Mapping[int, str]
     """Id of a special token -> its name."""
     chat_template: None = None
+    note: None = None
     contexts: Literal["kept"] = "kept"
 
     @property

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from megatron.packing.user_files import read_json, shown
 from megatron.sft.data.chat_encoder import Tokenizer
+from megatron.sft.data.hf_tokenizer import HuggingFaceTokenizer
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
+from megatron.sft.data.tokenizer_folder import read_folder_tokenizer
 from megatron.sft.model.checkpoints.folder import huggingface_source
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
@@ -36,7 +38,8 @@ TOKENIZER_FILES = (
         "vocab.json",
         "merges.txt",
         "vocab.txt",
-        "tokenizer.model",
+        *("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model"),
+        "tekken.json",
         "chat_template.jinja",
         "chat_template.json",
     ),
@@ -235,12 +238,32 @@ def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> N
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+        _write_as_read(source, folder, tokenizer)
         if (source / _MORE_TEMPLATES).is_dir():
             shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
         if tokenizer.chat_template is not None:
             _write_template(
-                folder, _read(source / "tokenizer_config.json"), tokenizer.chat_template
+                folder, _read(folder / "tokenizer_config.json"), tokenizer.chat_template
             )
+
+
+def _write_as_read(source: Path, folder: Path, tokenizer: Tokenizer) -> None:
+    """Changes copied files so that AutoTokenizer and tokenizers read the tokens of the training.
+    They stay as they are if both do so anyway, as they do for most released folders.
+    """
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    files, path = tokenizer.files, folder / "tokenizer_config.json"
+    settings = files.settings
+    kinds = [_read(place / "config.json").get("model_type") for place in (source, folder)]
+    if not settings and kinds[1] is not None and kinds[0] != kinds[1]:
+        # AutoTokenizer's class depends on the model, and the tokenizer came from another folder.
+        settings = read_folder_tokenizer(str(folder)).settings
+    if settings:
+        _write(path, _read(path) | dict(settings))
+    if files.post_processor is not None:
+        path = folder / "tokenizer.json"
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        _write(path, whole | {"post_processor": files.post_processor})
 
 
 def _write_template(folder: Path, settings: dict[str, Any], template: str) -> None:

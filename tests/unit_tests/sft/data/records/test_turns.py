@@ -168,9 +168,13 @@ def auto_tokenizer() -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_contexts_of_released_tokenizers(name: str, auto_tokenizer: Any) -> None:
     """A context that differs by one token is another one than the model is asked in."""
+    import transformers
+
     ours = build_tokenizer("HuggingFaceTokenizer", f"{RELEASED}/{name}")
     assert ours.contexts == "kept"
-    assert compare(ours, auto_tokenizer.from_pretrained(f"{RELEASED}/{name}")) > NUM_CHATS
+    # AutoTokenizer of transformers 5 reads Llama 2's in other tokens than its tokenizer.json has.
+    theirs = auto_tokenizer if name != "llama2" else transformers.PreTrainedTokenizerFast
+    assert compare(ours, theirs.from_pretrained(f"{RELEASED}/{name}")) > NUM_CHATS
 
 
 def tokenizer_with(name: str, auto_tokenizer: Any) -> tuple[Any, Any]:
