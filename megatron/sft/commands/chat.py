@@ -7,6 +7,7 @@ exported to a temporary HuggingFace folder first.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,9 +18,13 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.packing.user_files import read_json
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
-from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, some
+from megatron.sft.model.huggingface.folder import open_folder
+from megatron.sft.model.huggingface.names import wrapper_message
 from megatron.sft.options.chat_template import read_variables
 
 _ENDS = ("/exit", "/quit")
@@ -138,26 +143,21 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     """Loads a model and its tokenizer, onto the GPU if there is one. Raises ValueError if the
     folder has no model, or no chat template.
     """
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    for name in ("transformers", "peft")[: 1 + is_adapter]:
+    has_adapter = (folder / ADAPTER_CONFIG).is_file()
+    for name in ("transformers", "peft")[: 1 + has_adapter]:
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"chat needs the package {name}; do pip install {name}")
-    if not is_adapter and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; give a HuggingFace folder or checkpoints")
+    is_model = (folder / "config.json").is_file()
+    _check_files(folder, is_model, has_adapter)
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(options.seed)
-    kind: Any = transformers.AutoModelForCausalLM
-    if is_adapter:
-        import peft
-
-        kind = peft.AutoPeftModelForCausalLM
     # Without it transformers asks on a terminal whether to run the folder's code.
     no_code = {"trust_remote_code": False}
-    model = kind.from_pretrained(str(folder), dtype="auto", **no_code).eval()
+    model = _load_model(folder, is_model, {"dtype": "auto", **no_code}).eval()
     if torch.cuda.is_available():
         model = model.cuda()
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **no_code)
@@ -167,6 +167,42 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
             "--chat-template"
         )
     return TransformersSpeaker(model, tokenizer)
+
+
+def _check_files(folder: Path, is_model: bool, has_adapter: bool) -> None:
+    """Raises ValueError if a folder is no model or adapter, or its files cannot be read."""
+    if is_model or not has_adapter:
+        read_config(folder)
+        if any(folder.glob("*.safetensors")):
+            open_folder(folder)
+        return
+    base = str(read_json(folder / ADAPTER_CONFIG, any_integer=True).get("base_model_name_or_path"))
+    if os.path.isabs(base) and not os.path.isdir(base):
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} has base_model_name_or_path {base}, but no such folder is "
+            "there; write the base model's folder into it"
+        )
+
+
+def _load_model(folder: Path, is_model: bool, options: dict[str, Any]) -> Any:
+    """Loads a model, with its adapter if there is one. Raises ValueError if transformers would
+    leave a weight random.
+    """
+    if not is_model:
+        import peft
+
+        return peft.AutoPeftModelForCausalLM.from_pretrained(str(folder), **options)
+    import transformers
+
+    automatic: Any = transformers.AutoModelForCausalLM
+    model, report = automatic.from_pretrained(str(folder), output_loading_info=True, **options)
+    missing = sorted(report["missing_keys"])
+    if missing and not (folder / ADAPTER_CONFIG).is_file():  # then it is the adapter's report
+        wrapper = wrapper_message(report["unexpected_keys"], missing)
+        raise ValueError(
+            f"{folder} {wrapper or f'lacks {some(missing)}, which its config.json asks for'}"
+        )
+    return model
 
 
 def converse(speaker: Speaker, options: ChatOptions) -> None:

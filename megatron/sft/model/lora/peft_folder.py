@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.user_files import read_json
-from megatron.sft.model.huggingface.folder import Folder, Stored, read_header
+from megatron.sft.model.huggingface.files import ADAPTER_CONFIG as CONFIG
+from megatron.sft.model.huggingface.folder import Folder, Stored
+from megatron.sft.model.huggingface.headers import read_header
 from megatron.sft.model.lora.names import STACKED, AdapterWeights
 from megatron.sft.options.lora import MODULES, LoraConfig
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 # Keys of adapter_config.json that, unless empty, change what is computed, or what the adapter is
 # added to. Such adapters are refused.
