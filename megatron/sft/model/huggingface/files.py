@@ -124,9 +124,7 @@ def indexed_files(index: Path) -> WeightFiles:
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map = read_json(path, MAX_HEADER_BYTES)["weight_map"]
-        if not all(
-            Path(file).name == file and len(file) < _MAX_NAME for file in weight_map.values()
-        ):
+        if not all(_is_below(Path(file)) and len(file) < _MAX_NAME for file in weight_map.values()):
             raise ValueError("weight_map must name files of this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -136,11 +134,16 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
+def _is_below(path: Path) -> bool:
+    """Returns whether a relative path stays in its folder."""
+    return not path.is_absolute() and ".." not in path.parts
+
+
 def _no_weights(folder: Path) -> str:
     for pattern, content, way_out in _OTHER_FILES:
         if any(folder.glob(pattern)):
             return f"{folder} {content}; {way_out}"
-    hint = _folder_below(folder, (SINGLE, INDEX)) or "copy the weights there, too"
+    hint = folder_below(folder, (SINGLE, INDEX)) or "copy the weights there, too"
     return f"{folder} must hold {SINGLE} or {INDEX}, but has neither; {hint}"
 
 
@@ -153,11 +156,11 @@ def no_config(folder: Path) -> str:
             f"{folder} is a PEFT adapter, not a model: it has {ADAPTER_CONFIG} and no config.json; "
             "give its base model here, and the adapter as --lora-adapter with --lora"
         )
-    hint = _folder_below(folder, ("config.json",)) or "download it first"
+    hint = folder_below(folder, ("config.json",)) or "download it first"
     return f"{folder} must be the folder of a HuggingFace model, but has no config.json; {hint}"
 
 
-def _folder_below(folder: Path, names: Iterable[str]) -> str:
+def folder_below(folder: Path, names: Iterable[str]) -> str:
     """Returns advice to give a folder below that has one of these files, or "".
 
     The newest checkpoint of transformers' Trainer is the one with the highest number, and the cache

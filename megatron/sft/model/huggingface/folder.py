@@ -22,7 +22,12 @@ from megatron.sft.model.huggingface.files import (
     weight_files,
 )
 from megatron.sft.model.huggingface.headers import read_header
-from megatron.sft.model.huggingface.names import is_no_weight, naming, wrapper_message
+from megatron.sft.model.huggingface.names import (
+    is_no_weight,
+    is_of_language_model,
+    naming,
+    wrapper_message,
+)
 from megatron.sft.model.huggingface.tensors import Tensors
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -62,7 +67,10 @@ def open_folder(folder: str | Path) -> Folder:
     """
     path = Path(folder)
     config = read_config(path) if (path / "config.json").is_file() else {}
-    tensors = _open_files(weight_files(path, config))
+    files = weight_files(path, config)
+    tensors = _open_files(files)
+    if "text_config" in config:
+        _check_index(path, files.indexed - tensors.keys())
     if (path / SINGLE).is_file() and "transformers_weights" not in config:
         _refuse_other_weights(path, tensors)
     joined = _joined({name: s for name, s in tensors.items() if not is_no_weight(name)})
@@ -70,22 +78,26 @@ def open_folder(folder: str | Path) -> Folder:
 
 
 def _open_files(files: WeightFiles) -> dict[str, Stored]:
-    """Returns all tensors of the files, by their names there."""
-    tensors = {
+    """Returns all tensors of the files, by their names there. transformers reads each file whole,
+    so that a tensor may be in another one than the index says.
+    """
+    return {
         name: Stored(file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
         for file in files.paths
         for name, entry in read_header(file).items()
     }
-    # A tied head may be in the index alone. transformers reads each file whole, so that a tensor
-    # may be in another one than the index says.
-    missing = {name for name in files.indexed - tensors.keys() if not is_no_weight(name)}
-    missing = {name for name in missing if not name.endswith("lm_head.weight")}
-    if missing:
+
+
+def _check_index(folder: Path, missing: Iterable[str]) -> None:
+    """Raises ValueError if no file of a multimodal model has a tensor that the index names. Those
+    of its language model are checked later, an export would lack those beside it.
+    """
+    lost = sorted(name for name in missing if not is_of_language_model(name))
+    if lost:
         raise ValueError(
-            f"{files.paths[0].parent / INDEX} names {some(sorted(missing))}, which none of its "
-            "files holds; copy index and files from one and the same save"
+            f"{folder / INDEX} names {some(lost)}, which none of its files holds; copy index and "
+            "files from one and the same save"
         )
-    return tensors
 
 
 def _refuse_other_weights(folder: Path, tensors: Mapping[str, Stored]) -> None:

@@ -145,8 +145,11 @@ def wrapper_message(names: Iterable[str], missing: Iterable[str]) -> str:
     `module.model.norm.weight` is there, and `model.norm.weight` missing.
     """
     # Without its prefix a name is the same in every spelling.
+    missing = list(missing)
     tails = {name.rpartition("model.")[2] for name in missing}
     for text, (what, call) in _WRAPPERS.items():
+        if any(text in name for name in missing):
+            continue  # an adapter, whose names have it
         for name in names:
             if text in name and name.replace(text, "").rpartition("model.")[2] in tails:
                 return (

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.packing.user_files import read_json
 from megatron.sft.model.huggingface.files import ADAPTER_CONFIG as CONFIG
+from megatron.sft.model.huggingface.files import folder_below
 from megatron.sft.model.huggingface.folder import Folder, Stored
 from megatron.sft.model.huggingface.headers import read_header
-from megatron.sft.model.lora.names import STACKED, AdapterWeights
+from megatron.sft.model.lora.names import PREFIX, STACKED, AdapterWeights
 from megatron.sft.options.lora import MODULES, LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
@@ -39,28 +41,38 @@ _MUST_BE_EMPTY = (
 _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def open_adapter(folder: str | Path) -> Folder:
+def open_adapter(folder: str | Path, rename: Callable[[str], str] = str) -> Folder:
     """Reads the header of an adapter's weights. Raises ValueError if the file is missing or
     damaged.
+
+    rename: function from names in the base model, in any spelling, to those of its files (see
+    `names`). peft writes names as the base model has them in memory.
     """
     path = Path(folder) / WEIGHTS
     if not path.is_file():
-        hint = (
-            "; its adapter_model.bin is a pickle, which can run any code: load and save it with "
-            "peft"
-        )
-        has_pickle = path.with_suffix(".bin").is_file()
-        raise ValueError(
-            f"--lora-adapter {folder} must hold {WEIGHTS}, but does not{hint * has_pickle}"
-        )
+        below = folder_below(Path(folder), (WEIGHTS,))
+        hint = f"; {below}" if below else ""
+        if path.with_suffix(".bin").is_file():
+            hint = (
+                "; its adapter_model.bin is a pickle, which can run any code: load and save it "
+                "with peft"
+            )
+        raise ValueError(f"--lora-adapter {folder} must hold {WEIGHTS}, but does not{hint}")
     header = read_header(path)
     return Folder(
         Path(folder),
         {
-            name: Stored(path, name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+            _renamed(name, rename): Stored(
+                path, name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]
+            )
             for name, e in header.items()
         },
     )
+
+
+def _renamed(name: str, rename: Callable[[str], str]) -> str:
+    is_prefixed = name.startswith(PREFIX)
+    return PREFIX + rename(name.removeprefix(PREFIX)) if is_prefixed else name
 
 
 def options_of_adapter(folder: str | Path) -> dict[str, Any]:

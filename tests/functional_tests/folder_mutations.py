@@ -1,0 +1,758 @@
+"""Changes to sound HuggingFace folders, as people and tools make them, and what is right for each.
+
+A change gets the folder of a model that transformers has saved in several files, and its tensors by
+their names there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+Tensors = dict[str, Tensor]
+EQUAL, REFUSED = "equal", "refused"
+LENIENT = "read"
+"""Read, though transformers cannot."""
+
+
+class Model(NamedTuple):
+    """A folder to change."""
+
+    folder: Path
+    kind: str
+    """Its `model_type`."""
+    tensors: Tensors
+    is_tied: bool
+    body: str
+    """Prefix of its layers in files."""
+    head: str
+    """Name of its head in files, also where a tied folder lacks it."""
+
+    @property
+    def embedding(self) -> str:
+        """Name of its embedding in files."""
+        return f"{self.body}embed_tokens.weight"
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a vision tower is beside the language model."""
+        return self.kind in ("gemma3", "mistral3", "qwen3_5")
+
+    @property
+    def some_weight(self) -> str:
+        """A weight of the last layer."""
+        layers = [name for name in self.tensors if name.startswith(f"{self.body}layers.")]
+        return max(name for name in layers if name.endswith("layernorm.weight"))
+
+    def files(self) -> list[Path]:
+        """Returns the files of weights."""
+        return sorted(self.folder.glob("model-*.safetensors"))
+
+    def write(self, tensors: Mapping[str, Tensor], name: str = SINGLE) -> None:
+        """Writes one file of weights; instead of all others if it is `SINGLE`."""
+        if name == SINGLE:
+            for file in (*self.files(), self.folder / INDEX):
+                file.unlink(missing_ok=True)
+        held = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+        save_file(held, self.folder / name, {"format": "pt"})
+
+    def rename(self, rename: Callable[[str], str]) -> None:
+        """Writes all tensors with other names."""
+        self.write({rename(name): tensor for name, tensor in self.tensors.items()})
+
+    def index(self, change: Callable[[dict[str, Any]], object]) -> None:
+        """Changes the index."""
+        held = json.loads((self.folder / INDEX).read_text())
+        change(held)
+        (self.folder / INDEX).write_text(json.dumps(held))
+
+    def config(self, **changes: Any) -> None:
+        """Changes config.json."""
+        path = self.folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def others(self) -> Tensors:
+        """Returns other weights of the same shapes."""
+        return {name: tensor + 0.05 for name, tensor in self.tensors.items()}
+
+
+Change = Callable[[Model], str]
+"""Changes a folder and returns what is right: EQUAL, REFUSED or LENIENT; "" where it means nothing
+for this model."""
+CHANGES: dict[str, Change] = {}
+
+
+def change(function: Change) -> Change:
+    """Registers a change by the name of its function."""
+    CHANGES[function.__name__] = function
+    return function
+
+
+# ------------------------------------------------------------------------------------- files
+
+
+@change
+def as_saved(model: Model) -> str:
+    return EQUAL
+
+
+@change
+def one_file(model: Model) -> str:
+    model.write(model.tensors)
+    return EQUAL
+
+
+@change
+def older_index_beside_one_file(model: Model) -> str:
+    index = (model.folder / INDEX).read_text()
+    model.write(model.tensors)
+    (model.folder / INDEX).write_text(index)
+    return EQUAL
+
+
+@change
+def older_file_beside_shards(model: Model) -> str:
+    save_file(model.others(), model.folder / SINGLE, {"format": "pt"})
+    return REFUSED
+
+
+@change
+def same_weights_twice(model: Model) -> str:
+    save_file(model.tensors, model.folder / SINGLE, {"format": "pt"})
+    return EQUAL
+
+
+@change
+def no_index(model: Model) -> str:
+    (model.folder / INDEX).unlink()
+    return REFUSED
+
+
+@change
+def a_shard_missing(model: Model) -> str:
+    model.files()[1].unlink()
+    return REFUSED
+
+
+@change
+def an_empty_shard(model: Model) -> str:
+    model.files()[1].write_bytes(b"")
+    return REFUSED
+
+
+@change
+def an_empty_file_beside_shards(model: Model) -> str:
+    (model.folder / SINGLE).write_bytes(b"")
+    return REFUSED
+
+
+@change
+def pointer_of_git_lfs(model: Model) -> str:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1000\n"
+    model.files()[0].write_text(pointer)
+    return REFUSED
+
+
+@change
+def a_shard_cut_off(model: Model) -> str:
+    file = model.files()[0]
+    file.write_bytes(file.read_bytes()[:-4])
+    return REFUSED
+
+
+@change
+def a_shard_the_index_lacks(model: Model) -> str:
+    model.write(model.others(), "model-00009-of-00009.safetensors")
+    return EQUAL
+
+
+@change
+def index_names_the_wrong_shard(model: Model) -> str:
+    def swap(index: dict[str, Any]) -> None:
+        files = sorted(set(index["weight_map"].values()))
+        name = next(n for n, file in index["weight_map"].items() if file == files[0])
+        index["weight_map"][name] = files[1]
+
+    model.index(swap)
+    return EQUAL
+
+
+@change
+def index_lacks_a_tensor(model: Model) -> str:
+    model.index(lambda index: index["weight_map"].pop(model.some_weight))
+    return EQUAL
+
+
+@change
+def index_names_a_tensor_of_no_shard(model: Model) -> str:
+    model.index(lambda i: i["weight_map"].update(gone=model.files()[0].name))
+    return REFUSED if model.is_nested else EQUAL
+
+
+@change
+def index_names_a_tied_head(model: Model) -> str:
+    if not model.is_tied:
+        return ""
+    model.index(lambda i: i["weight_map"].update({model.head: model.files()[0].name}))
+    return EQUAL
+
+
+@change
+def index_without_metadata(model: Model) -> str:
+    model.index(lambda index: index.pop("metadata"))
+    return LENIENT
+
+
+@change
+def index_of_nothing(model: Model) -> str:
+    (model.folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {}}))
+    return REFUSED
+
+
+@change
+def index_that_is_no_json(model: Model) -> str:
+    (model.folder / INDEX).write_text("{")
+    return REFUSED
+
+
+@change
+def a_tensor_again_in_the_last_shard(model: Model) -> str:
+    return _again(model, -1)
+
+
+@change
+def a_tensor_again_in_the_first_shard(model: Model) -> str:
+    return _again(model, 0)
+
+
+def _again(model: Model, number: int) -> str:
+    file = model.files()[number]
+    held = load_file(file)
+    name = next(name for name in model.tensors if name not in held and "norm" in name)
+    save_file(held | {name: model.tensors[name] + 0.5}, file, {"format": "pt"})
+    return EQUAL
+
+
+@change
+def shards_in_a_folder_below(model: Model) -> str:
+    (model.folder / "parts").mkdir()
+    for file in model.files():
+        file.rename(model.folder / "parts" / file.name)
+    model.index(
+        lambda i: i.update(weight_map={n: f"parts/{f}" for n, f in i["weight_map"].items()})
+    )
+    return EQUAL
+
+
+@change
+def pickle_beside(model: Model) -> str:
+    torch.save(model.others(), model.folder / "pytorch_model.bin")
+    return EQUAL
+
+
+@change
+def pickle_alone(model: Model) -> str:
+    model.write(model.tensors)
+    torch.save(model.tensors, model.folder / "pytorch_model.bin")
+    (model.folder / SINGLE).unlink()
+    return REFUSED
+
+
+@change
+def index_of_pickles_beside(model: Model) -> str:
+    (model.folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "b.bin"}}')
+    return EQUAL
+
+
+@change
+def consolidated_beside(model: Model) -> str:
+    model.write({"layers.0.attention.wq.weight": torch.zeros(2)}, "consolidated.safetensors")
+    (model.folder / "params.json").write_text("{}")
+    return EQUAL
+
+
+@change
+def consolidated_alone(model: Model) -> str:
+    model.write(model.tensors)
+    (model.folder / SINGLE).rename(model.folder / "consolidated.safetensors")
+    return REFUSED
+
+
+@change
+def original_folder_beside(model: Model) -> str:
+    (model.folder / "original").mkdir()
+    model.write(model.others(), "original/model.safetensors")
+    (model.folder / "original" / "params.json").write_text("{}")
+    return EQUAL
+
+
+@change
+def weights_in_a_folder_below(model: Model) -> str:
+    model.write(model.tensors)
+    (model.folder / "checkpoint-20").mkdir()
+    (model.folder / SINGLE).rename(model.folder / "checkpoint-20" / SINGLE)
+    return REFUSED
+
+
+@change
+def variant_alone(model: Model) -> str:
+    model.write(model.tensors)
+    (model.folder / SINGLE).rename(model.folder / "model.fp16.safetensors")
+    return REFUSED
+
+
+@change
+def variant_beside(model: Model) -> str:
+    model.write(model.others(), "model.fp16.safetensors")
+    return EQUAL
+
+
+@change
+def snapshot_of_links(model: Model) -> str:
+    blobs = model.folder.with_name("blobs")
+    shutil.rmtree(blobs, ignore_errors=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(model.folder.iterdir())):
+        file.rename(blobs / f"{number:064x}")
+        file.symlink_to(Path("..") / "blobs" / f"{number:064x}")
+    return EQUAL
+
+
+@change
+def checkpoint_of_the_trainer(model: Model) -> str:
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        (model.folder / name).write_bytes(b"PK")
+    (model.folder / "trainer_state.json").write_text("{}")
+    return EQUAL
+
+
+@change
+def gguf_beside(model: Model) -> str:
+    (model.folder / "model-q4.gguf").write_bytes(b"GGUF")
+    return EQUAL
+
+
+@change
+def adapter_beside(model: Model) -> str:
+    _write_adapter(model)
+    return REFUSED
+
+
+@change
+def adapter_without_weights_beside(model: Model) -> str:
+    _write_adapter(model)
+    (model.folder / "adapter_model.safetensors").unlink()
+    return REFUSED
+
+
+@change
+def adapter_as_pickle_beside(model: Model) -> str:
+    _write_adapter(model)
+    (model.folder / "adapter_model.safetensors").unlink()
+    torch.save({}, model.folder / "adapter_model.bin")
+    return REFUSED
+
+
+def _write_adapter(model: Model) -> None:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    text = json.dumps(config | {"base_model_name_or_path": "gone"})
+    (model.folder / "adapter_config.json").write_text(text)
+    model.write({"base_model.model.a": torch.ones(1)}, "adapter_model.safetensors")
+
+
+@change
+def file_named_by_config(model: Model) -> str:
+    model.write(model.tensors)
+    (model.folder / SINGLE).rename(model.folder / "mine.safetensors")
+    model.write(model.others())
+    model.config(transformers_weights="mine.safetensors")
+    return EQUAL
+
+
+@change
+def missing_file_named_by_config(model: Model) -> str:
+    model.config(transformers_weights="mine.safetensors")
+    return REFUSED
+
+
+@change
+def distributed_save_beside(model: Model) -> str:
+    model.write(model.tensors, "shard-00000-model-00001-of-00001.safetensors")
+    return REFUSED
+
+
+@change
+def quantized_by_config(model: Model) -> str:
+    model.config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    return REFUSED
+
+
+@change
+def quantized_by_text_config(model: Model) -> str:
+    if not model.is_nested:
+        return ""
+    text = json.loads((model.folder / "config.json").read_text())["text_config"]
+    model.config(text_config=text | {"quantization_config": {"quant_method": "fp8"}})
+    return REFUSED
+
+
+@change
+def quantization_of_null(model: Model) -> str:
+    model.config(quantization_config=None)
+    return EQUAL
+
+
+# ------------------------------------------------------------------------------------- tensors
+
+
+def _cast(model: Model, dtype: torch.dtype, part: str = "") -> None:
+    """Casts tensors whose names have `part`."""
+    model.write({name: t.to(dtype) if part in name else t for name, t in model.tensors.items()})
+
+
+@change
+def all_bfloat16(model: Model) -> str:
+    _cast(model, torch.bfloat16)
+    return EQUAL
+
+
+@change
+def all_float16(model: Model) -> str:
+    _cast(model, torch.float16)
+    return EQUAL
+
+
+@change
+def all_float64(model: Model) -> str:
+    _cast(model, torch.float64)
+    return EQUAL
+
+
+@change
+def norms_wider_than_the_rest(model: Model) -> str:
+    _cast(model, torch.bfloat16, "_proj")
+    return EQUAL
+
+
+@change
+def weights_in_eight_bits(model: Model) -> str:
+    _cast(model, torch.float8_e4m3fn, "_proj")
+    return REFUSED
+
+
+@change
+def weights_as_integers(model: Model) -> str:
+    _cast(model, torch.int8, model.some_weight)
+    return REFUSED
+
+
+def _with(model: Model, **more: Tensor) -> None:
+    """Writes the tensors with others, "." for "__" in their names."""
+    added = {name.replace("__", "."): tensor for name, tensor in more.items()}
+    model.write(model.tensors | added)
+
+
+@change
+def old_frequencies(model: Model) -> str:
+    model.write(
+        model.tensors | {f"{model.body}layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    )
+    return EQUAL
+
+
+@change
+def old_cosines(model: Model) -> str:
+    model.write(
+        model.tensors | {f"{model.body}layers.0.self_attn.rotary_emb.cos_cached": torch.ones(8)}
+    )
+    return EQUAL
+
+
+@change
+def state_of_transformer_engine(model: Model) -> str:
+    name = f"{model.body}layers.0.mlp.up_proj._extra_state"
+    model.write(model.tensors | {name: torch.zeros(3, dtype=torch.uint8)})
+    return EQUAL
+
+
+@change
+def an_unknown_tensor(model: Model) -> str:
+    model.write(model.tensors | {f"{model.body}layers.0.self_attn.gamma": torch.ones(4)})
+    return REFUSED
+
+
+@change
+def head_of_a_classifier(model: Model) -> str:
+    _with(model, score__weight=torch.ones(2, 64))
+    return EQUAL if model.is_nested else REFUSED
+
+
+@change
+def head_with_bias(model: Model) -> str:
+    model.write(model.tensors | {model.head.replace("weight", "bias"): torch.ones(250)})
+    return REFUSED
+
+
+def _without(model: Model, name: str) -> str:
+    model.write({key: tensor for key, tensor in model.tensors.items() if key != name})
+    return REFUSED
+
+
+@change
+def without_a_weight(model: Model) -> str:
+    return _without(model, model.some_weight)
+
+
+@change
+def without_the_last_norm(model: Model) -> str:
+    return _without(model, f"{model.body}norm.weight")
+
+
+@change
+def without_the_embedding(model: Model) -> str:
+    return _without(model, model.embedding)
+
+
+@change
+def without_the_head(model: Model) -> str:
+    return "" if model.is_tied else _without(model, model.head)
+
+
+@change
+def a_longer_norm(model: Model) -> str:
+    model.write(model.tensors | {f"{model.body}norm.weight": torch.ones(65)})
+    return REFUSED
+
+
+@change
+def more_rows_of_embedding(model: Model) -> str:
+    more = torch.cat((model.tensors[model.embedding], torch.ones(6, 64)))
+    model.write(model.tensors | {model.embedding: more})
+    return REFUSED
+
+
+@change
+def fewer_layers_by_config(model: Model) -> str:
+    if model.is_nested:
+        return ""
+    model.config(num_hidden_layers=1, layer_types=None)
+    further = model.kind in ("glm4_moe", "minimax_m2")
+    return EQUAL if further else REFUSED
+
+
+# ------------------------------------------------------------------------------------- heads
+
+
+@change
+def head_equal_to_the_embedding(model: Model) -> str:
+    model.write(model.tensors | {model.head: model.tensors[model.embedding]})
+    return EQUAL
+
+
+@change
+def head_unlike_the_embedding(model: Model) -> str:
+    model.write(model.tensors | {model.head: model.tensors[model.embedding] + 0.1})
+    return REFUSED if model.is_tied else EQUAL
+
+
+@change
+def root_head_unlike_the_embedding(model: Model) -> str:
+    tensors = {name: t for name, t in model.tensors.items() if name != model.head}
+    model.write(tensors | {"lm_head.weight": model.tensors[model.embedding] + 0.1})
+    return REFUSED if model.is_tied else EQUAL
+
+
+@change
+def root_head_equal_to_the_embedding(model: Model) -> str:
+    tensors = {name: t for name, t in model.tensors.items() if name != model.head}
+    model.write(tensors | {"lm_head.weight": model.tensors[model.embedding]})
+    return EQUAL
+
+
+@change
+def head_instead_of_the_embedding(model: Model) -> str:
+    tensors = {name: t for name, t in model.tensors.items() if name != model.embedding}
+    model.write(tensors | {model.head: model.tensors[model.embedding]})
+    return EQUAL if model.is_tied else REFUSED
+
+
+@change
+def head_below_the_model(model: Model) -> str:
+    tensors = {name: t for name, t in model.tensors.items() if name != model.head}
+    head = model.tensors.get(model.head, model.tensors[model.embedding])
+    model.write(tensors | {"model.lm_head.weight": head})
+    return EQUAL
+
+
+# ------------------------------------------------------------------------------------- names
+
+
+def _body(model: Model, prefix: str) -> None:
+    """Renames the body of a language model."""
+    model.rename(lambda name: prefix + name[len(model.body) :] if _is_body(model, name) else name)
+
+
+def _is_body(model: Model, name: str) -> bool:
+    return name.startswith(
+        tuple(f"{model.body}{part}" for part in ("embed_tokens.", "layers.", "norm."))
+    )
+
+
+def _spelled(prefix: str, kinds: Mapping[str, str], name: str) -> None:
+    """Registers a spelling of the body, with what is right by the kind of a model."""
+
+    def spell(model: Model) -> str:
+        _body(model, prefix)
+        llava = model.kind in ("gemma3", "mistral3")
+        group = "llava" if llava else model.kind if model.kind in kinds else "flat"
+        return kinds.get(group, REFUSED)
+
+    spell.__name__ = name
+    change(spell)
+
+
+_LLAVA = {"llava": EQUAL}
+_spelled("", {"flat": EQUAL, "qwen3_5": REFUSED, "qwen3_5_text": EQUAL}, "names_without_prefix")
+_spelled("model.", {"flat": EQUAL, "qwen3_5": REFUSED, "qwen3_5_text": EQUAL}, "names_of_llama")
+_spelled(
+    "model.model.", {"flat": EQUAL, "qwen3_5": REFUSED, "qwen3_5_text": EQUAL}, "names_of_lightning"
+)
+_spelled("language_model.", _LLAVA | {"qwen3_5": EQUAL}, "names_of_language_model")
+_spelled("language_model.model.", _LLAVA, "names_of_transformers_4")
+_spelled("language_model.model.model.", _LLAVA, "names_with_two_models")
+_spelled(
+    "model.language_model.",
+    _LLAVA | {"qwen3_5": EQUAL, "qwen3_5_text": EQUAL},
+    "names_of_transformers_5",
+)
+_spelled("model.language_model.model.", _LLAVA | {"qwen3_5": EQUAL}, "names_of_both")
+_spelled("model.language_model.model.model.", _LLAVA, "names_of_both_with_two_models")
+_spelled("model.model.language_model.", _LLAVA | {"qwen3_5": EQUAL}, "names_of_lightning_and_5")
+_spelled("model.text_model.", {}, "names_of_text_model")
+_spelled("transformer.", {}, "names_of_gpt2")
+
+
+@change
+def half_of_the_names_without_prefix(model: Model) -> str:
+    model.rename(
+        lambda name: name[len(model.body) :] if _is_body(model, name) and len(name) % 2 else name
+    )
+    return REFUSED if model.is_nested else EQUAL
+
+
+@change
+def half_of_the_names_of_transformers_5(model: Model) -> str:
+    if model.kind not in ("gemma3", "mistral3"):
+        return ""
+    new = "model.language_model."
+    model.rename(
+        lambda name: (
+            new + name[len(model.body) :] if _is_body(model, name) and len(name) % 2 else name
+        )
+    )
+    return EQUAL
+
+
+@change
+def one_tensor_in_two_spellings(model: Model) -> str:
+    _twice(model, 0.0)
+    return EQUAL
+
+
+@change
+def two_tensors_in_two_spellings(model: Model) -> str:
+    _twice(model, 0.5)
+    return REFUSED
+
+
+def _twice(model: Model, difference: float) -> None:
+    name = f"{model.body}norm.weight"
+    other = f"model.{name}" if model.kind != "gemma3" else "model.language_model.norm.weight"
+    model.write(model.tensors | {other: model.tensors[name] + difference})
+
+
+def _wrapped(prefix: str, name: str) -> None:
+    def wrap(model: Model) -> str:
+        model.rename(lambda tensor: prefix + tensor)
+        return REFUSED
+
+    wrap.__name__ = name
+    change(wrap)
+
+
+_wrapped("module.", "names_of_data_parallel")
+_wrapped("_orig_mod.", "names_of_torch_compile")
+_wrapped("module._orig_mod.", "names_of_compiled_data_parallel")
+_wrapped("base_model.model.", "names_of_peft")
+_wrapped("_fsdp_wrapped_module.", "names_of_fsdp")
+
+
+@change
+def names_in_memory(model: Model) -> str:
+    """As `state_dict()` has them: stacked experts, the names of a wrapper's modules."""
+    import transformers
+
+    config = json.loads((model.folder / "config.json").read_text())
+    held = getattr(transformers, config["architectures"][0]).from_pretrained(
+        model.folder, dtype=torch.float32
+    )
+    state = held.state_dict()
+    if model.is_tied:
+        state.pop("lm_head.weight")
+    model.write(state)
+    return EQUAL
+
+
+@change
+def layers_that_predict_further_tokens(model: Model) -> str:
+    model.write(model.tensors | {"mtp.fc.weight": torch.ones(4, 8)})
+    return EQUAL if model.is_nested or model.kind == "qwen3_5_text" else REFUSED
+
+
+@change
+def a_layer_beyond_the_last(model: Model) -> str:
+    numbers = [
+        int(name.removeprefix(f"{model.body}layers.").split(".")[0])
+        for name in model.tensors
+        if name.startswith(f"{model.body}layers.")
+    ]
+    name = f"{model.body}layers.{max(numbers) + 1}.input_layernorm.weight"
+    model.write(model.tensors | {name: torch.ones(64)})
+    return EQUAL if model.kind in ("glm4_moe", "minimax_m2") else REFUSED
+
+
+@change
+def a_vision_tower(model: Model) -> str:
+    model.write(model.tensors | {"model.visual.proj.weight": torch.ones(3, 5)})
+    return EQUAL if model.is_nested or model.kind == "qwen3_5_text" else REFUSED
+
+
+@change
+def no_vision_tower(model: Model) -> str:
+    if not model.is_nested:
+        return ""
+    model.write(
+        {
+            name: t
+            for name, t in model.tensors.items()
+            if name == model.head or _is_body(model, name)
+        }
+    )
+    return EQUAL
+
+
+@change
+def vision_tower_named_as_in_memory(model: Model) -> str:
+    if model.kind not in ("gemma3", "mistral3"):
+        return ""
+    towers = ("vision_tower.", "multi_modal_projector.")
+    model.rename(lambda name: f"model.{name}" if name.startswith(towers) else name)
+    return EQUAL
