@@ -19,6 +19,7 @@ from torch import Tensor
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Tensors = dict[str, Tensor]
 EQUAL, REFUSED = "equal", "refused"
+_QWEN_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
 LENIENT = "read"
 """Read, though transformers cannot."""
 
@@ -177,9 +178,11 @@ def a_shard_the_index_lacks(model: Model) -> str:
 @change
 def index_names_the_wrong_shard(model: Model) -> str:
     def swap(index: dict[str, Any]) -> None:
-        files = sorted(set(index["weight_map"].values()))
-        name = next(n for n, file in index["weight_map"].items() if file == files[0])
-        index["weight_map"][name] = files[1]
+        files = [*index["weight_map"].values()]
+        name, file = next(
+            (name, file) for name, file in index["weight_map"].items() if files.count(file) > 1
+        )
+        index["weight_map"][name] = next(other for other in files if other != file)
 
     model.index(swap)
     return EQUAL
@@ -543,7 +546,7 @@ def more_rows_of_embedding(model: Model) -> str:
 def fewer_layers_by_config(model: Model) -> str:
     if model.is_nested:
         return ""
-    model.config(num_hidden_layers=1, layer_types=None)
+    model.config(num_hidden_layers=3, layer_types=None)
     further = model.kind in ("glm4_moe", "minimax_m2")
     return EQUAL if further else REFUSED
 
@@ -612,7 +615,9 @@ def _spelled(prefix: str, kinds: Mapping[str, str], name: str) -> None:
     def spell(model: Model) -> str:
         _body(model, prefix)
         llava = model.kind in ("gemma3", "mistral3")
-        group = "llava" if llava else model.kind if model.kind in kinds else "flat"
+        group = "llava" if llava else "flat"
+        if "qwen3_5" in model.kind:
+            group = "qwen3_5_text" if model.kind in _QWEN_TEXT else "qwen3_5"
         return kinds.get(group, REFUSED)
 
     spell.__name__ = name
@@ -620,11 +625,10 @@ def _spelled(prefix: str, kinds: Mapping[str, str], name: str) -> None:
 
 
 _LLAVA = {"llava": EQUAL}
-_spelled("", {"flat": EQUAL, "qwen3_5": REFUSED, "qwen3_5_text": EQUAL}, "names_without_prefix")
-_spelled("model.", {"flat": EQUAL, "qwen3_5": REFUSED, "qwen3_5_text": EQUAL}, "names_of_llama")
-_spelled(
-    "model.model.", {"flat": EQUAL, "qwen3_5": REFUSED, "qwen3_5_text": EQUAL}, "names_of_lightning"
-)
+_LLAMA = {"flat": EQUAL, "qwen3_5_text": EQUAL}
+_spelled("", _LLAMA, "names_without_prefix")
+_spelled("model.", _LLAMA, "names_of_llama")
+_spelled("model.model.", _LLAMA, "names_of_lightning")
 _spelled("language_model.", _LLAVA | {"qwen3_5": EQUAL}, "names_of_language_model")
 _spelled("language_model.model.", _LLAVA, "names_of_transformers_4")
 _spelled("language_model.model.model.", _LLAVA, "names_with_two_models")
@@ -633,7 +637,11 @@ _spelled(
     _LLAVA | {"qwen3_5": EQUAL, "qwen3_5_text": EQUAL},
     "names_of_transformers_5",
 )
-_spelled("model.language_model.model.", _LLAVA | {"qwen3_5": EQUAL}, "names_of_both")
+_spelled(
+    "model.language_model.model.",
+    _LLAVA | {"qwen3_5": EQUAL, "qwen3_5_text": EQUAL},
+    "names_of_both",
+)
 _spelled("model.language_model.model.model.", _LLAVA, "names_of_both_with_two_models")
 _spelled("model.model.language_model.", _LLAVA | {"qwen3_5": EQUAL}, "names_of_lightning_and_5")
 _spelled("model.text_model.", {}, "names_of_text_model")
@@ -714,7 +722,7 @@ def names_in_memory(model: Model) -> str:
 @change
 def layers_that_predict_further_tokens(model: Model) -> str:
     model.write(model.tensors | {"mtp.fc.weight": torch.ones(4, 8)})
-    return EQUAL if model.is_nested or model.kind == "qwen3_5_text" else REFUSED
+    return EQUAL if model.is_nested or model.kind in _QWEN_TEXT else REFUSED
 
 
 @change
@@ -732,7 +740,7 @@ def a_layer_beyond_the_last(model: Model) -> str:
 @change
 def a_vision_tower(model: Model) -> str:
     model.write(model.tensors | {"model.visual.proj.weight": torch.ones(3, 5)})
-    return EQUAL if model.is_nested or model.kind == "qwen3_5_text" else REFUSED
+    return EQUAL if model.is_nested or model.kind in _QWEN_TEXT else REFUSED
 
 
 @change

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from megatron.packing.user_files import read_json
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config_file import read_config
-from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, some
+from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, INDEX, SINGLE, some
 from megatron.sft.model.huggingface.folder import open_folder
 from megatron.sft.model.huggingface.names import wrapper_message
 from megatron.sft.options.chat_template import read_variables
@@ -157,7 +158,10 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     torch.manual_seed(options.seed)
     # Without it transformers asks on a terminal whether to run the folder's code.
     no_code = {"trust_remote_code": False}
-    model = _load_model(folder, is_model, {"dtype": "auto", **no_code}).eval()
+    try:
+        model = _load_model(folder, is_model, {"dtype": "auto", **no_code}).eval()
+    except (RuntimeError, UnpicklingError) as failure:  # shapes of another model, a damaged pickle
+        raise ValueError(f"{folder} cannot be loaded: {failure}") from None
     if torch.cuda.is_available():
         model = model.cuda()
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **no_code)
@@ -173,7 +177,7 @@ def _check_files(folder: Path, is_model: bool, has_adapter: bool) -> None:
     """Raises ValueError if a folder is no model or adapter, or its files cannot be read."""
     if is_model or not has_adapter:
         read_config(folder)
-        if any(folder.glob("*.safetensors")):
+        if any((folder / name).is_file() for name in (SINGLE, INDEX)):
             open_folder(folder)
         return
     base = str(read_json(folder / ADAPTER_CONFIG, any_integer=True).get("base_model_name_or_path"))

@@ -38,7 +38,7 @@ from megatron.sft.model.checkpoints.folder import (
 from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
-from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, refuse_adapter
+from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, folder_below, refuse_adapter
 from megatron.sft.model.huggingface.folder import Folder, check_folder, open_folder
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
 from megatron.sft.model.lora.peft_folder import options_of_adapter
@@ -92,7 +92,13 @@ def lines_of(path: str) -> Iterator[str]:
     elif folder.is_dir() and (folder / CHECKSUMS).is_file():
         yield from _checkpoint(folder)
     else:
-        yield from _data(path)
+        try:
+            yield from _data(path)
+        except ValueError:
+            below = folder_below(folder, ("config.json", ADAPTER_CONFIG))
+            if not below:
+                raise
+            raise ValueError(f"{path}: no model, and no data; {below}") from None
 
 
 def _model(folder: Path) -> Iterator[str]:

@@ -80,6 +80,9 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
     is computed otherwise.
     """
     where = Path(folder) / CONFIG
+    below = "" if where.is_file() else folder_below(Path(folder), (CONFIG,))
+    if below:
+        raise ValueError(f"--lora-adapter {folder} must hold {CONFIG}, but does not; {below}")
     try:
         config = read_json(where, any_integer=True)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
