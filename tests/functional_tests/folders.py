@@ -38,6 +38,8 @@ FLAT = (
     "qwen3.5-moe"
 ).split()
 NESTED = ("gemma3-vision", "mistral3-vision", "qwen3.5-vision")
+ADAPTED = ("llama3", "qwen2", "mixtral", *NESTED)
+"""Models that get an adapter."""
 _TOLERANCE = 2e-5
 """Relative, in float32: the two sum in another order."""
 
@@ -149,7 +151,40 @@ def outcome(name: str, source: Path, place: Path, change: str) -> Outcome | None
     return Outcome(change, name, right, is_right, *texts)
 
 
-def outcomes(names: Sequence[str], changes: Sequence[str]) -> list[Outcome]:
+def adapter_outcomes(name: str, folder: Path) -> list[Outcome]:
+    """Returns what becomes of an adapter as peft writes it, alone and beside the weights."""
+    import peft
+    import transformers
+
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, architecture).from_pretrained(folder)
+    torch.manual_seed(2)
+    pattern = r"(?!.*(vision|visual)).*\.(q_proj|v_proj|up_proj)"
+    options = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=pattern)
+    adapted = peft.get_peft_model(model, options)
+    for parameter_name, parameter in adapted.named_parameters():
+        if "lora_" in parameter_name:
+            torch.nn.init.normal_(parameter, 0.0, 0.1)
+    adapter = folder.with_name("adapter")
+    adapted.save_pretrained(str(adapter))
+    beside = folder.with_name("beside")
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(folder, beside)
+    shutil.copytree(adapter, beside, dirs_exist_ok=True)
+    # transformers adds the one that is beside the weights by itself
+    cases = {"adapter_of_peft": (folder, adapter), "adapter_beside_is_trained": (beside, None)}
+    found = []
+    for change, (place, theirs_adapter) in cases.items():
+        ours = loss_by_product(place, theirs_adapter or place)
+        theirs, _ = loss_by_transformers(place, theirs_adapter)
+        is_right = abs(ours - theirs) <= _TOLERANCE * abs(theirs)
+        found.append(Outcome(change, name, EQUAL, is_right, str(ours), str(theirs)))
+    return found
+
+
+def outcomes(
+    names: Sequence[str], changes: Sequence[str], with_adapters: bool = False
+) -> list[Outcome]:
     """Returns what becomes of each change to each model; in a process with groups of its own."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -160,6 +195,8 @@ def outcomes(names: Sequence[str], changes: Sequence[str]) -> list[Outcome]:
                 prepare(source)
             each = (outcome(name, source, Path(scratch) / "folder", change) for change in changes)
             found += [one for one in each if one is not None]
+            if with_adapters and name in ADAPTED:
+                found += adapter_outcomes(name, source)
     return found
 
 
@@ -221,7 +258,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="page to write")
     options = parser.parse_args()
     started = time.monotonic()
-    (found,) = run_ranks(outcomes, 1, options.models, options.changes, timeout_seconds=3600.0)
+    (found,) = run_ranks(outcomes, 1, options.models, options.changes, True, timeout_seconds=3600.0)
     if options.write is not None:
         options.write.write_text(page(found, time.monotonic() - started))
     wrong = [one for one in found if not one.is_right]

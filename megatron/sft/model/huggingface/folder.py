@@ -7,7 +7,7 @@ Only headers are read, so that a wrong folder is refused before any memory is sp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,7 +197,8 @@ def check_folder(
         )
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise ValueError(_incomplete(folder, tensors, missing, config, way_out))
+        others = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
+        raise ValueError(_incomplete(folder, others, missing, config, way_out))
     leftover = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
     if leftover:
         raise ValueError(
@@ -219,18 +220,23 @@ def check_folder(
 
 
 def _incomplete(
-    folder: Folder, tensors: Iterable[str], missing: list[str], config: str, way_out: str
+    folder: Folder, others: Sequence[str], missing: Sequence[str], config: str, way_out: str
 ) -> str:
-    """Returns the message about missing tensors; those that have a wrapper's name are named."""
-    wrapper = wrapper_message(tensors, missing)
+    """Returns the message about missing tensors.
+
+    others: tensors of the folder that the model does not have. They may be the missing ones, under
+    names that a wrapper gave them.
+    """
+    wrapper = wrapper_message(others, missing)
     if wrapper:
         return f"{folder.path} {wrapper}"
-    if [name for name in missing if not name.endswith("lm_head.weight")] == []:
+    if all(name.endswith("lm_head.weight") for name in missing):
         way_out = (
             "transformers would begin with a random one; give the folder of a model with its head, "
             "or, if the embeddings are the head, set tie_word_embeddings to true there"
         )
-    return f"{folder.path} lacks {some(missing)}, which its {config} asks for; {way_out}"
+    instead = f", and holds {some(others, 1)} instead" if others else ""
+    return f"{folder.path} lacks {some(missing)}, which its {config} asks for{instead}; {way_out}"
 
 
 def carried_tensors(folder: Folder, weights: Tensors) -> dict[str, Stored]:
