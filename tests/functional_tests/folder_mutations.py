@@ -69,13 +69,13 @@ class Model(NamedTuple):
         """Writes all tensors with other names."""
         self.write({rename(name): tensor for name, tensor in self.tensors.items()})
 
-    def index(self, change: Callable[[dict[str, Any]], object]) -> None:
+    def edit_index(self, change: Callable[[dict[str, Any]], object]) -> None:
         """Changes the index."""
         held = json.loads((self.folder / INDEX).read_text())
         change(held)
         (self.folder / INDEX).write_text(json.dumps(held))
 
-    def config(self, **changes: Any) -> None:
+    def edit_config(self, **changes: Any) -> None:
         """Changes config.json."""
         path = self.folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -184,19 +184,19 @@ def index_names_the_wrong_shard(model: Model) -> str:
         )
         index["weight_map"][name] = next(other for other in files if other != file)
 
-    model.index(swap)
+    model.edit_index(swap)
     return EQUAL
 
 
 @change
 def index_lacks_a_tensor(model: Model) -> str:
-    model.index(lambda index: index["weight_map"].pop(model.some_weight))
+    model.edit_index(lambda index: index["weight_map"].pop(model.some_weight))
     return EQUAL
 
 
 @change
 def index_names_a_tensor_of_no_shard(model: Model) -> str:
-    model.index(lambda i: i["weight_map"].update(gone=model.files()[0].name))
+    model.edit_index(lambda i: i["weight_map"].update(gone=model.files()[0].name))
     return REFUSED if model.is_nested else EQUAL
 
 
@@ -204,13 +204,13 @@ def index_names_a_tensor_of_no_shard(model: Model) -> str:
 def index_names_a_tied_head(model: Model) -> str:
     if not model.is_tied:
         return ""
-    model.index(lambda i: i["weight_map"].update({model.head: model.files()[0].name}))
+    model.edit_index(lambda i: i["weight_map"].update({model.head: model.files()[0].name}))
     return EQUAL
 
 
 @change
 def index_without_metadata(model: Model) -> str:
-    model.index(lambda index: index.pop("metadata"))
+    model.edit_index(lambda index: index.pop("metadata"))
     return LENIENT
 
 
@@ -249,7 +249,7 @@ def shards_in_a_folder_below(model: Model) -> str:
     (model.folder / "parts").mkdir()
     for file in model.files():
         file.rename(model.folder / "parts" / file.name)
-    model.index(
+    model.edit_index(
         lambda i: i.update(weight_map={n: f"parts/{f}" for n, f in i["weight_map"].items()})
     )
     return EQUAL
@@ -376,13 +376,13 @@ def file_named_by_config(model: Model) -> str:
     model.write(model.tensors)
     (model.folder / SINGLE).rename(model.folder / "mine.safetensors")
     model.write(model.others())
-    model.config(transformers_weights="mine.safetensors")
+    model.edit_config(transformers_weights="mine.safetensors")
     return EQUAL
 
 
 @change
 def missing_file_named_by_config(model: Model) -> str:
-    model.config(transformers_weights="mine.safetensors")
+    model.edit_config(transformers_weights="mine.safetensors")
     return REFUSED
 
 
@@ -394,7 +394,7 @@ def distributed_save_beside(model: Model) -> str:
 
 @change
 def quantized_by_config(model: Model) -> str:
-    model.config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    model.edit_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     return REFUSED
 
 
@@ -403,13 +403,13 @@ def quantized_by_text_config(model: Model) -> str:
     if not model.is_nested:
         return ""
     text = json.loads((model.folder / "config.json").read_text())["text_config"]
-    model.config(text_config=text | {"quantization_config": {"quant_method": "fp8"}})
+    model.edit_config(text_config=text | {"quantization_config": {"quant_method": "fp8"}})
     return REFUSED
 
 
 @change
 def quantization_of_null(model: Model) -> str:
-    model.config(quantization_config=None)
+    model.edit_config(quantization_config=None)
     return EQUAL
 
 
@@ -457,12 +457,6 @@ def weights_as_integers(model: Model) -> str:
     return REFUSED
 
 
-def _with(model: Model, **more: Tensor) -> None:
-    """Writes the tensors with others, "." for "__" in their names."""
-    added = {name.replace("__", "."): tensor for name, tensor in more.items()}
-    model.write(model.tensors | added)
-
-
 @change
 def old_frequencies(model: Model) -> str:
     model.write(
@@ -494,7 +488,7 @@ def an_unknown_tensor(model: Model) -> str:
 
 @change
 def head_of_a_classifier(model: Model) -> str:
-    _with(model, score__weight=torch.ones(2, 64))
+    model.write(model.tensors | {"score.weight": torch.ones(2, 64)})
     return EQUAL if model.is_nested else REFUSED
 
 
@@ -546,7 +540,7 @@ def more_rows_of_embedding(model: Model) -> str:
 def fewer_layers_by_config(model: Model) -> str:
     if model.is_nested:
         return ""
-    model.config(num_hidden_layers=3, layer_types=None)
+    model.edit_config(num_hidden_layers=3, layer_types=None)
     further = model.kind in ("glm4_moe", "minimax_m2")
     return EQUAL if further else REFUSED
 

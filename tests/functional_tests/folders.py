@@ -61,7 +61,7 @@ def write_nested(name: str, folder: Path) -> None:
     """Writes a tiny model with a vision tower, its tensors random, in several files."""
     import transformers
 
-    text = {**_COMMON, "head_dim": 16, "num_hidden_layers": 2}
+    text: dict[str, Any] = {**_COMMON, "head_dim": 16, "num_hidden_layers": 2}
     vision: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,

@@ -76,6 +76,7 @@ class Companions(NamedTuple):
         else:
             found = read_config(source)
             found.pop("_name_or_path", None)
+            found.pop("transformers_weights", None)  # a file of the source, not of the export
             # Experts that were read from MXFP4 are written in the type of the other weights.
             found.pop("quantization_config", None)
         # transformers 5 writes "dtype", earlier ones "torch_dtype", which all of them read.

@@ -71,7 +71,7 @@ def open_folder(folder: str | Path) -> Folder:
     tensors = _open_files(files)
     if "text_config" in config:
         _check_index(path, files.indexed - tensors.keys())
-    if (path / SINGLE).is_file() and "transformers_weights" not in config:
+    if (path / SINGLE).is_file() and config.get("transformers_weights") is None:
         _refuse_other_weights(path, tensors)
     joined = _joined({name: s for name, s in tensors.items() if not is_no_weight(name)})
     return Folder(path, _renamed(path, joined, config))
