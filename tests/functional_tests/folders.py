@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.functional_tests import tensor_mutations
 from tests.functional_tests.folder_losses import loss_by_product, loss_by_transformers, prepare
 from tests.functional_tests.folder_mutations import CHANGES, EQUAL, LENIENT, REFUSED, Model
 from tests.functional_tests.hf_models import (
@@ -33,6 +34,7 @@ from tests.functional_tests.hf_models import (
 )
 from tests.functional_tests.ranks import run_ranks
 
+assert tensor_mutations  # it registers more changes
 FLAT = (
     "llama3 qwen2 qwen3 mixtral qwen3-moe glm4-moe minimax-m2 gemma2 phi3 gpt-oss qwen3.5 "
     "qwen3.5-moe"

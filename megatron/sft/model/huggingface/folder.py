@@ -232,8 +232,8 @@ def _incomplete(
         return f"{folder.path} {wrapper}"
     if all(name.endswith("lm_head.weight") for name in missing):
         way_out = (
-            "transformers would begin with a random one; give the folder of a model with its head, "
-            "or, if the embeddings are the head, set tie_word_embeddings to true there"
+            "give the folder of a model with its head, or, if the embeddings are the head, set "
+            "tie_word_embeddings to true there, beside text_config if there is one"
         )
     instead = f", and holds {some(others, 1)} instead" if others else ""
     return f"{folder.path} lacks {some(missing)}, which its {config} asks for{instead}; {way_out}"
