@@ -15,7 +15,7 @@ from megatron.sft.model.huggingface.files import ADAPTER_CONFIG as CONFIG
 from megatron.sft.model.huggingface.files import folder_below
 from megatron.sft.model.huggingface.folder import Folder, Stored
 from megatron.sft.model.huggingface.headers import read_header
-from megatron.sft.model.lora.names import PREFIX, STACKED, AdapterWeights
+from megatron.sft.model.lora.names import PREFIX, STACKED, AdapterWeights, peft_name
 from megatron.sft.options.lora import MODULES, LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
@@ -71,8 +71,7 @@ def open_adapter(folder: str | Path, rename: Callable[[str], str] = str) -> Fold
 
 
 def _renamed(name: str, rename: Callable[[str], str]) -> str:
-    is_prefixed = name.startswith(PREFIX)
-    return PREFIX + rename(name.removeprefix(PREFIX)) if is_prefixed else name
+    return peft_name(rename(name.removeprefix(PREFIX))) if name.startswith(PREFIX) else name
 
 
 def options_of_adapter(folder: str | Path) -> dict[str, Any]:
