@@ -9,6 +9,7 @@
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
+# make folder-mutations  changed model folders beside transformers: the same loss, or refused in a line (make test: a part)
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
@@ -47,7 +48,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes howto docs test unit functional families layouts trees faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes howto docs test unit functional families folder-mutations layouts trees faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -110,6 +111,9 @@ layouts: $(VENV)/.dev
 
 # Every family and mechanism beside transformers and peft, and whole runs of each: about half an hour. Stopped, or with
 # FAMILIES_OPTIONS='--minutes 10', it continues where it was; remove $(FAMILIES_RESULTS) to begin again.
+folder-mutations: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.functional_tests.folders --write examples/benchmarks/results/folder_mutations.md
+
 FAMILIES_RESULTS ?= runs/families.jsonl
 families: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.families --results $(FAMILIES_RESULTS) --workers $(FUNCTIONAL_WORKERS) \

@@ -657,15 +657,15 @@ def _safetensors(folder: Path) -> tuple[Sequence[bytes], Read]:
 
     content = save({"model.a": np.ones((2, 3), np.float32), "model.b": np.zeros(4, np.float16)})
     index = json.dumps(
-        {"metadata": {}, "weight_map": {"model.a": SINGLE, "model.b": SINGLE}}
+        {"metadata": {}, "weight_map": dict.fromkeys(("model.a", "model.b"), "part.safetensors")}
     ).encode()
+    (folder / "part.safetensors").write_bytes(content)
 
     def read(mutated: bytes) -> None:
         is_index = mutated[:1] == b"{"
-        (folder / SINGLE).write_bytes(content if is_index else mutated)
-        (folder / INDEX).unlink(missing_ok=True)
-        if is_index:
-            (folder / INDEX).write_bytes(mutated)
+        # An index is read only where no single file is.
+        (folder / SINGLE).unlink(missing_ok=True)
+        (folder / (INDEX if is_index else SINGLE)).write_bytes(mutated)
         open_folder(folder)
 
     return [content, index], read

@@ -13,6 +13,7 @@ from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
+from megatron.sft.model.huggingface.files import refuse_adapter
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import options_of_adapter
 from megatron.sft.options.hub_names import check_hub_names
@@ -39,6 +40,7 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if distributed_checkpoint(folder) is not None:
         # Options in megatron-core's checkpoints are pickles, which could run code: not read.
         return of_adapter
+    refuse_adapter(folder, given.get("lora_adapter"))
     config, where = read_config(folder), str(Path(folder) / "config.json")
     decided = options_of(config, where)
     _check_given(given, decided, where)

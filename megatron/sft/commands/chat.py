@@ -7,6 +7,7 @@ exported to a temporary HuggingFace folder first.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,9 +23,10 @@ from megatron.sft.data.tokenizer_folder import read_folder_tokenizer
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, INDEX, SINGLE, some
 from megatron.sft.model.huggingface.folder import open_folder
-from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
-from megatron.sft.model.lora.peft_folder import options_of_adapter
+from megatron.sft.model.huggingface.names import wrapper_message
+from megatron.sft.model.lora.peft_folder import read_adapter_config
 from megatron.sft.options.chat_template import read_variables
 from megatron.sft.options.hub_names import check_hub_name
 
@@ -155,32 +157,26 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     """Loads a model and its tokenizer, onto the GPU if there is one. Raises ValueError if the
     folder has no model, or no chat template.
     """
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    for name in ("transformers", "peft")[: 1 + is_adapter]:
+    has_adapter = (folder / ADAPTER_CONFIG).is_file()
+    for name in ("transformers", "peft")[: 1 + has_adapter]:
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"chat needs the package {name}; do pip install {name}")
-    if not is_adapter and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; give a HuggingFace folder or checkpoints")
+    is_model = (folder / "config.json").is_file()
+    _check_files(folder, is_model, has_adapter)
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(options.seed)
-    kind: Any = transformers.AutoModelForCausalLM
-    if is_adapter:
-        import peft
-
-        kind = peft.AutoPeftModelForCausalLM
-    _check_folder(folder, is_adapter=is_adapter)
     # Without it transformers asks on a terminal whether to run the folder's code.
     no_code = {"trust_remote_code": False}
     try:
         files = read_folder_tokenizer(str(folder))
-        model = kind.from_pretrained(str(folder), dtype="auto", **no_code).eval()
-    except torch.OutOfMemoryError:
+        model = _load_model(folder, is_model, {"dtype": "auto", **no_code}).eval()
+    except (ValueError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of many kinds, by the fault of the files
+    except Exception as error:  # of many kinds: shapes of another model, a damaged pickle
         raise ValueError(f"{folder} cannot be loaded: {error}") from None
     if torch.cuda.is_available():
         model = model.cuda()
@@ -194,14 +190,41 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     return TransformersSpeaker(model, files.tokenizer)
 
 
-def _check_folder(folder: Path, *, is_adapter: bool) -> None:
-    """Raises ValueError for files that training refuses as well, naming file and key."""
-    if is_adapter:
-        options_of_adapter(folder)
-    else:
-        read_config(folder)
-        open_folder(folder)
+def _check_files(folder: Path, is_model: bool, has_adapter: bool) -> None:
+    """Raises ValueError if a folder is no model or adapter, or its files cannot be read."""
     check_tokenizer_types(folder)
+    if is_model or not has_adapter:
+        read_config(folder)
+        if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+            open_folder(folder)
+        return
+    base = str(read_adapter_config(folder).get("base_model_name_or_path"))
+    if os.path.isabs(base) and not os.path.isdir(base):
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} has base_model_name_or_path {base}, but no such folder is "
+            "there; write the base model's folder into it"
+        )
+
+
+def _load_model(folder: Path, is_model: bool, options: dict[str, Any]) -> Any:
+    """Loads a model, with its adapter if there is one. Raises ValueError if transformers would
+    leave a weight random.
+    """
+    if not is_model:
+        import peft
+
+        return peft.AutoPeftModelForCausalLM.from_pretrained(str(folder), **options)
+    import transformers
+
+    automatic: Any = transformers.AutoModelForCausalLM
+    model, report = automatic.from_pretrained(str(folder), output_loading_info=True, **options)
+    missing = sorted(report["missing_keys"])
+    if missing and not (folder / ADAPTER_CONFIG).is_file():  # then it is the adapter's report
+        wrapper = wrapper_message(report["unexpected_keys"], missing)
+        raise ValueError(
+            f"{folder} {wrapper or f'lacks {some(missing)}, which its config.json asks for'}"
+        )
+    return model
 
 
 def converse(speaker: Speaker, options: ChatOptions) -> None:

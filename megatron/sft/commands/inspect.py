@@ -7,9 +7,10 @@ Only headers and indices are read, no weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from megatron.blending.loading.sources import split_names
 from megatron.blending.metadatasets.metadataset import load_metadataset
@@ -35,13 +36,16 @@ from megatron.sft.model.checkpoints.folder import (
     iterations,
     latest_iteration,
 )
+from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
-from megatron.sft.model.huggingface.folder import open_folder
-from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, folder_below, refuse_adapter
+from megatron.sft.model.huggingface.folder import Folder, check_folder, open_folder
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
+from megatron.sft.model.lora.peft_folder import options_of_adapter
 from megatron.sft.options.data_paths import expanded
 from megatron.sft.options.hub_names import check_hub_name
+from megatron.sft.options.model import ModelConfig
 
 _SPLITS = ("train", "val", "test")
 _COMPANIONS = "huggingface"
@@ -80,20 +84,28 @@ def lines_of(path: str) -> Iterator[str]:
     """Yields the lines of the description. Raises ValueError if `path` cannot be read."""
     check_hub_name(path)
     folder = Path(path)
-    if (folder / ADAPTER_CONFIG).is_file():
-        yield from _adapter(folder)
-    elif (folder / "config.json").is_file():
-        yield from _model(folder)
+    is_adapter, is_model = ((folder / file).is_file() for file in (ADAPTER_CONFIG, "config.json"))
+    if is_adapter or is_model:
+        if is_model:
+            yield from _model(folder)
+        if is_adapter:
+            yield from _adapter(folder)
     elif folder.is_dir() and iterations(folder):
         yield from _checkpoints(folder)
     elif folder.is_dir() and (folder / CHECKSUMS).is_file():
         yield from _checkpoint(folder)
     else:
-        yield from _data(path)
+        try:
+            yield from _data(path)
+        except ValueError:
+            below = folder_below(folder, ("config.json", ADAPTER_CONFIG))
+            if not below:
+                raise
+            raise ValueError(f"{path}: no model, and no data; {below}") from None
 
 
 def _model(folder: Path) -> Iterator[str]:
-    config, where = read_config(folder), str(folder / "config.json")
+    config = read_config(folder)
     yield f"HuggingFace model {folder}: {config.get('model_type')}"
     yield from _shape(folder)
     held = open_folder(folder)
@@ -110,7 +122,8 @@ def _model(folder: Path) -> Iterator[str]:
     if tokenizer != "none":
         yield from _tokens(folder)
     try:
-        options_of(config, where)
+        refuse_adapter(folder)
+        _check_weights(folder, config, held)
     except ValueError as failure:
         yield f"  trains     no: {failure}"
     else:
@@ -128,6 +141,14 @@ def _tokens(folder: Path) -> Iterator[str]:
     inner = read_config(folder).get("text_config")
     num_rows = (inner if isinstance(inner, dict) else read_config(folder)).get("vocab_size")
     yield f"             {tokenizer.note}{note_on_rows(tokenizer, num_rows)}"
+
+
+def _check_weights(folder: Path, config: Mapping[str, Any], weights: Folder) -> None:
+    """Raises ValueError if a run would refuse the folder as --pretrained-checkpoint."""
+    options = options_of(config, str(folder / "config.json"))
+    names = {field.name for field in fields(ModelConfig)} & options.keys()
+    model = ModelConfig(**{name: options[name] for name in names}, seq_length=1)
+    check_folder(weights, weights_of(model, config, weights.tensors))
 
 
 def _shape(folder: Path) -> Iterator[str]:
@@ -166,7 +187,12 @@ def _adapter(folder: Path) -> Iterator[str]:
     yield f"  base model {config.get('base_model_name_or_path')}"
     weights = folder / ADAPTER_WEIGHTS
     yield f"  weights    {size(weights.stat().st_size) if weights.is_file() else 'none'}"
-    yield f"  continue with --lora-adapter {folder}"
+    try:
+        options_of_adapter(folder)
+    except ValueError as failure:
+        yield f"  trains     no: {failure}"
+    else:
+        yield f"  continue with --lora --lora-adapter {folder}"
 
 
 def _checkpoints(folder: Path) -> Iterator[str]:

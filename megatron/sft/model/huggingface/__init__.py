@@ -3,7 +3,8 @@ parallel layout.
 
     config.json      config_file (reads it), config (its options), families (differences of each
                      `model_type` from Llama)
-    *.safetensors    folder (headers), rows and weights (which tensors make up which parameter),
-                     read, write, gather
+    *.safetensors    files (which of them count), headers, names (spellings of tensors), folder
+                     (all of it), rows and weights (which tensors make up which parameter), read,
+                     write, gather
     other files      companions
 """

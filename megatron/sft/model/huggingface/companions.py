@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.folder import DTYPES, Folder, open_source
+from megatron.sft.model.huggingface.names import are_stacked, with_stacked_experts
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import write_adapter_config
@@ -79,6 +79,7 @@ class Companions(NamedTuple):
         else:
             found = read_config(source)
             found.pop("_name_or_path", None)
+            found.pop("transformers_weights", None)  # a file of the source, not of the export
             # Experts that were read from MXFP4 are written in the type of the other weights.
             found.pop("quantization_config", None)
         # transformers 5 writes "dtype", earlier ones "torch_dtype", which all of them read.
@@ -158,8 +159,8 @@ def weights_of(
     stack per layer, and an export keeps the form of that folder.
     """
     family, text, prefix = language_model(model_config)
-    if any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
-        family = replace(family, rows=(*family.rows, *family.stacked_rows))
+    if are_stacked(names):
+        family = with_stacked_experts(family)
     return Weights(model, text.number("vocab_size"), family, prefix)
 
 

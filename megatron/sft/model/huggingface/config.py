@@ -8,7 +8,7 @@ the differences between families.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -48,6 +48,7 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
     computed exactly.
     """
     family, text, _ = language_model(config, where)
+    _refuse_quantized((config, text.values), family, where)
     _refuse(text.values, family, where)
     heads = text.number("num_attention_heads")
     # Megatron's options have no groups if each head has keys and values of its own.
@@ -75,13 +76,19 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
     return options
 
 
+def _refuse_quantized(configs: Iterable[Mapping[str, Any]], family: Family, where: str) -> None:
+    """Raises ValueError for a quantized model, whether config.json or its text_config says so."""
+    for config in configs:
+        quantized = config.get("quantization_config") or {}
+        if quantized and not (family.reads_mxfp4 and quantized.get("quant_method") == "mxfp4"):
+            raise ValueError(
+                f"{where} has a quantization_config; give the folder of the model before "
+                "quantization"
+            )
+
+
 def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
     """Raises ValueError for a value of config.json that is not supported."""
-    quantized = config.get("quantization_config") or {}
-    if quantized and not (family.reads_mxfp4 and quantized.get("quant_method") == "mxfp4"):
-        raise ValueError(
-            f"{where} has a quantization_config; give the folder of the model before quantization"
-        )
     activation = config.get("hidden_activation") or config.get("hidden_act", family.activation)
     if activation != family.activation:
         raise ValueError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.user_files import Kind, check_types, read_json
+from megatron.sft.model.huggingface.files import no_config
 
 _KINDS: Mapping[Kind, str] = {
     str: "model_type hidden_act hidden_activation",
@@ -33,10 +34,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"{folder} must be the folder of a HuggingFace model, but has no config.json; download "
-            "it first"
-        )
+        raise ValueError(no_config(Path(folder)))
     try:
         config = read_json(path, any_integer=True)
     except ValueError as failure:

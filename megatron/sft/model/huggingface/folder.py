@@ -7,31 +7,36 @@ Only headers are read, so that a wrong folder is refused before any memory is sp
 from __future__ import annotations
 
 import hashlib
-import math
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.files import (
+    INDEX,
+    SINGLE,
+    WeightFiles,
+    indexed_files,
+    some,
+    weight_files,
+)
+from megatron.sft.model.huggingface.headers import read_header
+from megatron.sft.model.huggingface.names import (
+    is_no_weight,
+    is_of_language_model,
+    naming,
+    wrapper_message,
+)
 from megatron.sft.model.huggingface.tensors import Tensors
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Type of weights in safetensors -> its name in torch and in config.json."""
 MXFP4 = "MXFP4"
 """Type of a tensor that files have as two, `NAME_blocks` and `NAME_scales`: see `mxfp4`."""
-_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Bytes per number of each type."""
-_NO_WEIGHT = ".rotary_emb.inv_freq"
-"""Suffix of tensors in old files that are not weights; they are ignored."""
 _BLOCK = 1 << 24
 _PIECE = 1 << 12
-_LARGEST_HEADER = 100_000_000
-_LONGEST_NAME = 256
+_INCOMPLETE = "give the folder that its config.json belongs to, with all of its weights"
 
 
 class Stored(NamedTuple):
@@ -39,7 +44,7 @@ class Stored(NamedTuple):
 
     path: Path
     name: str
-    """Name in the file, which may lack the prefix `model.`."""
+    """Name in the file, in any spelling that transformers loads."""
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -50,39 +55,88 @@ class Stored(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """The tensors of a HuggingFace folder, by their names in transformers."""
+    """The tensors of a HuggingFace folder, by their names in released files (see `names`)."""
 
     path: Path
     tensors: dict[str, Stored]
 
 
 def open_folder(folder: str | Path) -> Folder:
-    """Reads the headers of all files. Raises ValueError, naming the file, if one is incomplete or
-    cannot be read.
+    """Reads the headers of the files that transformers reads. Raises ValueError, naming the file,
+    if one is incomplete or cannot be read, and if it is not clear which weights are meant.
     """
     path = Path(folder)
-    tensors = {}
-    for file, names in _files(path).items():
-        held = read_header(file)
-        missing = [name for name in names if name not in held]
-        if missing:
+    config = read_config(path) if (path / "config.json").is_file() else {}
+    files = weight_files(path, config)
+    tensors = _open_files(files)
+    if "text_config" in config:
+        _check_index(path, files.indexed - tensors.keys())
+    if (path / SINGLE).is_file() and config.get("transformers_weights") is None:
+        _refuse_other_weights(path, tensors)
+    joined = _joined({name: s for name, s in tensors.items() if not is_no_weight(name)})
+    return Folder(path, _renamed(path, joined, config))
+
+
+def _open_files(files: WeightFiles) -> dict[str, Stored]:
+    """Returns all tensors of the files, by their names there. transformers reads each file whole,
+    so that a tensor may be in another one than the index says.
+    """
+    return {
+        name: Stored(file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        for file in files.paths
+        for name, entry in read_header(file).items()
+    }
+
+
+def _check_index(folder: Path, missing: Iterable[str]) -> None:
+    """Raises ValueError if no file of a multimodal model has a tensor that the index names. Those
+    of its language model are checked later, an export would lack those beside it.
+    """
+    lost = sorted(name for name in missing if not is_of_language_model(name))
+    if lost:
+        raise ValueError(
+            f"{folder / INDEX} names {some(lost)}, which none of its files holds; copy index and "
+            "files from one and the same save"
+        )
+
+
+def _refuse_other_weights(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """Raises ValueError if shards with other weights are beside a single file. transformers'
+    save_pretrained removes neither, and reads the single file, also if it is the older one; servers
+    read the shards.
+    """
+    if not (folder / INDEX).is_file():
+        return
+    try:
+        shards = _open_files(indexed_files(folder / INDEX))
+    except ValueError:
+        return  # an index whose shards are gone: nobody can mean them
+    if fingerprint(Folder(folder, dict(tensors))) != fingerprint(Folder(folder, shards)):
+        raise ValueError(
+            f"{folder} holds two models: {SINGLE}, which transformers reads, and the files of "
+            f"{INDEX}, which hold other weights; move the one that is not meant elsewhere"
+        )
+
+
+def _renamed(
+    folder: Path, tensors: Mapping[str, Stored], config: Mapping[str, Any]
+) -> dict[str, Stored]:
+    """Returns the tensors by their names in released files. Raises ValueError if two of them are
+    one by these names and differ.
+    """
+    rename, tied = naming(config, tensors)
+    renamed: dict[str, Stored] = {}
+    for name, stored in tensors.items():
+        other = renamed.setdefault(rename(name), stored)
+        if other is not stored and not _have_equal_bytes(stored, other):
             raise ValueError(
-                f"{file} lacks {_some(missing)}, which {INDEX} says it holds; download it again"
+                f"{folder} holds {other.name} and {name}, two names of one tensor, with different "
+                "values; remove one of the two"
             )
-        for name, entry in held.items():
-            tensors[name] = Stored(
-                file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]
-            )
-    if not any(name.startswith(("model.", "language_model.")) for name in tensors):
-        # Saved from the model class without a head (LlamaModel): names lack the prefix "model.".
-        tensors = {
-            name if name.startswith("lm_head.") else f"model.{name}": found
-            for name, found in tensors.items()
-        }
-    return Folder(
-        path,
-        {name: found for name, found in _joined(tensors).items() if not name.endswith(_NO_WEIGHT)},
-    )
+    if tied is not None and tied[0] in renamed and tied[1] not in renamed:
+        # transformers ties the embedding to the head where only that one is there.
+        renamed[tied[1]] = renamed.pop(tied[0])
+    return renamed
 
 
 def open_source(folder: str | Path) -> Folder | None:
@@ -116,107 +170,11 @@ def _joined(tensors: dict[str, Stored]) -> dict[str, Stored]:
     return joined
 
 
-def _files(folder: Path) -> dict[Path, list[str]]:
-    """Returns each file with the names of its tensors by the index; a single file has no index, and
-    no names here.
-    """
-    if (folder / INDEX).is_file():
-        weight_map = _weight_map(folder / INDEX)
-        files: dict[Path, list[str]] = {}
-        for name, file in weight_map.items():
-            files.setdefault(folder / file, []).append(name)
-        missing = sorted(str(file) for file in files if not file.is_file())
-        if missing or not files:
-            raise ValueError(
-                f"{folder / INDEX} names {_some(missing) or 'no file'}, which must be there; "
-                "download again"
-            )
-        return files
-    if (folder / SINGLE).is_file():
-        return {folder / SINGLE: []}
-    if any(folder.glob("pytorch_model*.bin")):
-        raise ValueError(
-            f"{folder} holds its weights as pickles (.bin), which can run any code; convert them: "
-            "transformers' "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) writes safetensors"
-        )
-    raise ValueError(
-        f"{folder} must hold {SINGLE} or {INDEX}, but has neither; download the weights too"
-    )
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        weight_map = read_json(path, _LARGEST_HEADER)["weight_map"]
-        if not all(
-            Path(file).name == file and len(file) < _LONGEST_NAME for file in weight_map.values()
-        ):
-            raise ValueError("weight_map must name files of this folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} must hold a weight_map of tensors to files: {error}; download it again"
-        ) from None
-    return weight_map
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """Returns dtype, shape and data_offsets of each tensor in a safetensors file, by name. Offsets
-    count from the first byte of the file. Raises ValueError if the file is damaged or cut off.
-
-    A file is: 8 bytes with the size of the header, the header in JSON, the tensors without gaps.
-    """
-    with file.open("rb") as stream:
-        length = stream.read(8)
-        (size,) = struct.unpack("<Q", length) if len(length) == 8 else (0,)
-        text = stream.read(min(size, _LARGEST_HEADER))
-    try:
-        header: Any = parse_json(text.decode()) if 0 < size == len(text) else None
-        metadata = header.pop("__metadata__", None) or {}
-        if not all(isinstance(text, str) for text in metadata.values()) or not all(
-            _is_entry(**entry) for entry in header.values()
-        ):
-            raise TypeError
-    except (ValueError, TypeError, AttributeError):
-        raise ValueError(
-            f"{file} must be a safetensors file, but has no header; download it again"
-        ) from None
-    end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        # Sorted by offset, each tensor must begin where the last one ends, and have the bytes of
-        # its shape. A file that was cut off or overwritten fails this.
-        begin, until = entry["data_offsets"]
-        of_type = _BYTES.get(entry["dtype"])
-        if begin != end or (of_type and until - begin != of_type * math.prod(entry["shape"])):
-            raise ValueError(
-                f"{file} must hold one tensor after the other, each of the size that its shape "
-                f"says, but {shown(name)} is not so; download it again"
-            )
-        end = until
-    if file.stat().st_size != 8 + size + end:
-        raise ValueError(
-            f"{file} must have {8 + size + end} bytes, but has {file.stat().st_size}; download it "
-            "again"
-        )
-    for entry in header.values():
-        entry["data_offsets"] = [8 + size + offset for offset in entry["data_offsets"]]
-    return header
-
-
-def _is_entry(dtype: object, shape: list[Any], data_offsets: list[Any]) -> bool:
-    begin, end = data_offsets
-    return (
-        isinstance(dtype, str)
-        and type(begin) is type(end) is int
-        and 0 <= begin <= end
-        and all(type(size) is int and size >= 0 for size in shape)
-    )
-
-
 def check_folder(
     folder: Folder,
     weights: Tensors,
     config: str = "config.json",
-    way_out: str = "download it again",
+    way_out: str = _INCOMPLETE,
 ) -> None:
     """Raises ValueError, naming tensors, unless the files have exactly the tensors of the model, in
     their shapes and in types that can be read.
@@ -234,18 +192,17 @@ def check_folder(
     if other_types:
         kinds = ", ".join(sorted({tensors[name].dtype for name in other_types}))
         raise ValueError(
-            f"{folder.path} holds tensors of type {kinds} ({_some(other_types)}): it is quantized; "
+            f"{folder.path} holds tensors of type {kinds} ({some(other_types)}): it is quantized; "
             "give the folder of the model before quantization"
         )
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise ValueError(
-            f"{folder.path} lacks {_some(missing)}, which its {config} asks for; {way_out}"
-        )
+        others = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
+        raise ValueError(_incomplete(folder, others, missing, config, way_out))
     leftover = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
     if leftover:
         raise ValueError(
-            f"{folder.path} holds {_some(leftover)}, for which its {config} has no place; such a "
+            f"{folder.path} holds {some(leftover)}, for which its {config} has no place; such a "
             "model is not supported"
         )
     for name, shape in expected.items():
@@ -260,6 +217,26 @@ def check_folder(
             "config.json of the model has tie_word_embeddings; set that to false there, as "
             "transformers takes it"
         )
+
+
+def _incomplete(
+    folder: Folder, others: Sequence[str], missing: Sequence[str], config: str, way_out: str
+) -> str:
+    """Returns the message about missing tensors.
+
+    others: tensors of the folder that the model does not have. They may be the missing ones, under
+    names that a wrapper gave them.
+    """
+    wrapper = wrapper_message(others, missing)
+    if wrapper:
+        return f"{folder.path} {wrapper}"
+    if all(name.endswith("lm_head.weight") for name in missing):
+        way_out = (
+            "give the folder of a model with its head, or, if the embeddings are the head, set "
+            "tie_word_embeddings to true there, beside text_config if there is one"
+        )
+    instead = f", and holds {some(others, 1)} instead" if others else ""
+    return f"{folder.path} lacks {some(missing)}, which its {config} asks for{instead}; {way_out}"
 
 
 def carried_tensors(folder: Folder, weights: Tensors) -> dict[str, Stored]:
@@ -291,7 +268,11 @@ def _are_equal(tensors: dict[str, Stored], optional: str, name: str) -> bool:
     """Returns whether two tensors have the same bytes; True if the first one is missing."""
     if optional not in tensors:
         return True
-    one, other = tensors[optional], tensors[name]
+    return _have_equal_bytes(tensors[optional], tensors[name])
+
+
+def _have_equal_bytes(one: Stored, other: Stored) -> bool:
+    """Returns whether two tensors are of one type and shape, and have the same bytes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.path.open("rb") as first, other.path.open("rb") as second:
@@ -304,9 +285,3 @@ def _are_equal(tensors: dict[str, Stored], optional: str, name: str) -> bool:
                 return False
             left -= size
     return True
-
-
-def _some(names: Sequence[str] | Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -14,6 +14,7 @@ from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.folder import check_folder, open_folder
+from megatron.sft.model.huggingface.names import naming
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, PretrainedAdapter
 from megatron.sft.model.huggingface.write import check_target
 from megatron.sft.model.lora.names import AdapterWeights
@@ -67,7 +68,8 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     adapter = None
     if config.lora.lora_adapter is not None and not continues:
         adapter = PretrainedAdapter(
-            open_adapter(config.lora.lora_adapter), AdapterWeights(weights, config.lora)
+            open_adapter(config.lora.lora_adapter, naming(model_config, folder.tensors).rename),
+            AdapterWeights(weights, config.lora),
         )
         way_out = "adapters of some layers alone are not supported: merge it with peft"
         check_folder(*adapter, ADAPTER_CONFIG, way_out)

@@ -14,6 +14,7 @@ from functools import cached_property
 from megatron.packing.layers import LayerKind
 from megatron.packing.model.names import LogicalName, is_of_adapter, logical_name
 from megatron.sft.model.huggingface.families.family import Family, Prefix
+from megatron.sft.model.huggingface.names import is_of_language_model
 from megatron.sft.model.huggingface.rows import LAYER_ROWS, MODEL_ROWS, Row, Source
 from megatron.sft.model.huggingface.tensors import Part, Weight
 from megatron.sft.options.model import ModelConfig
@@ -61,8 +62,10 @@ class Weights:
         """Returns whether a tensor is outside the trained model, and copied by an export: one of a
         vision tower, or of layers that predict further tokens.
         """
+        if name.startswith(self._family.carried):
+            return True
         if not name.startswith((self._prefix.body, self._prefix.head)):
-            return self._prefix != Prefix() or name.startswith(self._family.carried)
+            return self._prefix != Prefix() and not is_of_language_model(name)
         layer = name.removeprefix(f"{self._prefix.body}layers.").split(".")[0]
         is_beyond = layer.isdecimal() and int(layer) >= self._model.num_layers
         return is_beyond and self._family.carries_further_layers

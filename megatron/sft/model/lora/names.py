@@ -15,7 +15,15 @@ from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.layers import adapted_layers
 from megatron.sft.options.lora import LINEARS, LoraConfig
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""Prefix of all names in a PEFT folder."""
+_IN_MEMORY = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Prefix in released files of multimodal models -> prefix in memory, which PEFT writes. It reads no
+other one for `modules_to_save`.
+"""
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Names in PEFT of the stacked parameters of a layer's experts, in order."""
 _WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT}
@@ -32,7 +40,7 @@ class AdapterWeights:
         # PEFT needs both names of tied embeddings, or it leaves one of them as in the base model.
         if weights.tied is not None and self._whole:
             self._whole = set(_WHOLE.values())
-            self.tied = (_PREFIX + weights.tied[0], _PREFIX + weights.tied[1])
+            self.tied = (peft_name(weights.tied[0]), peft_name(weights.tied[1]))
 
     def concerns(self, name: str) -> bool:
         """Returns whether a parameter belongs to an adapter, or is in `lora_modules_to_save`."""
@@ -122,7 +130,7 @@ class AdapterWeights:
             if part.view.expert is not None:
                 parts.append(self._of_stack(part, which))
                 continue
-            name = f"{_PREFIX}{part.name.removesuffix('weight')}{which}.weight"
+            name = peft_name(f"{part.name.removesuffix('weight')}{which}.weight")
             if which == "lora_A":
                 parts.append(Part(name, (rank, part.shape[1])))
             else:
@@ -150,12 +158,20 @@ class AdapterWeights:
         # PEFT wraps the module once for each target parameter. With two of them, the first has
         # "base_layer" in its name, being the inner one.
         is_inner = part.name.endswith(STACKED[0]) and self._lora.targets_in("fc2")
-        name = f"{_PREFIX}{module}{'.base_layer' if is_inner else ''}.{which}.weight"
+        name = peft_name(f"{module}{'.base_layer' if is_inner else ''}.{which}.weight")
         if which == "lora_A":
             view, stored = View(expert=part.view.expert, stack="rows"), (experts * rank, columns)
             return Part(name, (rank, columns), view, stored)
         view = part.view._replace(is_transposed=False, stack="columns")
         return Part(name, (part.shape[0], rank), view, (rows, rank * experts))
+
+
+def peft_name(name: str) -> str:
+    """Returns PEFT's name of a tensor of the base model, which is the one in memory there."""
+    for released, in_memory in _IN_MEMORY.items():
+        if name.startswith(released):
+            name = in_memory + name.removeprefix(released)
+    return PREFIX + name
 
 
 def _linear(weight: Weight) -> str:
@@ -165,7 +181,7 @@ def _linear(weight: Weight) -> str:
 
 def _renamed(weight: Weight) -> Weight:
     return weight._replace(
-        parts=tuple(part._replace(name=_PREFIX + part.name) for part in weight.parts)
+        parts=tuple(part._replace(name=peft_name(part.name)) for part in weight.parts)
     )
 
 

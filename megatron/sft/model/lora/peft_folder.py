@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.packing.user_files import Kind, check_types, read_json, shown
-from megatron.sft.model.huggingface.folder import Folder, Stored, read_header
-from megatron.sft.model.lora.names import STACKED, AdapterWeights
+from megatron.sft.model.huggingface.files import ADAPTER_CONFIG as CONFIG
+from megatron.sft.model.huggingface.files import folder_below
+from megatron.sft.model.huggingface.folder import Folder, Stored
+from megatron.sft.model.huggingface.headers import read_header
+from megatron.sft.model.lora.names import PREFIX, STACKED, AdapterWeights, peft_name
 from megatron.sft.options.lora import MODULES, LoraConfig
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 # Keys of adapter_config.json that, unless empty, change what is computed, or what the adapter is
 # added to. Such adapters are refused.
@@ -47,28 +49,47 @@ _KINDS: Mapping[Kind, str] = {
 _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def open_adapter(folder: str | Path) -> Folder:
+def open_adapter(folder: str | Path, rename: Callable[[str], str] = str) -> Folder:
     """Reads the header of an adapter's weights. Raises ValueError if the file is missing or
     damaged.
+
+    rename: function from names in the base model, in any spelling, to those of its files (see
+    `names`). peft writes names as the base model has them in memory.
     """
     path = Path(folder) / WEIGHTS
     if not path.is_file():
-        hint = (
-            "; its adapter_model.bin is a pickle, which can run any code: load and save it with "
-            "peft"
-        )
-        has_pickle = path.with_suffix(".bin").is_file()
-        raise ValueError(
-            f"--lora-adapter {folder} must hold {WEIGHTS}, but does not{hint * has_pickle}"
-        )
+        below = folder_below(Path(folder), (WEIGHTS,))
+        hint = f"; {below}" if below else ""
+        if path.with_suffix(".bin").is_file():
+            hint = (
+                "; its adapter_model.bin is a pickle, which can run any code: load and save it "
+                "with peft"
+            )
+        raise ValueError(f"--lora-adapter {folder} must hold {WEIGHTS}, but does not{hint}")
     header = read_header(path)
     return Folder(
         Path(folder),
         {
-            name: Stored(path, name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+            _renamed(name, rename): Stored(
+                path, name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]
+            )
             for name, e in header.items()
         },
     )
+
+
+def _renamed(name: str, rename: Callable[[str], str]) -> str:
+    return peft_name(rename(name.removeprefix(PREFIX))) if name.startswith(PREFIX) else name
+
+
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """Returns what adapter_config.json holds. Raises ValueError, naming the key, for a value of
+    another type than peft writes.
+    """
+    where = Path(folder) / CONFIG
+    config: dict[str, Any] = read_json(where, any_integer=True)
+    check_types(config, _KINDS, where)
+    return config
 
 
 def options_of_adapter(folder: str | Path) -> dict[str, Any]:
@@ -76,9 +97,11 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
     is computed otherwise.
     """
     where = Path(folder) / CONFIG
+    below = "" if where.is_file() else folder_below(Path(folder), (CONFIG,))
+    if below:
+        raise ValueError(f"--lora-adapter {folder} must hold {CONFIG}, but does not; {below}")
     try:
-        config = read_json(where, any_integer=True)
-        check_types(config, _KINDS, where)
+        config = read_adapter_config(folder)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (KeyError, TypeError, ValueError, OverflowError) as failure:
         raise ValueError(

@@ -64,8 +64,6 @@ class Family:
     """Function from options to the keys of config.json that differ from Llama's."""
     rows: tuple[Row, ...] = ()
     """Rows that replace those of `rows.LAYER_ROWS` for the same parameter, or add a parameter."""
-    stacked_rows: tuple[Row, ...] = ()
-    """Further replacements for folders that have the experts of a layer as one tensor."""
     names: tuple[tuple[str, str], ...] = ()
     """(text in Llama's tensor names, this family's text), replaced in this order."""
     carried: tuple[str, ...] = ()

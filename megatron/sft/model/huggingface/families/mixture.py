@@ -18,7 +18,8 @@ BLOCK_SPARSE_NAMES = (
     (".down_proj.", ".w2."),
 )
 """Names of Mixtral's files, and of MiniMax's."""
-
+STACKED_BLOCK_SPARSE_NAMES = (("mlp.gate.e_score", "mlp.e_score"),)
+"""Their names where experts are stacked, as transformers has them in memory."""
 
 STACKED_EXPERTS = (
     Row(
@@ -41,7 +42,9 @@ STACKED_EXPERTS = (
         lambda s: (Source(View(), (s["experts"], s["hidden"], s["expert_ffn"])),),
     ),
 )
-"""Experts of a layer as one tensor, as some releases of Qwen3.5 have them."""
+"""Experts of a layer as one tensor, as some releases of Qwen3.5 have them, and transformers has all
+of them in memory.
+"""
 
 
 def num_experts(config: ConfigFields, default: str) -> dict[str, Any]:

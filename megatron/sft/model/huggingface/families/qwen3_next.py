@@ -9,7 +9,6 @@ from typing import Any
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.families.mixture import (
-    STACKED_EXPERTS,
     num_experts,
     qwen_experts,
     qwen_experts_config,
@@ -213,7 +212,7 @@ QWEN3_5 = Family(
     options=_options,
     config=_config,
     rows=_ROWS,
-    carried=("mtp.",),
+    carried=("mtp.", "model.visual."),
     within={"qwen3_5": _PREFIX},
 )
 QWEN3_5_MOE = Family(
@@ -225,7 +224,6 @@ QWEN3_5_MOE = Family(
     options=_moe_options,
     config=_moe_config,
     rows=_ROWS,
-    stacked_rows=STACKED_EXPERTS,
-    carried=("mtp.",),
+    carried=("mtp.", "model.visual."),
     within={"qwen3_5_moe": _PREFIX},
 )

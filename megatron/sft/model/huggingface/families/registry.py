@@ -39,6 +39,13 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 _WITHIN = {outer: family for family in _ALL for outer in family.within}
 
 
+_TIED_WITHIN = {"gemma3": True, "qwen3_5": False, "qwen3_5_moe": False}
+"""Multimodal `model_type` -> `tie_word_embeddings` where it is missing. That of text_config has no
+effect. Mistral 3, which transformers ties, is not listed: released folders have a head that
+differs, and transformers takes it.
+"""
+
+
 class LanguageModel(NamedTuple):
     """The language model of a config.json. It may be the text part of a multimodal model."""
 
@@ -57,7 +64,7 @@ def language_model(config: Mapping[str, Any], where: str = "config.json") -> Lan
         kind = text.get("model_type", outer.model_type)
         if kind in FAMILIES and config["model_type"] in FAMILIES[kind].within:
             prefix = FAMILIES[kind].within[config["model_type"]]
-            tied = config.get("tie_word_embeddings")  # it stands beside text_config
+            tied = config.get("tie_word_embeddings", _TIED_WITHIN.get(config["model_type"]))
             values = text if tied is None else {**text, "tie_word_embeddings": tied}
             return _described(FAMILIES[kind], values, where, prefix)
     if not isinstance(kind, str) or kind not in FAMILIES:

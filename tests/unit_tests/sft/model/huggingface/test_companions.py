@@ -92,7 +92,15 @@ def pretrained(folder, save_tokenizer, generation):
     """A folder of a model with its tokenizer, and what is written for it."""
     source = save_tokenizer(PLAIN)
     (folder / "config.json").write_text(
-        json.dumps(LLAMA | {"torch_dtype": "bfloat16", "_name_or_path": "x", "rare": 1})
+        json.dumps(
+            LLAMA
+            | {
+                "torch_dtype": "bfloat16",
+                "_name_or_path": "x",
+                "rare": 1,
+                "transformers_weights": "mine.safetensors",
+            }
+        )
     )
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))

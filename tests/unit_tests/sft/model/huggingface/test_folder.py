@@ -1,16 +1,16 @@
 """The files of a HuggingFace folder, before any tensor is read."""
 
 import json
-import struct
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.sft.model.huggingface.families.registry import FAMILIES
+from megatron.sft.model.huggingface.families.registry import FAMILIES, language_model
 from megatron.sft.model.huggingface.folder import (
     INDEX,
     SINGLE,
+    carried_tensors,
     check_folder,
     fingerprint,
     open_folder,
@@ -143,44 +143,17 @@ def test_broken_folders_are_refused(tmp_path):
     content = (tmp_path / SINGLE).read_bytes()
     for size in (0, 7, 100, len(content) - 1):
         (tmp_path / SINGLE).write_bytes(content[:size])
-        with pytest.raises(ValueError, match="download it again"):
+        with pytest.raises(ValueError, match="copy it again"):
             open_folder(tmp_path)
+    (tmp_path / SINGLE).unlink()
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(ValueError, match=r"gone\.safetensors"):
         open_folder(tmp_path)
-    (tmp_path / SINGLE).write_bytes(content)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": SINGLE}}))
-    with pytest.raises(ValueError, match="lacks a, which"):
-        open_folder(tmp_path)
-
-
-def test_a_header_with_metadata_that_is_no_text_is_refused(tmp_path):
-    """safetensors itself opens no such file, with a traceback of every rank."""
-    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    text = json.dumps({"__metadata__": {"format": {"pt": 1}}, "a": entry}).encode()
-    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
-    with pytest.raises(ValueError, match="download it again"):
-        open_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("shape", "offsets"),
-    [
-        ([2, 4], [0, 16]),  # less than its shape takes
-        ([4], [16, 32]),  # over the other one
-        ([4], [40, 56]),  # a gap before it
-        ([2**40, 2**40], [32, 48]),  # more numbers than there could be
-        ([4], [32.0, 48.0]),
-    ],
-)
-def test_headers_that_overlap_or_overflow_are_refused(tmp_path, shape, offsets):
-    """Weights of another tensor would be read for this one's, or a traceback would follow."""
-    header = {"a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}
-    header["b"] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    content = struct.pack("<Q", len(text)) + text + bytes(max(32, int(offsets[1])))
-    (tmp_path / SINGLE).write_bytes(content)
-    with pytest.raises(ValueError, match=r"model\.safetensors must .*; download it again"):
+    (tmp_path / "part.safetensors").write_bytes(content)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    open_folder(tmp_path)  # transformers reads whole files
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {}}))
+    with pytest.raises(ValueError, match="names a, which none"):
         open_folder(tmp_path)
 
 
@@ -205,3 +178,74 @@ def test_fingerprint_tells_models_apart_but_not_files(tmp_path):
         fingerprint(open_folder(tmp_path / name)) for name in ("one", "two", "three")
     )
     assert one == two != three
+
+
+def test_two_names_of_one_tensor_must_be_equal(tmp_path):
+    """One of the two would be trained and the other loaded."""
+    tensors = tensors_of(weights())
+    name = "model.layers.0.input_layernorm.weight"
+    for difference in (0.0, 1.0):
+        other = {name.removeprefix("model."): tensors[name] + difference}
+        save_file(tensors | other, tmp_path / SINGLE)
+        if difference == 0.0:
+            check(tmp_path)
+            continue
+        with pytest.raises(ValueError, match="two names of one tensor"):
+            open_folder(tmp_path)
+
+
+def test_shards_beside_a_file_must_hold_the_same(tmp_path):
+    """save_pretrained leaves older shards or an older file, and transformers reads the file."""
+    tensors = tensors_of(weights())
+    save_file(tensors, tmp_path / SINGLE)
+    index = {"weight_map": dict.fromkeys(tensors, "part.safetensors")}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    check(tmp_path)  # the shards are gone
+    for difference in (0.0, 1.0):
+        save_file(
+            {name: t + difference for name, t in tensors.items()}, tmp_path / "part.safetensors"
+        )
+        if difference == 0.0:
+            check(tmp_path)
+    with pytest.raises(ValueError, match="two models"):
+        open_folder(tmp_path)
+
+
+def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path):
+    """transformers ties the two, whichever is there."""
+    expected = weights(untie_embeddings_and_output_weights=False)
+    tensors = tensors_of(expected)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=r"lacks model\.embed_tokens"):
+        check(tmp_path, expected)
+    config = {"model_type": "llama", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(tmp_path, expected)
+
+
+def test_names_of_a_wrapper_are_named(tmp_path):
+    """transformers makes all weights up, and training begins from noise."""
+    save_file({f"module.{name}": t for name, t in tensors_of(weights()).items()}, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=r"'module\.' .*DistributedDataParallel"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "model.lm_head.weight"])
+def test_a_head_of_a_multimodal_model_is_not_carried_along(tmp_path, head):
+    """transformers computes with it, and an export would hold it untrained."""
+    config = {"model_type": "gemma3", "tie_word_embeddings": True}
+    config["text_config"] = {"model_type": "gemma3_text"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    family, _, prefix = language_model(config)
+    model = weights(untie_embeddings_and_output_weights=False)._model
+    expected = Weights(model, VOCAB_SIZE, family, prefix)
+    tensors = tensors_of(expected)
+    embedding = tensors["language_model.model.embed_tokens.weight"]
+    tower = {"model.vision_tower.proj.weight": torch.ones(2)}
+    save_file(tensors | tower | {head: embedding.clone()}, tmp_path / SINGLE)
+    check(tmp_path, expected)
+    assert [*carried_tensors(open_folder(tmp_path), expected)] == ["vision_tower.proj.weight"]
+    save_file(tensors | {head: embedding + 1}, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        check(tmp_path, expected)

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.packing.flags import FlagError
-from megatron.sft.model.huggingface.families.registry import FAMILIES
+from megatron.sft.model.huggingface.families.registry import FAMILIES, language_model
 from megatron.sft.model.huggingface.folder import check_folder
+from megatron.sft.model.huggingface.names import naming
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import (
@@ -21,7 +22,7 @@ from megatron.sft.model.lora.peft_folder import (
 )
 from megatron.sft.options.lora import LoraConfig
 from tests.unit_tests.sft.command_line import parse
-from tests.unit_tests.sft.model.huggingface.test_folder import weights
+from tests.unit_tests.sft.model.huggingface.test_folder import VOCAB_SIZE, weights
 
 LORA = LoraConfig(
     lora=True, lora_rank=3, lora_alpha=6, lora_target_modules=("q_proj", "v_proj", "down_proj")
@@ -280,3 +281,24 @@ def test_dropout_beside_experts_of_one_tensor_is_refused():
         list(names.all())
     names, _ = gpt_oss(lora_dropout=0.1, lora_target_modules=("q_proj",))
     assert len(list(names.all())) == 2
+
+
+def test_adapters_of_multimodal_models_have_their_names_in_memory(tmp_path):
+    """peft raises for whole embeddings by the names of released files; it was written so once."""
+    config = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}}
+    family, _, prefix = language_model(config)
+    lora = LoraConfig(**{**vars(LORA), "lora_modules_to_save": ("lm_head",)})
+    names = AdapterWeights(Weights(weights()._model, VOCAB_SIZE, family, prefix), lora)
+    tensors = {p.name: torch.ones(p.shape) for w in names.all() for p in w.parts}
+    begins = {name.split(".layers.")[0] for name in tensors}
+    assert begins == {
+        "base_model.model.model.language_model",
+        "base_model.model.lm_head.weight",
+    }
+    released = {
+        name.replace("model.model.language_model.", "model.language_model.model."): tensor
+        for name, tensor in tensors.items()
+    }
+    for spelling in (tensors, released):
+        save_file(spelling, tmp_path / WEIGHTS)
+        check_folder(open_adapter(tmp_path, naming(config, ()).rename), names, CONFIG)
