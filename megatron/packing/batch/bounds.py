@@ -144,9 +144,12 @@ def check_nodes(item: Mapping[str, Any], size: int, spans: Spans) -> None:
 
 
 def read_integers(name: str, value: Any) -> IntArray:
-    """Returns a field of integers, int64 [n]; ValueError for other numbers."""
+    """Returns a field of whole numbers, int64 [n]; ValueError for others."""
     array = as_array(name, value)
-    if array.size and array.dtype.kind not in "iu":
+    is_whole = array.dtype.kind in "biu" or (
+        array.dtype.kind == "f" and bool((array == np.rint(array)).all())
+    )
+    if array.size and not is_whole:
         raise ValueError(f"'{name}' must be integers, but is {str(value)[:80]}")
     if array.ndim > 1 and array.size != array.shape[-1]:
         raise ValueError(
@@ -265,6 +268,9 @@ def _mask_numbers(value: Any, size: int) -> IntArray:
     mask = as_array("attention_mask", value)
     if mask.ndim > 1 and mask.shape[-2:] == (size, size) and size > 1:
         return _matrix_numbers(mask, size)
+    # NeMo says by a single 1 that there is none, and a matrix of one token says nothing.
+    if mask.size == 1 and (mask.item() == 1 or (mask.ndim > 2 and size == 1)):
+        return np.ones(size, np.int64)
     mask = _per_token("attention_mask", mask, size)
     numbers = mask.astype(np.int64)
     if (numbers != mask).any() or (numbers < 0).any():
@@ -293,7 +299,9 @@ def _matrix_numbers(matrix: npt.NDArray[Any], size: int) -> IntArray:
         places, first = np.arange(size), sees.argmax(1)
         is_real = sees.diagonal()
         wanted = (places >= first[:, None]) & (places <= places[:, None]) & is_real
-        if is_real.any() and np.array_equal(sees[is_real], wanted[is_real]):
+        # A query's first key begins a sequence: within a window it would not.
+        begins = np.array_equal(first[first[is_real]], first[is_real])
+        if is_real.any() and begins and np.array_equal(sees[is_real], wanted[is_real]):
             return np.where(is_real, first + 1, 0)
     raise ValueError(
         f"'attention_mask' of shape {list(matrix.shape)} must be causal within each sequence, and "

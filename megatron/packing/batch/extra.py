@@ -67,7 +67,7 @@ def warn_of_own_fields(
 def _says_something(names: tuple[str, ...], values: npt.NDArray[Any], lengths: IntArray) -> bool:
     """Returns whether values of a known name say what the sequences of these lengths do not."""
     if names is grammar.NUMBERS_OF_SEQUENCES:
-        return lengths.size == 1 and bool((values != values.flat[0]).any())
+        return values.ndim == 1 and np.count_nonzero(np.diff(values)) + 1 != lengths.size
     if names is grammar.SIZES:
         return values.size == 1 and values.item() != lengths.sum()
     return names is not grammar.TOKEN_TYPES or bool(values.any())
@@ -105,9 +105,11 @@ def rows_of(
     elif size == num_sequences:
         per_token = per_sequence
     if per_token is None and per_sequence is None:
+        row = grammar.KNOWN.get(name)
+        way_out = "" if row is None else f"; such fields {grammar.plain_text(row.meaning)}"
         raise ValueError(
             f"'{name}' must have one row per token ({size}) or per sequence ({num_sequences}), but "
-            f"has shape {list(values.shape)}"
+            f"has shape {list(values.shape)}{way_out}"
         )
     return Rows(per_token, per_sequence)
 

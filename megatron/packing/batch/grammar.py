@@ -2,7 +2,7 @@
 
     tokens      Megatron-LM's data sets: a label is that of the next token
     input_ids   HuggingFace's collators: a label stands above its own token
-    packed      either of them with several sequences
+    packed      `tokens` of several sequences; `input_ids` likewise, where payloads are refused
     tree        `tokens` with `parents` (see `tree`)
     paths       a tree, or sequences, with fields per path (see `paths`)
 
@@ -100,7 +100,11 @@ ROWS = (
     ),
     FieldRow(CUMULATIVE_PADDED, "read", "places of the sequences that `cu_seqlens` measure"),
     FieldRow((*LENGTHS, *LENGTHS_PADDED), "read", "length of each sequence; room of each"),
-    FieldRow(("seq_idx",), "read read read refused refused", "number of each token's sequence"),
+    FieldRow(
+        ("seq_idx",),
+        "read read read refused refused",
+        "number of each token's sequence; in trees `cu_seqlens` bound nodes",
+    ),
     FieldRow(("source",), "read", "number of the data source, whose loss is reported"),
     FieldRow(
         ("parents",),
@@ -108,9 +112,14 @@ ROWS = (
         "number of each node's parent; give a tree's `tokens`, with labels of the next ones",
     ),
     FieldRow(
-        ("num_paths", "first_path"),
+        ("num_paths",),
         "read refused read read read",
-        "paths that train each token; give a tree's `tokens`, with labels of the next ones",
+        "how often each token counts; give a tree's `tokens`, with labels of the next ones",
+    ),
+    FieldRow(
+        ("first_path",),
+        "ignored refused ignored ignored read",
+        "number of the first path through each token, which `merge_with_fields` makes",
     ),
     FieldRow(
         ("payloads", "payload_key", "costs"),

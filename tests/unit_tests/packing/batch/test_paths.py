@@ -47,7 +47,7 @@ def test_literal_paths() -> None:
 
 def test_a_token_that_only_one_path_trains_is_computed_for_each() -> None:
     """Neighbours in the order of paths could not say which of them train it."""
-    masks = [[0, 1, 1], [0, 0, 1], [0, 1, 1]]
+    masks: list[list[float]] = [[0, 1, 1], [0, 0, 1], [0, 1, 1]]
     sample = merge_with_fields([path_of([6, 7, 8], mask) for mask in masks], ids=[1, 2, 3])
     assert sample["tokens"].tolist() == [6, 7, 8, 7, 8]
     assert sample["loss_mask"].tolist() == [0, 2, 2, 0, 1]
@@ -185,7 +185,7 @@ def test_a_pair_is_one_tree_or_refused() -> None:
     assert sample["parents"].tolist() == [-1, 0, 0], "a token without a loss has any label"
     prompt = [np.array([-100, *tokens[2:], 0]) for tokens in pair]
     sample = merge_with_fields(
-        [Path(np.array(tokens), labels, np.ones(3)) for tokens, labels in zip(pair, prompt)],
+        [Path(np.array(tokens), labels, np.ones(3, np.float32)) for tokens, labels in zip(pair, prompt)],
         sign=[1, -1],
     )
     assert sample["num_paths"].tolist() == [0, 1, 1, 1, 1], "labels of -100 are masked"
