@@ -209,6 +209,58 @@ def test_every_token_arrives_once(layout: Layout, scheduler: str) -> None:
         assert not any(last["loss_mask"][i][length:])
 
 
+STEPS: list[list[list[dict[str, Any]]]] = [
+    [
+        [{"tokens": [1, 2, 3], "gains": [1, 2, 3], "id": [4]}],
+        [{"tokens": [5], "gains": [0.5], "id": 6}],
+    ],
+    [[{"tokens": [7], "gains": [1], "id": [8]}], [{"tokens": [9], "gains": [1], "id": [0.5]}]],
+    [[{"tokens": list(range(99)), "gains": [1] * 99, "id": 1}], []],
+    [[{"tokens": [1, 2, 3], "gains": 3, "id": 4}], []],
+]
+"""Samples of two ranks: of one token beside others, of one token alone, none (the only one is too
+long), and of another scope.
+"""
+
+
+def fields_of_steps(scheduler: str) -> list[Any]:
+    """On each rank and for each step: the users' fields with type and size beside their batch's."""
+    layout = Layout(2)
+    config = start(
+        layout, scheduler, sequence_packing_options=PackingOptions(over_length_policy="drop")
+    )
+    found: list[Any] = []
+    own = iterators(layout, lambda rank: iter([step[rank] for step in STEPS]))
+    for _ in STEPS:
+        try:
+            loader = wrap_dataloader(own, config, 1)
+        except GlobalBatchError as error:
+            found.append(str(error))
+            continue
+        assert not isinstance(loader.data_iterator, list)
+        for _ in range(loader.num_microbatches):
+            batch = get_batch_on_this_rank_for_sequence_packing(loader.data_iterator)
+            assert batch.labels is not None
+            shapes = {tuple(batch.labels.shape): "token"}
+            shapes |= {(batch.packed_seq_params.cu_seqlens_q.numel() - 1,): "sequence"}
+            found.append(
+                {n: (shapes[tuple(each.shape)], str(each.dtype)) for n, each in batch.extra.items()}
+            )
+    return found
+
+
+@pytest.mark.parametrize("scheduler", ["default", "empty", "dp_balanced"])
+def test_fields_of_users_are_those_of_the_run(scheduler: str) -> None:
+    """A loss would find a field in one step and not in another, or of another shape, by what other
+    ranks happened to load.
+    """
+    for found in run_ranks(fields_of_steps, 2, scheduler):
+        assert "'gains' must have one scope and shape in all samples of a run" in found.pop()
+        ids = [fields.pop("id") for fields in found]
+        assert ids == [("sequence", "torch.int64")] + [("sequence", "torch.float64")] * 2
+        assert found == [{"gains": ("token", "torch.float64")}] * 3
+
+
 def seen(ranks: list[Any], name: str, stage: int, context: int) -> list[list[Any]]:
     """`name` of every segment of every pack, context-parallel shards put together; equal on
     tensor-parallel ranks.

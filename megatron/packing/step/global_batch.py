@@ -240,6 +240,7 @@ def _load_and_place(
     stays = shaped_samples.original_index[waits]
     delayed = local.left_behind(stays, restores=restore is not None)
     arrived, microbatch_of = move(samples, decision, data_ranks_group)
+    arrived = arrived.with_schema(decision.schema)  # also where no sample arrived
     plan, samples, payloads = _in_order_of_packs(arrived, microbatch_of, decision.stats, moved)
     return ReplicaPart(plan, samples, payloads, delayed, decision if is_scheduling_rank else None)
 

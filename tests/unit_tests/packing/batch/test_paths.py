@@ -185,7 +185,10 @@ def test_a_pair_is_one_tree_or_refused() -> None:
     assert sample["parents"].tolist() == [-1, 0, 0], "a token without a loss has any label"
     prompt = [np.array([-100, *tokens[2:], 0]) for tokens in pair]
     sample = merge_with_fields(
-        [Path(np.array(tokens), labels, np.ones(3, np.float32)) for tokens, labels in zip(pair, prompt)],
+        [
+            Path(np.array(tokens), labels, np.ones(3, np.float32))
+            for tokens, labels in zip(pair, prompt)
+        ],
         sign=[1, -1],
     )
     assert sample["num_paths"].tolist() == [0, 1, 1, 1, 1], "labels of -100 are masked"
