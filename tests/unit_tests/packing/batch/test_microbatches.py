@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
+from megatron.packing.batch.microbatches import (
+    FIELDS,
+    layout_microbatches,
+    layouts_of,
+    layouts_of_samples,
+    pack,
+)
+from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.samples import Samples
 from tests.unit_tests.packing.batch.test_samples import samples_of
 
@@ -51,6 +58,24 @@ def test_literal_packs() -> None:
     # A dummy pack that adds anything to loss or token count makes the loss depend on the layout.
     assert empty["tokens"].tolist() == empty["loss_mask"].tolist() == [0] * 8
     assert empty["cu_seqlens"].tolist() == [0, 0]
+
+
+def test_a_field_of_a_tree_is_that_of_each_of_its_nodes() -> None:
+    """A segment is a node: the rows of a tree's second node would be those of the next sample."""
+    tree = {
+        "tokens": [1, 2, 3, 4],
+        "labels": [2, 3, 4, 5],
+        "cu_seqlens": [0, 2, 3, 4],
+        "parents": [-1, 0, 0],
+        "sample_id": 7,
+    }
+    samples = read_samples([{"tokens": [5], "sample_id": 6}, tree, {"tokens": [8], "sample_id": 9}])
+    counts, alignment = np.array([2, 1], np.int64), Alignment(sequence=2, pack=8)
+    packs = pack(samples, counts, layouts_of_samples(samples, counts, alignment))
+    assert [each["extra_per_sequence"]["sample_id"].tolist() for each in packs] == [
+        [6, 7, 7, 7],
+        [9, 0],
+    ]
 
 
 @given(

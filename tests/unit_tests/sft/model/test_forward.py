@@ -57,6 +57,20 @@ def test_loss_by_source_literal(forward):
     assert "source losses" not in forward.loss_sum(mask, torch.ones(1, 4))[2]
 
 
+def test_a_token_that_paths_share_counts_for_each_in_its_source(forward):
+    """A source of trees would have the loss of its last turns, as prompts are shared."""
+    mask, sources = torch.tensor([[0.0, 4.0, 0.5, 1.0]]), torch.tensor([[0, 1, 1, 0]])
+    _, num_tokens, log = forward.loss_sum(
+        mask,
+        torch.tensor([[8.0, 1.0, 4.0, 3.0]]),
+        sources,
+        2,
+        num_paths=torch.tensor([[0, 3, 1, 2]]),
+    )
+    assert num_tokens.item() == 6
+    assert log["source losses"].tolist() == [[6.0, 7.0], [2, 4]]
+
+
 def test_loss_of_masked_tokens_only_is_zero(forward):
     """Dummy packs are all masked: 0 / 0 there would make every gradient NaN."""
     output = torch.tensor([[5.0, 6.0]], requires_grad=True)

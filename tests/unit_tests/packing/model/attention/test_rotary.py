@@ -192,6 +192,20 @@ def test_rotary_of_a_layer_is_that_of_each_sequence(is_interleaved, size, rank, 
     assert rotary.turns(Places(lengths[::-1], size, rank), mine) is not turns
 
 
+def test_what_is_kept_is_of_nodes_of_the_same_depths():
+    """The next microbatch may have a tree of nodes of the same lengths, and another trunk."""
+    query = torch.zeros(10, 1, HEADS, WIDTH, dtype=torch.float64)
+    places = [Places((6, 2, 2), 1, 0, depths) for depths in ((0, 6, 6), (0, 6, 8), ())]
+    rotary = LayerRotary(torch.ones(WIDTH // 2).double())
+    cosines = [rotary.turns(each, query).cos[:, 0, 0, 0] for each in places]
+    scale = QueryScale(0.1, 2)
+    factors = [scale.factors(each, query).flatten() for each in places]
+    for last, each, its_factors in zip(([6, 7], [8, 9], [0, 1]), cosines, factors):
+        positions = torch.tensor(last).double()
+        torch.testing.assert_close(each[-2:], positions.cos())
+        torch.testing.assert_close(its_factors[-2:], 1 + 0.1 * (1 + positions // 2).log())
+
+
 def test_query_scale_is_that_of_transformers():
     """It starts at 1 and steps at each multiple of the original length, within each sequence."""
     from transformers.models.ministral3 import modeling_ministral3

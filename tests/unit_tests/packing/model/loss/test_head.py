@@ -3,6 +3,7 @@ once, exactly.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy as plain_cross_entropy
 
 from megatron.packing.model.loss import cross_entropy
 from megatron.packing.model.loss.cross_entropy import Words
-from megatron.packing.model.loss.head import skip_masked_tokens
+from megatron.packing.model.loss.head import Hidden, skip_masked_tokens
 from megatron.packing.model.multipliers import LogitRule
 from megatron.sft.model import cpu_support
 from tests.unit_tests.packing.stubs import Ranks
@@ -266,6 +267,20 @@ def test_logits_are_kept_for_backward_passes_alone(monkeypatch):
     with torch.no_grad():
         model(tokens, tokens, mask, labels=tokens)
     assert kept == [True, False]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_token_that_paths_share_is_right_for_each():
+    """Accuracy divides by what the paths count; prompts that are shared would be missing above."""
+    model = gpt()
+    skip_masked_tokens(model)
+    head = model.masked_tokens_head
+    head._begin(
+        model, (), {"packed_seq_params": SimpleNamespace(num_paths=torch.tensor([[3, 1, 2]]))}
+    )
+    states, weight = torch.eye(NUM_WORDS, WIDTH)[:3, None], torch.eye(NUM_WORDS, WIDTH)
+    head._loss(torch.tensor([[0, 2, 2]]), Hidden(states, weight))
+    assert head.num_right.item() == 3 + 2
 
 
 @pytest.mark.usefixtures("one_process")
