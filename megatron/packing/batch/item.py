@@ -142,7 +142,9 @@ def read_item(item: Mapping[str, Any], warn: Warn) -> Item:
         fields = {name: values[index] for name, values in fields.items()}
     warn_of_own_fields(extra, lengths, warn)
     if is_moved:
-        fields = _moved_fields(fields, lengths, has_labels="shift_labels" in item, warn=warn)
+        fields = _moved_fields(
+            fields, lengths, has_labels=item.get("shift_labels") is not None, warn=warn
+        )
     of_paths = {name: extra.pop(name) for name in list(extra) if name.startswith(PREFIX)}
     has_paths = bool(of_paths) or "first_path" in fields
     num_paths = rows_of_paths(fields, of_paths, lengths) if has_paths else NO_PATHS

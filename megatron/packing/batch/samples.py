@@ -183,7 +183,8 @@ class Samples:
         # A column of another type, or per sequence where each has one token, is the same one.
         names = {column.name for column in missing}
         former = {column.name: column for column in self.columns if column.name in names}
-        columns = {column: self.columns[column] for column in self.columns.keys() - former.values()}
+        replaced = set(former.values())
+        columns = {column: each for column, each in self.columns.items() if column not in replaced}
         for column in missing:
             values = self.values_of(former.get(column.name, column))
             columns[column] = values.astype(column.dtype, copy=False)

@@ -149,6 +149,23 @@ def test_each_field_is_used_as_the_table_says(form: Form) -> None:
     assert not wrong
 
 
+def test_a_run_is_warned_once_of_each_field() -> None:
+    """A warning per sample hides all others, and none per run is not seen."""
+    warned: set[str] = set()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            reader = SampleReader(warned=warned)
+            reader.add([{**TOKENS, "completion_mask": [0, 0, 1, 1, 1]}] * 2, 0)
+            reader.add({**TOKENS, "position_ids": [0, 1, 2, 0, 1]}, 1)
+            with pytest.raises(ValueError, match="'completion_mask' must be in all samples"):
+                reader.samples()
+        reader = SampleReader(warned=warned)
+        reader.add({**IDS, "labels": [6, 7, 8, 9, -100]}, 0)
+    names = [str(each.message).split(" of a sample ")[0] for each in caught]
+    assert names == ["'completion_mask'", "'position_ids'", "'labels'"]
+
+
 def test_the_documents_have_the_table() -> None:
     """A user would look up another one than the reader goes by."""
     table = "\n".join(grammar.use_table())

@@ -319,6 +319,36 @@ def test_a_reader_knows_which_fetch_gave_each() -> None:
         ({"tokens": [[1, 2, 3], [4, 5, 6]]}, "must be [L] or [1, L], but 'tokens' is [2, 3]"),
         ({"tokens": [5], "source": -1}, "'source' must be from 0 to 2147483647, but is -1"),
         ({"tokens": [5], "source": 2**31}, "'source' must be from 0"),
+        ({"tokens": [5, 6], "source": [1, 2]}, "'source' must be one number, but is [1, 2]"),
+        ({"tokens": [5, 6], "input_ids": [5, 7]}, "'input_ids' must be those of 'tokens'"),
+        (
+            {"tokens": [1, 2, 3], "cu_seqlens": [0, 1, 3], "seq_idx": [0, 0, 1]},
+            "'cu_seqlens' and 'seq_idx' must bound the same sequences, but differ at token 1",
+        ),
+        (
+            {"input_ids": [1, 2], "cu_seq_lens_q": [0, 1, 2], "cu_seq_lens_k": [0, 2]},
+            "'cu_seq_lens_q' and 'cu_seq_lens_k' must bound the same sequences",
+        ),
+        ({"tokens": [1, 2], "cu_seqlens": [0, 0.5, 2]}, "'cu_seqlens' must be integers"),
+        ({"tokens": [1, 2], "cu_seqlens_padded": [0, 2]}, "must come with 'cu_seqlens'"),
+        (
+            {"tokens": [1, 2, 3], "cu_seqlens": [0, 2, 3], "cu_seqlens_padded": [0, 1, 3]},
+            "'cu_seqlens_padded' must place sequences within 3 tokens, one behind the other",
+        ),
+        ({"tokens": [1, 2, 3], "attention_mask": [1, 2, 1]}, "has a number again behind another"),
+        ({"tokens": [1, 2], "attention_mask": [0, -1e9]}, "must have 0 for padding and numbers"),
+        (
+            {"tokens": [1, 2, 3], "attention_mask": [[1, 0, 0], [1, 1, 0], [0, 1, 1]]},
+            "'attention_mask' of shape [3, 3] must be causal within each sequence",
+        ),
+        (
+            {"tokens": [1, 2, 3], "attention_mask": np.ones((1, 1, 3, 3), bool)},
+            "'attention_mask' of shape [1, 1, 3, 3] must be causal within each sequence",
+        ),
+        (
+            {"tokens": [1, 2, 3], "original_seq_len": [1, 1]},
+            "'original_seq_len' must be one number, or the lengths that 'cu_seqlens' bound",
+        ),
     ],
 )
 def test_malformed_samples_are_refused(item: dict[str, Any], message: str) -> None:
