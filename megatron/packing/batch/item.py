@@ -235,6 +235,15 @@ def _moved_fields(
         moved["labels"] = moved_left(labels, ends, grammar.IGNORED_LABEL)
     if "loss_mask" in fields:
         moved["loss_mask"] = moved_left(fields["loss_mask"], ends, 0)
+    if "position_ids" in fields:
+        steps = np.diff(fields["position_ids"])
+        steps[ends[:-1] - 1] = 1  # between two sequences
+        if (steps > 1).any():
+            warn(
+                "position_ids",
+                "skips ahead within a sequence, where transformers begins another one at times; "
+                "if one begins there, say so by 'cu_seqlens'",
+            )
     return moved
 
 

@@ -162,8 +162,11 @@ def test_a_run_is_warned_once_of_each_field() -> None:
                 reader.samples()
         reader = SampleReader(warned=warned)
         reader.add({**IDS, "labels": [6, 7, 8, 9, -100]}, 0)
+        reader = SampleReader()
+        reader.add({**IDS, "position_ids": [0, 1, 5, 0, 1]}, 0)
+        assert reader.samples().lengths.tolist() == [3, 2]
     names = [str(each.message).split(" of a sample ")[0] for each in caught]
-    assert names == ["'completion_mask'", "'position_ids'", "'labels'"]
+    assert names == ["'completion_mask'", "'position_ids'", "'labels'", "'position_ids'"]
 
 
 def test_the_documents_have_the_table() -> None:
