@@ -5,6 +5,7 @@ wrong, all ranks agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
@@ -223,12 +224,20 @@ long), and of another scope.
 """
 
 
-def fields_of_steps(scheduler: str) -> list[Any]:
-    """On each rank and for each step: the users' fields with type and size beside their batch's."""
+def fields_of_steps() -> list[list[Any]]:
+    """On each rank, by scheduler and step: the users' fields with their types, and the part of the
+    batch that each has rows of.
+    """
     layout = Layout(2)
-    config = start(
-        layout, scheduler, sequence_packing_options=PackingOptions(over_length_policy="drop")
-    )
+    options = PackingOptions(over_length_policy="drop")
+    config = start(layout, sequence_packing_options=options)
+    return [
+        fields_of_run(layout, copy(config), name) for name in ("default", "empty", "dp_balanced")
+    ]
+
+
+def fields_of_run(layout: Layout, config: TransformerConfig, scheduler: str) -> list[Any]:
+    config.sequence_packing_scheduler = scheduler  # type: ignore[attr-defined]
     found: list[Any] = []
     own = iterators(layout, lambda rank: iter([step[rank] for step in STEPS]))
     for _ in STEPS:
@@ -241,20 +250,19 @@ def fields_of_steps(scheduler: str) -> list[Any]:
         for _ in range(loader.num_microbatches):
             batch = get_batch_on_this_rank_for_sequence_packing(loader.data_iterator)
             assert batch.labels is not None
-            shapes = {tuple(batch.labels.shape): "token"}
-            shapes |= {(batch.packed_seq_params.cu_seqlens_q.numel() - 1,): "sequence"}
+            scopes = {tuple(batch.labels.shape): "token"}
+            scopes |= {(batch.packed_seq_params.cu_seqlens_q.numel() - 1,): "sequence"}
             found.append(
-                {n: (shapes[tuple(each.shape)], str(each.dtype)) for n, each in batch.extra.items()}
+                {n: (scopes[tuple(each.shape)], str(each.dtype)) for n, each in batch.extra.items()}
             )
     return found
 
 
-@pytest.mark.parametrize("scheduler", ["default", "empty", "dp_balanced"])
-def test_fields_of_users_are_those_of_the_run(scheduler: str) -> None:
+def test_fields_of_users_are_those_of_the_run() -> None:
     """A loss would find a field in one step and not in another, or of another shape, by what other
     ranks happened to load.
     """
-    for found in run_ranks(fields_of_steps, 2, scheduler):
+    for found in (run for rank in run_ranks(fields_of_steps, 2) for run in rank):
         assert "'gains' must have one scope and shape in all samples of a run" in found.pop()
         ids = [fields.pop("id") for fields in found]
         assert ids == [("sequence", "torch.int64")] + [("sequence", "torch.float64")] * 2
