@@ -188,7 +188,8 @@ class ChatTemplate:
             )
         check_nothing_lost(without_earlier_thoughts(until), written)
         answer = written.text[start:end]
-        ended = around.last_answer(answer)
+        has_calls = "tool_calls" in conversation.messages[number].fields
+        ended = around.last_answer(answer, has_calls)
         if ended is None:
             raise SampleError(_other_end(number, answer, around))
         return Turn(prompt, ended, conversation.messages[number].weight)
@@ -234,11 +235,11 @@ class ChatTemplate:
         if not turn.startswith(around.prompt):
             raise SampleError(
                 f"the chat template begins turn {number} with {turn[:40]!r}, not as it prompts for "
-                f"it, {around.prompt!r:.60}"
+                f"it, {around.prompt!r:.60}{self._or_served()}"
             )
         place = around.place(written.text, start, end)
         if place is None:
-            raise SampleError(_other_end(number, turn, around))
+            raise SampleError(f"{_other_end(number, turn, around)}{self._or_served()}")
         return place
 
     def _check_turns(
