@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import sys
 from bisect import bisect_left, bisect_right
@@ -23,7 +24,15 @@ from megatron.sft.data.records.content import Conversation, Passage
 from megatron.sft.data.records.turns import Contexts
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
+from megatron.sft.data.templates.named import (
+    DEFAULT,
+    FolderTemplates,
+    NamedTemplates,
+    read_templates,
+)
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
+
+_log = logging.getLogger("megatron.sft.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +44,17 @@ class HuggingFaceTokenizer:
     vocab_size: int
     eod: int
     pad: int
-    template: ChatTemplate | None
-    """Template that `encode_chat` follows; None if there is none, so that chats are refused."""
+    templates: NamedTemplates
+    """Templates that `encode_chat` follows."""
 
     @property
     def contexts(self) -> Contexts:
-        return "kept" if self.template is None else self.template.contexts
+        return self.templates.contexts
 
     @property
     def chat_template(self) -> str | None:
-        return None if self.template is None else self.template.source
+        template = self.templates.by_name.get(DEFAULT)
+        return None if template is None else template.source
 
     @cached_property
     def fingerprint(self) -> str:
@@ -78,22 +88,14 @@ class HuggingFaceTokenizer:
         )
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
-        rendering = self._template_of_chats().render(conversation)
+        rendering = self.templates.select(conversation).render(conversation)
         return self._tokens(*rendering, add_special_tokens=False)
 
     def encode_turns(self, conversation: Conversation) -> list[ChatTokens]:
-        template = self._template_of_chats()
+        template = self.templates.select(conversation)
         if template.contexts == "kept":
             return [self.encode_chat(conversation)]
         return [self._turn(turn) for turn in template.render_turns(conversation)]
-
-    def _template_of_chats(self) -> ChatTemplate:
-        if self.template is None:
-            raise ValueError(
-                "the tokenizer of --tokenizer-model has no chat template, which conversations "
-                "need; pass --chat-template FILE"
-            )
-        return self.template
 
     def _turn(self, turn: Turn) -> ChatTokens:
         """Returns the tokens of a context and its answer. The context has the tokens that the model
@@ -206,30 +208,32 @@ def build_hugging_face(
         vocab_size=len(tokenizer),
         eod=tokenizer.eos_token_id,
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        template=_template(tokenizer, choice),
+        templates=_templates(tokenizer, tokenizer_model, choice),
     )
 
 
-def _template(tokenizer: Any, choice: TemplateChoice) -> ChatTemplate | None:
+def _templates(tokenizer: Any, folder: str, choice: TemplateChoice) -> NamedTemplates:
+    """Returns the chosen template, or those of the folder. Logs the choice among several."""
     if choice.file is not None:
         try:
-            source = read_text(choice.file)
+            found = FolderTemplates({DEFAULT: read_text(choice.file)})
         except ValueError as error:
             raise ValueError(f"--chat-template {choice.file} cannot be read: {error}") from None
-    elif tokenizer.chat_template:
-        source = tokenizer.get_chat_template()
-        if not isinstance(source, str):
-            raise ValueError(
-                "--tokenizer-model has a chat_template that is no text; pass --chat-template FILE"
-            )
     else:
-        return None
-    names = {
+        found = read_templates(tokenizer.chat_template, folder)
+    if found.note:
+        _log.warning("%s", found.note)
+    tokens = {
         name: token
         for name, token in tokenizer.special_tokens_map.items()
         if isinstance(token, str)
     }
-    return ChatTemplate(source, names, choice.today, choice.variables)
+    return NamedTemplates(
+        {
+            name: ChatTemplate(source, tokens, choice.today, choice.variables)
+            for name, source in found.by_name.items()
+        }
+    )
 
 
 def _is_panic(error: BaseException) -> bool:

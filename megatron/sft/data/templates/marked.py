@@ -53,20 +53,22 @@ class MarkedTemplate:
         self._sandbox = environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        tree = environment.parse(source)
-        check_private_names(tree)
-        self._compiled = environment.from_string(
-            _MarkTurns().visit(tree).set_environment(environment)
-        )
+        with environment.time_limit():  # constants are computed here already
+            tree = environment.parse(source)
+            check_private_names(tree)
+            self._compiled = environment.from_string(
+                _MarkTurns().visit(tree).set_environment(environment)
+            )
 
     def write(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Written:
         """Renders `messages`. Raises TemplateError if the template refuses them."""
         marks = _Marks(messages, self._sandbox.check_time)
         self._sandbox.begin()
-        for part in self._compiled.generate(
-            {**variables, "messages": messages, _MARK: marks.reach}
-        ):
-            marks.write(part)
+        with self._sandbox.time_limit():
+            for part in self._compiled.generate(
+                {**variables, "messages": messages, _MARK: marks.reach}
+            ):
+                marks.write(part)
         return marks.written()
 
 

@@ -121,11 +121,12 @@ def _first_whole(
     else:
         words = [_NAME, *_ARGUMENTS, _WORD]
     for content in contents:
-        text = render(form._replace(**{field: content}), [_QUESTION, message])
+        fields: dict[str, Any] = {field: content}
+        text = render(form._replace(**fields), [_QUESTION, message])
         # Objects and nulls that are written as Python writes them, {'city': ...} and None, were
         # not meant to be read.
         if text is None or str(_ARGUMENTS) in text or "None" in text:
             continue
         if all(word in text for word in words):
-            return {field: content}
+            return fields
     return None

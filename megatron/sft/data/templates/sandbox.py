@@ -3,7 +3,7 @@ others.
 
 A template either renders or fails with one line. The size of each text is checked before it is made
 (products, sums, joined and replaced texts, widths of formats), and so is the sum of all sizes in
-one rendering.
+one rendering. A single operation that takes for ever ends the process, see `TimeLimit`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_environment
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megatron.blending.loading.time_limit import TIME_LIMIT
 
 MAX_CHARACTERS = 1 << 23
 """Maximum number of characters of a rendering, and of any text that a template makes."""
@@ -61,6 +64,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._made = 0
         self._started = time.thread_time()
         self._next_look = time.monotonic() + MAX_SECONDS
+
+    def time_limit(self) -> AbstractContextManager[None]:
+        """Returns a context that ends this process if its body takes longer than MAX_SECONDS and a
+        half: in one operation in C, which `check_time` does not see.
+        """
+        return TIME_LIMIT.limited(
+            1.5 * MAX_SECONDS,
+            f"the chat template takes longer than {MAX_SECONDS:g} seconds in one operation; pass "
+            "another --chat-template",
+        )
 
     def check_time(self) -> None:
         """Raises EndlessTemplateError after MAX_SECONDS of processor time. It is called in each

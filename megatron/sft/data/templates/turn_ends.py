@@ -139,10 +139,10 @@ def _end_left_out(write: Callable[..., Written], ends: tuple[str, ...]) -> str:
     `<call>f(1)</call>` and `<call>f(1)</call><call>f(2)</call></calls><end>` -> `</calls><end>`
     """
     tails = []
-    for count in (1, 2):
+    for words in (["word1word"], ["word1word", "word2word"]):
         calls = [
             {"type": "function", "function": {"name": "f", "arguments": {"x": word}}, "id": word}
-            for word in ("word1word", "word2word")[:count]
+            for word in words
         ]
         answer = Message("assistant", "", fields={"tool_calls": calls}, is_null=True)
         try:
@@ -151,7 +151,7 @@ def _end_left_out(write: Callable[..., Written], ends: tuple[str, ...]) -> str:
             raise
         except SampleError:  # the template takes no calls, or one at a time
             return ""
-        tails.append("".join(_pieces(written, 1)).rpartition(calls[-1]["id"])[2].rstrip())
+        tails.append("".join(_pieces(written, 1)).rpartition(words[-1])[2].rstrip())
     is_left_out = tails[1].startswith(tails[0]) and not tails[0].endswith(ends)
     return tails[1].removeprefix(tails[0]) if is_left_out and tails[1].endswith(ends) else ""
 

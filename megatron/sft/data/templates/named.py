@@ -1,0 +1,104 @@
+"""pure. The chat templates of a tokenizer by name, and the one that a conversation is rendered by.
+
+A folder may have several: a list in tokenizer_config.json, or files in additional_chat_templates/
+beside chat_template.jinja. As in transformers, `tool_use` renders conversations with tools, and
+`default` all others. A template with another name, as `rag`, is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.packing.user_files import read_json
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.turns import Contexts
+from megatron.sft.data.templates.chat_template import ChatTemplate
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
+"""Files in which a processor may have a chat template of its own. A processor of transformers reads
+them first, a tokenizer never."""
+
+
+@dataclass(frozen=True)
+class NamedTemplates:
+    """Templates by name; {} if the tokenizer has none."""
+
+    by_name: Mapping[str, ChatTemplate]
+
+    def select(self, conversation: Conversation) -> ChatTemplate:
+        """Returns the template of a conversation. Raises ValueError if there is none."""
+        name = TOOL_USE if conversation.tools and TOOL_USE in self.by_name else DEFAULT
+        if name in self.by_name:
+            return self.by_name[name]
+        if self.by_name:
+            raise ValueError(
+                f"the tokenizer of --tokenizer-model has the chat templates "
+                f"{', '.join(self.by_name)}, but none named default, which conversations without "
+                "tools need; pass --chat-template FILE"
+            )
+        raise ValueError(
+            "the tokenizer of --tokenizer-model has no chat template, which conversations need; "
+            "pass --chat-template FILE"
+        )
+
+    @property
+    def contexts(self) -> Contexts:
+        """Relation of contexts to one rendering, for the templates together."""
+        names = self.by_name.keys() & {DEFAULT, TOOL_USE}
+        found = {self.by_name[name].contexts for name in names}
+        return next((one for one in ("differ", "unknown") if one in found), "kept")  # type: ignore[return-value]
+
+
+class FolderTemplates(NamedTuple):
+    """Templates of a folder as text."""
+
+    by_name: dict[str, str]
+    note: str = ""
+    """Choice among them in a sentence, for the log; "" if there is none."""
+
+
+def read_templates(of_tokenizer: object, folder: str) -> FolderTemplates:
+    """Returns the templates of a folder. Raises ValueError if one of them is no text.
+
+    of_tokenizer: `chat_template` of transformers' tokenizer: a text, texts by name, or None.
+    """
+    of_processor = processor_template(Path(folder))
+    if not of_tokenizer:
+        if of_processor is None:
+            return FolderTemplates({})
+        note = "the tokenizer has no chat template: that of its processor is used"
+        return FolderTemplates({DEFAULT: of_processor}, note)
+    by_name: Any = of_tokenizer if isinstance(of_tokenizer, dict) else {DEFAULT: of_tokenizer}
+    if not all(isinstance(text, str) for text in by_name.values()):
+        raise ValueError(
+            "--tokenizer-model has a chat_template that is no text; pass --chat-template FILE"
+        )
+    notes = []
+    if len(by_name) > 1:
+        used = "tool_use renders records with tools, default all others"
+        if TOOL_USE not in by_name:
+            used = "default is used"
+        notes.append(f"chat templates {', '.join(sorted(by_name))}: {used}")
+    if of_processor not in (None, by_name.get(DEFAULT)):
+        notes.append(
+            "the processor has another chat template than the tokenizer, whose is used; what is "
+            "exported has it for both"
+        )
+    return FolderTemplates(dict(by_name), "; ".join(notes))
+
+
+def processor_template(folder: Path) -> str | None:
+    """Returns the chat template in the files of a processor; None if they have none."""
+    for name in PROCESSOR_FILES:
+        try:
+            held = read_json(folder / name) if (folder / name).is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"{folder / name} cannot be read: {error}") from None
+        template = held.get("chat_template") if isinstance(held, dict) else None
+        if isinstance(template, str):
+            return template
+    return None
