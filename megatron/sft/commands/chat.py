@@ -11,16 +11,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.sft.data.hf_tokenizer import build_templates
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import Message
+from megatron.sft.data.templates.named import NamedTemplates
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
-from megatron.sft.options.chat_template import read_variables
+from megatron.sft.options.chat_template import TemplateChoice, read_variables
 
 _ENDS = ("/exit", "/quit")
 _CLEAR = "/clear"
@@ -67,18 +72,20 @@ class TransformersSpeaker(NamedTuple):
 
     model: Any
     tokenizer: Any
+    templates: NamedTemplates
 
     def answer(self, messages: Sequence[dict[str, str]], options: ChatOptions) -> str:
         """Returns the next message of a conversation. Prints it token by token."""
         from transformers import TextStreamer
 
-        inputs = self.tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-            **read_variables(options.chat_template_kwargs),
-        ).to(self.model.device)
+        # Not by transformers, which renders a template without bounds on time and memory.
+        conversation = Conversation(
+            [Message(message["role"], message["content"]) for message in messages]
+        )
+        prompt = self.templates.select(conversation).prompt(conversation)
+        inputs = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(
+            self.model.device
+        )
         # Some tokenizers return them, and most models refuse them.
         inputs.pop("token_type_ids", None)
         samples = options.temperature > 0
@@ -161,12 +168,15 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     if torch.cuda.is_available():
         model = model.cuda()
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **no_code)
-    if tokenizer.chat_template is None:
+    variables = read_variables(options.chat_template_kwargs)
+    choice = TemplateChoice(today=date.today(), variables=variables)
+    templates = build_templates(tokenizer, str(folder), choice)
+    if not templates.by_name:
         raise ValueError(
             f"{folder} has no chat template; put a chat_template.jinja into it, or fine-tune with "
             "--chat-template"
         )
-    return TransformersSpeaker(model, tokenizer)
+    return TransformersSpeaker(model, tokenizer, templates)
 
 
 def converse(speaker: Speaker, options: ChatOptions) -> None:

@@ -26,8 +26,8 @@ from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
 from megatron.sft.data.templates.named import (
     DEFAULT,
-    FolderTemplates,
     NamedTemplates,
+    note_on_templates,
     read_templates,
 )
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
@@ -208,32 +208,37 @@ def build_hugging_face(
         vocab_size=len(tokenizer),
         eod=tokenizer.eos_token_id,
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        templates=_templates(tokenizer, tokenizer_model, choice),
+        templates=build_templates(tokenizer, tokenizer_model, choice),
     )
 
 
-def _templates(tokenizer: Any, folder: str, choice: TemplateChoice) -> NamedTemplates:
-    """Returns the chosen template, or those of the folder. Logs the choice among several."""
+def build_templates(tokenizer: Any, folder: str, choice: TemplateChoice) -> NamedTemplates:
+    """Returns the chosen template, or those of the tokenizer's folder. Logs the choice among
+    several.
+    """
     if choice.file is not None:
         try:
-            found = FolderTemplates({DEFAULT: read_text(choice.file)})
+            sources = {DEFAULT: read_text(choice.file)}
         except ValueError as error:
             raise ValueError(f"--chat-template {choice.file} cannot be read: {error}") from None
     else:
-        found = read_templates(tokenizer.chat_template, folder)
-    if found.note:
-        _log.warning("%s", found.note)
+        sources = read_templates(tokenizer.chat_template, folder)
     tokens = {
         name: token
         for name, token in tokenizer.special_tokens_map.items()
         if isinstance(token, str)
     }
-    return NamedTemplates(
+    templates = NamedTemplates(
         {
             name: ChatTemplate(source, tokens, choice.today, choice.variables)
-            for name, source in found.by_name.items()
+            for name, source in sources.items()
         }
     )
+    if choice.file is None and (
+        note := note_on_templates(templates, tokenizer.chat_template, folder)
+    ):
+        _log.warning("%s", note)
+    return templates
 
 
 def _is_panic(error: BaseException) -> bool:

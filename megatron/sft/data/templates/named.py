@@ -7,15 +7,17 @@ beside chat_template.jinja. As in transformers, `tool_use` renders conversations
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.packing.user_files import read_json
 from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import Message
 from megatron.sft.data.records.turns import Contexts
-from megatron.sft.data.templates.chat_template import ChatTemplate
+from megatron.sft.data.templates.chat_template import ChatTemplate, SlowTemplateError
+from megatron.sft.data.templates.probes import PROBES
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
@@ -53,42 +55,41 @@ class NamedTemplates:
         return next((one for one in ("differ", "unknown") if one in found), "kept")  # type: ignore[return-value]
 
 
-class FolderTemplates(NamedTuple):
-    """Templates of a folder as text."""
-
-    by_name: dict[str, str]
-    note: str = ""
-    """Choice among them in a sentence, for the log; "" if there is none."""
-
-
-def read_templates(of_tokenizer: object, folder: str) -> FolderTemplates:
-    """Returns the templates of a folder. Raises ValueError if one of them is no text.
+def read_templates(of_tokenizer: object, folder: str) -> dict[str, str]:
+    """Returns the templates of a folder by name; {} without any. Raises ValueError if one of them
+    is no text.
 
     of_tokenizer: `chat_template` of transformers' tokenizer: a text, texts by name, or None.
     """
-    of_processor = processor_template(Path(folder))
     if not of_tokenizer:
-        if of_processor is None:
-            return FolderTemplates({})
-        note = "the tokenizer has no chat template: that of its processor is used"
-        return FolderTemplates({DEFAULT: of_processor}, note)
+        of_processor = processor_template(Path(folder))
+        return {} if of_processor is None else {DEFAULT: of_processor}
     by_name: Any = of_tokenizer if isinstance(of_tokenizer, dict) else {DEFAULT: of_tokenizer}
     if not all(isinstance(text, str) for text in by_name.values()):
         raise ValueError(
             "--tokenizer-model has a chat_template that is no text; pass --chat-template FILE"
         )
-    notes = []
+    return dict(by_name)
+
+
+def note_on_templates(templates: NamedTemplates, of_tokenizer: object, folder: str) -> str:
+    """Returns which of a folder's templates are used, in a line; "" if there is no choice."""
+    by_name, of_processor = templates.by_name, processor_template(Path(folder))
     if len(by_name) > 1:
-        used = "tool_use renders records with tools, default all others"
-        if TOOL_USE not in by_name:
-            used = "default is used"
-        notes.append(f"chat templates {', '.join(sorted(by_name))}: {used}")
-    if of_processor not in (None, by_name.get(DEFAULT)):
-        notes.append(
-            "the processor has another chat template than the tokenizer, whose is used; what is "
-            "exported has it for both"
-        )
-    return FolderTemplates(dict(by_name), "; ".join(notes))
+        use = "default renders all records"
+        if TOOL_USE in by_name:
+            use = "tool_use renders records with tools, default all others"
+        return f"chat templates {', '.join(sorted(by_name))}: {use}"
+    if of_processor is None or DEFAULT not in by_name:
+        return ""
+    if not of_tokenizer:
+        return "the tokenizer has no chat template: that of its processor is used"
+    if render_alike(by_name[DEFAULT], of_processor):
+        return ""
+    return (
+        "the processor has another chat template than the tokenizer, whose is used; what is "
+        "exported has it for both"
+    )
 
 
 def processor_template(folder: Path) -> str | None:
@@ -102,3 +103,24 @@ def processor_template(folder: Path) -> str | None:
         if isinstance(template, str):
             return template
     return None
+
+
+def render_alike(template: ChatTemplate, source: str) -> bool:
+    """Returns whether a template and another source render short conversations of text alike, or
+    both fail.
+    """
+    other = replace(template, source=source)
+    return all(_texts(template, messages) == _texts(other, messages) for messages in PROBES)
+
+
+def _texts(template: ChatTemplate, messages: Sequence[Message]) -> list[str] | None:
+    """Returns the prompts of a conversation's answers; None if the template fails."""
+    try:
+        return [
+            template.prompt(Conversation(list(messages[:number])))
+            for number in range(1, len(messages) + 1)
+        ]
+    except SlowTemplateError:
+        raise
+    except ValueError:
+        return None

@@ -20,7 +20,7 @@ from megatron.sft.data.records.messages import REASONING_NAMES, Message, with_ca
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.marked import MarkedTemplate, Written
 from megatron.sft.data.templates.probes import MessageForm, find_form
-from megatron.sft.data.templates.sandbox import EndlessTemplateError
+from megatron.sft.data.templates.sandbox import LIMITS, EndlessTemplateError, Limits
 
 WAY_OUT = (
     "pass --chat-template FILE, with {% generation %} ... {% endgeneration %} around what "
@@ -62,6 +62,7 @@ class TemplateWriter:
     """Date that the template may ask for; None if it may not."""
     variables: Mapping[str, Any] | None = None
     """Further variables. A conversation's own variables of the same name go first."""
+    limits: Limits = LIMITS
 
     @cached_property
     def has_marks(self) -> bool:
@@ -149,11 +150,11 @@ class TemplateWriter:
         source = self.source
         for released, in_training in TRAINING_VARIANTS.items():
             source = source.replace(released, in_training)
-        return _compiled(source)
+        return self._compiled(source)
 
     @cached_property
     def _released(self) -> MarkedTemplate:
-        return _compiled(self.source)
+        return self._compiled(self.source)
 
     def _as_dict(self, message: Message, form: MessageForm) -> dict[str, Any]:
         """Returns a message as the template reads it.
@@ -193,9 +194,9 @@ class TemplateWriter:
             raise TemplateError(f"the chat template asks for the date as {form!r:.60}")
         return self.today.strftime(form)
 
-
-def _compiled(source: str) -> MarkedTemplate:
-    try:
-        return MarkedTemplate(source)
-    except Exception as error:  # nested too deep, among others
-        raise ValueError(f"the chat template cannot be read: {error!s:.300}; {WAY_OUT}") from None
+    def _compiled(self, source: str) -> MarkedTemplate:
+        try:
+            return MarkedTemplate(source, self.limits)
+        except Exception as error:  # nested too deep, among others
+            fault = f"the chat template cannot be read: {error!s:.300}; {WAY_OUT}"
+            raise ValueError(fault) from None

@@ -114,11 +114,11 @@ class Companions(NamedTuple):
         source = huggingface_source(self.config.output.pretrained_checkpoint)
         write_object(folder / "config.json", model_config)
         generation = {} if source is None else read_object(Path(source) / _GENERATION)
+        if source is not None:
+            copy_processor(Path(source), folder)
         if self.tokenizer is not None:
             generation = _with_end_of_turn(generation, model_config, self.tokenizer)
             _write_tokenizer(folder, self.config, self.tokenizer)
-        if source is not None:
-            copy_processor(Path(source), folder)
         if generation:
             write_object(folder / _GENERATION, generation)
         return dtype_of(model_config)
@@ -228,9 +228,7 @@ def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> N
     elif config.data.resolved_tokenizer_type == "HuggingFaceTokenizer":
         assert config.data.tokenizer_model is not None
         assert isinstance(tokenizer, HuggingFaceTokenizer)
-        templates = tokenizer.templates.by_name.items()
-        trained = {name: template.source for name, template in templates}
-        copy_tokenizer(Path(config.data.tokenizer_model), folder, trained)
+        copy_tokenizer(Path(config.data.tokenizer_model), folder, tokenizer.templates.by_name)
 
 
 def _write_byte_level(folder: Path) -> None:

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.user_files import read_json
-from megatron.sft.data.templates.named import DEFAULT, PROCESSOR_FILES, processor_template
+from megatron.sft.data.templates.chat_template import ChatTemplate
+from megatron.sft.data.templates.named import (
+    DEFAULT,
+    PROCESSOR_FILES,
+    processor_template,
+    render_alike,
+)
 
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
@@ -40,19 +46,31 @@ def files_like(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
         yield from (path for path in sorted(folder.glob(pattern)) if path.is_file())
 
 
-def copy_tokenizer(source: Path, target: Path, trained: Mapping[str, str]) -> None:
+def copy_tokenizer(source: Path, target: Path, trained: Mapping[str, ChatTemplate]) -> None:
     """Copies a tokenizer, with its chat templates if they are those that were trained, else with
-    the trained ones.
+    the trained ones. Call it behind `copy_processor`.
 
     trained: chat templates by name.
     """
     _copy(source, target, TOKENIZER_FILES)
     held = read_object(source / _CONFIG).get("chat_template")
-    if trained and (
-        _tokenizer_templates(source, held) != trained
-        or processor_template(source) not in (None, trained.get(DEFAULT))
+    texts = {name: template.source for name, template in trained.items()}
+    of_processor = processor_template(target)
+    if texts and (
+        _tokenizer_templates(source, held) != texts
+        or (of_processor is not None and not _is_trained(trained, of_processor))
     ):
-        _write_templates(target, held, trained)
+        _write_templates(target, held, texts)
+
+
+def _is_trained(trained: Mapping[str, ChatTemplate], of_processor: str) -> bool:
+    """Returns whether a processor's template renders text as the one that was trained. It may be
+    another that also places images, which must stay.
+    """
+    default = trained.get(DEFAULT)
+    return default is not None and (
+        default.source == of_processor or render_alike(default, of_processor)
+    )
 
 
 def copy_processor(source: Path, target: Path) -> None:
