@@ -106,15 +106,18 @@ def processor_template(folder: Path) -> str | None:
 
 
 def render_alike(template: ChatTemplate, source: str) -> bool:
-    """Returns whether a template and another source render short conversations of text alike, or
-    both fail.
-    """
+    """Returns whether a template and another source render short conversations of text alike."""
     other = replace(template, source=source)
-    return all(_texts(template, messages) == _texts(other, messages) for messages in PROBES)
+    talks = [
+        messages
+        for messages in PROBES
+        if not any("tool_calls" in message.fields for message in messages)
+    ]
+    return all(_texts(template, messages) == _texts(other, messages) for messages in talks)
 
 
 def _texts(template: ChatTemplate, messages: Sequence[Message]) -> list[str] | None:
-    """Returns the prompts of a conversation's answers; None if the template fails."""
+    """Returns the prompts behind each message; None if the template fails."""
     try:
         return [
             template.prompt(Conversation(list(messages[:number])))

@@ -49,7 +49,7 @@ def chat(arguments, **content):
         (QWEN25, MessageForm(null=None)),
         (GUARDED, MessageForm(null=None)),
         # As the key, a null would be written as "None".
-        (QWEN25.replace("{% if m.content %}{{ '\n'", "{% if 'content' in m %}{{ '\n' ~"), None),
+        (QWEN25.replace("m.content %}{{ '\n' +", "'content' in m %}{{ '\n' ~"), None),
         (DEEPSEEK3, MessageForm(arguments_are_text=True, null=None, empty=None)),
         (IDEFICS3, MessageForm(text_is_parts=True)),
     ],
