@@ -50,9 +50,18 @@ class NamedTemplates:
     @property
     def contexts(self) -> Contexts:
         """Relation of contexts to one rendering, for the templates together."""
-        names = self.by_name.keys() & {DEFAULT, TOOL_USE}
-        found = {self.by_name[name].contexts for name in names}
+        found = {self._contexts(name) for name in (DEFAULT, TOOL_USE) if name in self.by_name}
         return next((one for one in ("differ", "unknown") if one in found), "kept")  # type: ignore[return-value]
+
+    def _contexts(self, name: str) -> Contexts:
+        try:
+            return self.by_name[name].contexts
+        except SlowTemplateError:
+            raise
+        except ValueError:
+            if name == DEFAULT:
+                raise
+            return "kept"  # its fault is an error when a record with tools comes
 
 
 def read_templates(of_tokenizer: object, folder: str) -> dict[str, str]:

@@ -45,6 +45,8 @@ class Limits(NamedTuple):
     """Sum of the characters of all texts: some tenths of a second."""
     seconds: float = 10.0
     """Seconds of processor time."""
+    seconds_at_most: float = 15.0
+    """Seconds of processor time after which the process is ended."""
     passes: int = 1_000_000
     """Passes of all loops."""
     factor: int = 10_000
@@ -70,8 +72,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(finalize=self.counted, **options)
         self.limits = limits
         self._too_long = (
-            f"the chat template takes longer than {limits.seconds:g} seconds in one operation; "
-            "pass another --chat-template"
+            f"the chat template takes longer than {limits.seconds_at_most:g} seconds in one "
+            "operation; pass another --chat-template"
         )
         self.begin()
         del self.globals["lipsum"]
@@ -87,10 +89,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._next_look = time.monotonic() + self.limits.seconds
 
     def time_limit(self) -> AbstractContextManager[None]:
-        """Returns a context that ends this process if its body takes one and a half times the
-        limit of `check_time`: in one operation in C, which that does not see.
+        """Returns a context that ends this process if its body takes longer than any rendering may:
+        in one operation in C, which `check_time` does not see.
         """
-        return TIME_LIMIT.limited(1.5 * self.limits.seconds, self._too_long)
+        return TIME_LIMIT.limited(self.limits.seconds_at_most, self._too_long)
 
     def check_time(self) -> None:
         """Raises EndlessTemplateError after `limits.seconds` of processor time. It is called in

@@ -15,6 +15,7 @@ from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.hf_tokenizer import HuggingFaceTokenizer
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
+from megatron.sft.data.templates.named import TOOL_USE
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.checkpoints.folder import huggingface_source
 from megatron.sft.model.huggingface.config import config_of
@@ -194,13 +195,23 @@ def ends_of_turns(tokenizer: Tokenizer) -> list[int]:
     of_answers = _common_end(tokenizer, answers)
     if of_answers is None:
         return []
+    has_tool_use = isinstance(tokenizer, HuggingFaceTokenizer) and (
+        TOOL_USE in tokenizer.templates.by_name
+    )
     of_calls = _common_end(
-        tokenizer, [Message("assistant", "", fields={"tool_calls": [call]}) for call in calls]
+        tokenizer,
+        [Message("assistant", "", fields={"tool_calls": [call]}) for call in calls],
+        # Calls are then written by the template of conversations with tools.
+        [{"type": "function", "function": call["function"]} for call in calls]
+        if has_tool_use
+        else None,
     )
     return [of_answers] if of_calls in (None, of_answers) else [of_answers, of_calls]  # type: ignore[list-item]
 
 
-def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
+def _common_end(
+    tokenizer: Tokenizer, answers: Iterable[Message], tools: list[Any] | None = None
+) -> int | None:
     """Returns the token that ends each of these answers; None if it is not the same one, or if the
     end consists of several tokens. A tokenizer that does not know `<|im_end|>` ends it with the
     token `>`, and generation would then stop at any other `>`.
@@ -208,7 +219,7 @@ def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
     tails = set()
     for answer in answers:
         try:
-            tokens = tokenizer.encode_chat(Conversation([Message("user", "?"), answer]))
+            tokens = tokenizer.encode_chat(Conversation([Message("user", "?"), answer], tools))
         except ValueError:
             return None
         trained = tokens.ids[tokens.weights > 0]
