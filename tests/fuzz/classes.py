@@ -581,10 +581,11 @@ def _template(folder: Path) -> tuple[Sequence[bytes], Read]:
     def read(content: bytes) -> None:
         from megatron.packing.user_files import read_text
         from megatron.sft.data.templates.chat_template import ChatTemplate
+        from megatron.sft.data.templates.named import NamedTemplates
 
         (folder / "fuzzed.jinja").write_bytes(content)
         template = ChatTemplate(read_text(folder / "fuzzed.jinja"), {"eos_token": "<|im_end|>"})
-        _encode(replace(built, template=template))  # type: ignore[type-var]
+        _encode(replace(built, templates=NamedTemplates({"default": template})))  # type: ignore[type-var]
 
     return [TEMPLATE.encode(), MARKED.encode()], read
 

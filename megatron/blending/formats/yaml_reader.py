@@ -14,7 +14,7 @@ and so is any tag.
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -32,10 +32,19 @@ _TAGS = {
     for name in "map seq str int float bool null timestamp value merge".split()
 }
 _MERGE = "<<"
-_MAX_VALUES = 200_000
-_MAX_DEPTH = 64
 _LARGEST = 2**63 - 1
 
+
+class YamlLimits(NamedTuple):
+    """Limits of a file, which only mistakes reach."""
+
+    values: int = 200_000
+    """Values, those behind aliases counted each time."""
+    depth: int = 64
+    """Levels of mappings and lists."""
+
+
+LIMITS = YamlLimits()
 Scalar = str | int | float | bool | None
 
 
@@ -53,7 +62,7 @@ class Items(list[Any]):
     lines: list[int]
 
 
-def read_yaml(path: str, text: str) -> Any:
+def read_yaml(path: str, text: str, limits: YamlLimits = LIMITS) -> Any:
     """Returns the value of `text`, the content of the file `path`. Raises ValueError, naming file
     and line, if it is not valid.
 
@@ -61,7 +70,7 @@ def read_yaml(path: str, text: str) -> Any:
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        _check_size(yaml.parse(text, Loader=loader))
+        _check_size(yaml.parse(text, Loader=loader), limits)
         node = yaml.compose(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -73,7 +82,7 @@ def read_yaml(path: str, text: str) -> Any:
     return None if node is None else _Values(path).of(node)
 
 
-def _check_size(events: Iterable[Any]) -> None:
+def _check_size(events: Iterable[Any], limits: YamlLimits) -> None:
     """Raises MarkedYAMLError for YAML that is nested too deep, or has too many values. Values
     behind aliases count each time, so that a few lines cannot stand for billions of values. It
     reads events only, before any value is built.
@@ -93,11 +102,11 @@ def _check_size(events: Iterable[Any]) -> None:
             counts[-2:] = [counts[-2] + counts[-1]]
         elif isinstance(event, (yaml.ScalarEvent, yaml.AliasEvent)):
             counts[-1] += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
-        if len(counts) > _MAX_DEPTH or counts[-1] > _MAX_VALUES:
+        if len(counts) > limits.depth or counts[-1] > limits.values:
             limit = (
-                f"more than {_MAX_VALUES:,} values"
-                if counts[-1] > _MAX_VALUES
-                else f"over {_MAX_DEPTH} levels"
+                f"more than {limits.values:,} values"
+                if counts[-1] > limits.values
+                else f"over {limits.depth} levels"
             )
             raise yaml.MarkedYAMLError(
                 problem=f"{limit}, which is taken for a mistake", problem_mark=event.start_mark

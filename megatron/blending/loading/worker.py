@@ -30,6 +30,7 @@ from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any
 
 from megatron.blending.loading.messages import END, MakeServer, Message, Server, Start
+from megatron.blending.loading.time_limit import TIME_LIMIT
 from megatron.blending.loading.unpicklable import unpicklable
 from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure, FatalSampleError
@@ -226,10 +227,13 @@ def process_main(
     stack_file: str,
     reader: int,
     salt: tuple[int, str],
+    note: Any = None,
 ) -> None:
     """Runs a worker. `salt`: seed and name, for random numbers of functions that are not seeded for
-    each sample.
+    each sample. `note`: shared memory for the line of a worker that its time limit ends.
     """
+    if note is not None:
+        TIME_LIMIT.report_into(note)
     # The end of the socket must be seen when the parent is gone, so no other process may hold it
     # open.
     for inherited in to_close:

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.blending.formats.mapped_memory import map_descriptor
 from megatron.blending.loading.messages import END, MakeServer, Message, Start
+from megatron.blending.loading.time_limit import NOTE_BYTES, WORKER_STATUS
 from megatron.blending.loading.worker import (
     aligned,
     is_shared,
@@ -66,11 +67,17 @@ class WorkerProcess:
         inherited = [
             end for worker in [self, *others] for end in (worker._connection, worker._stacks)
         ]
-        to_close = inherited if context.get_start_method() == "fork" else []
+        is_forked = context.get_start_method() == "fork"
+        to_close = inherited if is_forked else []
+        # Other start methods cannot pass it on, so that there a worker writes its line itself.
+        self._note = mmap.mmap(-1, NOTE_BYTES) if is_forked else None
         salt = config.seed + config.seed_offset, name
         self._process = context.Process(  # type: ignore[attr-defined]
             target=process_main,
-            args=(make_server, theirs, to_close, ahead, self._stack_file, os.getpid(), salt),
+            args=(
+                *(make_server, theirs, to_close, ahead, self._stack_file, os.getpid(), salt),
+                self._note,
+            ),
             name=name,
             daemon=True,
         )
@@ -96,8 +103,8 @@ class WorkerProcess:
     def next(self, lane: int = 0) -> Message | Failure:
         """Returns the next output of a lane since the latest `start`, or a sample that failed.
 
-        Raises RuntimeError if the worker died or hangs. If the worker itself failed, raises its
-        error.
+        Raises RuntimeError if the worker died or hangs, and ValueError if its time limit ended it.
+        If the worker itself failed, raises its error.
         """
         while True:
             if waiting := self._received.get(lane):
@@ -109,7 +116,7 @@ class WorkerProcess:
             try:
                 message = receive(self._connection)
             except (EOFError, OSError):
-                raise RuntimeError(self._died()) from None
+                raise self._died() from None
             if isinstance(message, Failure):
                 return message
             if message.generation != self._generation:
@@ -161,7 +168,7 @@ class WorkerProcess:
             if self._connection.fileno() in ready:
                 return
             if ready:
-                raise RuntimeError(self._died())
+                raise self._died()
             waited += self._slow
             reported = f"{self._named()} has given nothing for {waited:.0f} seconds{self._stack()}"
             if waited >= self._timeout:
@@ -186,16 +193,18 @@ class WorkerProcess:
     def _named(self) -> str:
         return f"{self.name} (pid {self._process.pid})"
 
-    def _died(self) -> str:
+    def _died(self) -> Exception:
         self._process.join(_LEAVE_SECONDS)
         code = self._process.exitcode
+        if code == WORKER_STATUS and self._note is not None:
+            return ValueError(self._note[:].partition(b"\0")[0].decode(errors="replace"))
         how = (
             f"exit code {code}"
             if code is None or code >= 0
             else f"killed by {signal.Signals(-code).name}"
         )
         hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
-        return f"{self._named()} died: {how}{hint}"
+        return RuntimeError(f"{self._named()} died: {how}{hint}")
 
     def _stack(self) -> str:
         """Returns the stack of the process, which it writes when it gets SIGUSR1."""

@@ -12,13 +12,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
-from megatron.sft.data.hf_tokenizer import check_tokenizer_types
+from megatron.sft.data.hf_tokenizer import build_templates, check_tokenizer_types
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import Message
+from megatron.sft.data.templates.named import NamedTemplates
 from megatron.sft.data.tokenizer_folder import read_folder_tokenizer
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
@@ -27,7 +31,7 @@ from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, INDEX, SINGLE, 
 from megatron.sft.model.huggingface.folder import open_folder
 from megatron.sft.model.huggingface.names import wrapper_message
 from megatron.sft.model.lora.peft_folder import read_adapter_config
-from megatron.sft.options.chat_template import read_variables
+from megatron.sft.options.chat_template import TemplateChoice, read_variables
 from megatron.sft.options.hub_names import check_hub_name
 
 _ENDS = ("/exit", "/quit")
@@ -75,18 +79,20 @@ class TransformersSpeaker(NamedTuple):
 
     model: Any
     tokenizer: Any
+    templates: NamedTemplates
 
     def answer(self, messages: Sequence[dict[str, str]], options: ChatOptions) -> str:
         """Returns the next message of a conversation. Prints it token by token."""
         from transformers import TextStreamer
 
-        inputs = self.tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-            **read_variables(options.chat_template_kwargs),
-        ).to(self.model.device)
+        # Not by transformers, which renders a template without bounds on time and memory.
+        conversation = Conversation(
+            [Message(message["role"], message["content"]) for message in messages]
+        )
+        prompt = self.templates.select(conversation).prompt(conversation)
+        inputs = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(
+            self.model.device
+        )
         # Some tokenizers return them, and most models refuse them.
         inputs.pop("token_type_ids", None)
         _check_rows(inputs["input_ids"], self.model, self.tokenizer)
@@ -180,14 +186,17 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
         raise ValueError(f"{folder} cannot be loaded: {error}") from None
     if torch.cuda.is_available():
         model = model.cuda()
-    if files.tokenizer.chat_template is None:
+    variables = read_variables(options.chat_template_kwargs)
+    choice = TemplateChoice(today=date.today(), variables=variables)
+    templates = build_templates(files.tokenizer, str(folder), choice)
+    if not templates.by_name:
         raise ValueError(
             f"{folder} has no chat template; put a chat_template.jinja into it, or fine-tune with "
             "--chat-template"
         )
     if files.rebuilt_as is not None:
         print(files.note, flush=True)
-    return TransformersSpeaker(model, files.tokenizer)
+    return TransformersSpeaker(model, files.tokenizer, templates)
 
 
 def _check_files(folder: Path, is_model: bool, has_adapter: bool) -> None:

@@ -28,6 +28,7 @@ from megatron.blending.formats.prepared.nv_meta import SampleType
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import JSON_SUFFIXES
+from megatron.blending.loading.time_limit import TIME_LIMIT
 from megatron.blending.metadatasets.records import OpenRecords, name_of, named_by, open_records
 from megatron.blending.metadatasets.tree import Join, SourceEntry
 from megatron.blending.streams.failures import SkipSample
@@ -52,13 +53,16 @@ class ChatLoad:
     """Weight of the source in the loss."""
     source: int = 0
     """Number of the source in its split."""
+    path: str = ""
+    """File or folder of the source, for errors."""
 
-    def __call__(self, record: Record, key: object) -> tuple[int, EncodedSample]:
+    def __call__(self, record: Record, key: tuple[str, int, int]) -> tuple[int, EncodedSample]:
         """Returns the number of the source and the sample.
 
         Raises SkipSample, with the reason, for a record without a token to train on, and
         SampleError for a broken one.
         """
+        TIME_LIMIT.subject = f"{self.path} record {key[2]}"
         made = self.encoder.encode(self.content(record), self.weight)
         if isinstance(made, Dropped):
             raise SkipSample(made.reason)
@@ -83,7 +87,7 @@ class ChatLoad:
 def num_tokens(source: SourceDataset, record: Record, number: int) -> int:
     """Returns the number of tokens of a record's sample; raises as `ChatLoad` does."""
     assert isinstance(source.load, ChatLoad)
-    return len(source.load(record, number)[1].tokens)
+    return len(source.load(record, (source.name, 0, number))[1].tokens)
 
 
 def open_chats(entry: SourceEntry | Join, encoder: ChatEncoder) -> SourceDataset:
@@ -96,7 +100,12 @@ def open_chats(entry: SourceEntry | Join, encoder: ChatEncoder) -> SourceDataset
         content = _content_of(opened)
         if opened.forms is not None:
             encoder.note(*check_columns(opened.forms, encoder.columns))
-    load = ChatLoad(encoder=encoder, content=content, weight=source_weight(opened.subflavors))
+    load = ChatLoad(
+        encoder=encoder,
+        content=content,
+        weight=source_weight(opened.subflavors),
+        path=opened.path,
+    )
     load.list_unread(opened.source)
     multiplier = entry.shuffle_over_epochs_multiplier
     return SourceDataset(opened.source, load=load, multiplier=multiplier, name=name_of(entry))

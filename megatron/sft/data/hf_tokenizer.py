@@ -5,6 +5,7 @@ tokens, and marks those that are trained.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,17 @@ from megatron.sft.data.records.content import Conversation, Passage
 from megatron.sft.data.records.turns import Contexts
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
+from megatron.sft.data.templates.named import (
+    DEFAULT,
+    NamedTemplates,
+    note_on_templates,
+    read_templates,
+)
 from megatron.sft.data.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
 from megatron.sft.data.tokenizer_probe import is_panic
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
+_log = logging.getLogger("megatron.sft.data")
 _KINDS: Mapping[Kind, str] = {
     str: "padding_side truncation_side tokenizer_class",
     float: "model_max_length",
@@ -47,8 +55,8 @@ class HuggingFaceTokenizer:
     """Facts about the folder that it was read from."""
     eod: int
     pad: int
-    template: ChatTemplate | None
-    """Template that `encode_chat` follows; None if there is none, so that chats are refused."""
+    templates: NamedTemplates
+    """Templates that `encode_chat` follows."""
 
     @cached_property
     def vocab_size(self) -> int:
@@ -61,11 +69,12 @@ class HuggingFaceTokenizer:
 
     @property
     def contexts(self) -> Contexts:
-        return "kept" if self.template is None else self.template.contexts
+        return self.templates.contexts
 
     @property
     def chat_template(self) -> str | None:
-        return None if self.template is None else self.template.source
+        template = self.templates.by_name.get(DEFAULT)
+        return None if template is None else template.source
 
     @cached_property
     def fingerprint(self) -> str:
@@ -99,22 +108,14 @@ class HuggingFaceTokenizer:
         )
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
-        rendering = self._template_of_chats().render(conversation)
+        rendering = self.templates.select(conversation).render(conversation)
         return self._tokens(*rendering, add_special_tokens=False)
 
     def encode_turns(self, conversation: Conversation) -> list[ChatTokens]:
-        template = self._template_of_chats()
+        template = self.templates.select(conversation)
         if template.contexts == "kept":
             return [self.encode_chat(conversation)]
         return [self._turn(turn) for turn in template.render_turns(conversation)]
-
-    def _template_of_chats(self) -> ChatTemplate:
-        if self.template is None:
-            raise ValueError(
-                "the tokenizer of --tokenizer-model has no chat template, which conversations "
-                "need; pass --chat-template FILE"
-            )
-        return self.template
 
     def _turn(self, turn: Turn) -> ChatTokens:
         """Returns the tokens of a context and its answer. The context has the tokens that the model
@@ -204,7 +205,7 @@ def build_hugging_face(
         files=files,
         eod=tokenizer.eos_token_id,
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        template=_template(tokenizer, choice),
+        templates=build_templates(tokenizer, tokenizer_model, choice),
     )
 
 
@@ -252,23 +253,30 @@ def _read_folder(folder: str) -> FolderTokenizer:
         ) from error
 
 
-def _template(tokenizer: Any, choice: TemplateChoice) -> ChatTemplate | None:
+def build_templates(tokenizer: Any, folder: str, choice: TemplateChoice) -> NamedTemplates:
+    """Returns the chosen template, or those of the tokenizer's folder. Logs the choice among
+    several.
+    """
     if choice.file is not None:
         try:
-            source = read_text(choice.file)
+            sources = {DEFAULT: read_text(choice.file)}
         except ValueError as error:
             raise ValueError(f"--chat-template {choice.file} cannot be read: {error}") from None
-    elif tokenizer.chat_template:
-        source = tokenizer.get_chat_template()
-        if not isinstance(source, str):
-            raise ValueError(
-                "--tokenizer-model has a chat_template that is no text; pass --chat-template FILE"
-            )
     else:
-        return None
-    names = {
+        sources = read_templates(tokenizer.chat_template, folder)
+    tokens = {
         name: token
         for name, token in tokenizer.special_tokens_map.items()
         if isinstance(token, str)
     }
-    return ChatTemplate(source, names, choice.today, choice.variables)
+    templates = NamedTemplates(
+        {
+            name: ChatTemplate(source, tokens, choice.today, choice.variables)
+            for name, source in sources.items()
+        }
+    )
+    if choice.file is None and (
+        note := note_on_templates(templates, tokenizer.chat_template, folder)
+    ):
+        _log.warning("%s", note)
+    return templates

@@ -22,9 +22,9 @@ from megatron.sft.model.checkpoints.folder import (
     huggingface_source,
     latest_iteration,
 )
-from megatron.sft.model.huggingface.companions import TOKENIZER_FILES
 from megatron.sft.model.huggingface.folder import INDEX
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
+from megatron.sft.model.huggingface.served_files import TOKENIZER_FILES, files_like
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.options.config import SFTConfig
 
@@ -72,7 +72,7 @@ def _of_data(datasets: Datasets) -> dict[str, str]:
 def _files(config: SFTConfig, pretrained: Pretrained | MegatronCheckpoint | None) -> Iterable[Path]:
     data, output = config.data, config.output
     if data.resolved_tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is not None:
-        yield from (Path(data.tokenizer_model) / name for name in ("config.json", *TOKENIZER_FILES))
+        yield from files_like(Path(data.tokenizer_model), ("config.json", *TOKENIZER_FILES))
     if data.chat_template is not None:
         yield Path(data.chat_template)
     source = huggingface_source(output.pretrained_checkpoint)

@@ -76,6 +76,8 @@ class Message(NamedTuple):
     """Weight of the loss of an assistant's turn. No effect on other turns."""
     fields: Mapping[str, Any] = {}
     """Fields that chat templates may read: tool_calls, reasoning_content, name, tool_call_id."""
+    is_null: bool = False
+    """True if the record has no content beside the calls, or null. Then `content` is empty."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the message as chat templates expect it."""
@@ -181,8 +183,9 @@ def _read_turn(
     if calls:
         fields["tool_calls"] = calls
     role = ROLES[name]
-    text = "" if content is None and calls else _content(content, content_place)
-    return Message(role, text, _loss_weight(turn, role, place), fields)
+    is_null = content is None and bool(calls)
+    text = "" if is_null else _content(content, content_place)
+    return Message(role, text, _loss_weight(turn, role, place), fields, is_null)
 
 
 def _checked_role(role: object, where: str) -> str:

@@ -1,10 +1,11 @@
 """pure. Tools and tool calls of a conversation, in the form of OpenAI's API, which chat templates
 read.
 
-    {"name": "add", "arguments": "{\\"a\\": 1}"}
+    {"name": "add", "arguments": {"a": 1}}
     -> {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
-Arguments become objects: templates turn them into JSON themselves.
+Arguments stay as the record has them, an object or its JSON text. Templates differ in which of them
+they read, so `templates.writer` gives each its own.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise SampleError(f"{where} must hold calls {{name, arguments}}, but holds {call!r:.60}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json_of(arguments, f"{where} arguments")
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}  # a call without arguments, as servers read null and ""
+    elif isinstance(arguments, str):
+        json_of(arguments, f"{where} arguments")
     rest = {
         key: value
         for key, value in call.items()

@@ -37,6 +37,7 @@ from megatron.sft.data.templates.checks import (
 )
 from megatron.sft.data.templates.marked import Written
 from megatron.sft.data.templates.probes import PROBES
+from megatron.sft.data.templates.sandbox import LIMITS, Limits
 from megatron.sft.data.templates.turn_ends import AroundAnswers, Place, around_answers
 from megatron.sft.data.templates.writer import WAY_OUT, SlowTemplateError, TemplateWriter
 
@@ -86,23 +87,25 @@ class ChatTemplate:
     """Date that the template may ask for; None if it may not."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables. A conversation's own variables of the same name go first."""
+    limits: Limits = LIMITS
+    """Limits of each rendering."""
     _prompts: dict[str, AroundAnswers] = field(default_factory=dict, init=False, repr=False)
     """Text around answers, by the variables of the conversation as JSON."""
     _checked: set[Any] = field(default_factory=set, init=False, repr=False)
     """Kinds of conversations (`kind_of`) whose turns were checked."""
 
-    def __getstate__(self) -> tuple[str, Mapping[str, str], date | None, Mapping[str, Any]]:
+    def __getstate__(self) -> tuple[Any, ...]:
         # For workers: a compiled template cannot be pickled, so each compiles its own.
-        return self.source, self.special_tokens, self.today, self.variables
+        return self.source, self.special_tokens, self.today, self.variables, self.limits
 
-    def __setstate__(
-        self, state: tuple[str, Mapping[str, str], date | None, Mapping[str, Any]]
-    ) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
     @cached_property
     def _writer(self) -> TemplateWriter:
-        return TemplateWriter(self.source, self.special_tokens, self.today, self.variables)
+        return TemplateWriter(
+            self.source, self.special_tokens, self.today, self.variables, self.limits
+        )
 
     def render(self, conversation: Conversation) -> Rendering:
         """Renders the whole conversation once, and finds the trained spans.
@@ -144,6 +147,13 @@ class ChatTemplate:
             for number, message in enumerate(conversation.messages)
             if message.role == "assistant" and message.weight and number
         ]
+
+    def prompt(self, conversation: Conversation) -> str:
+        """Returns the text that the next answer is generated from. Raises SampleError for a
+        conversation that does not fit the template.
+        """
+        conversation = self._writer.as_needed(conversation)
+        return self._writer.write(conversation, add_generation_prompt=True, as_released=True).text
 
     def _around(self, conversation: Conversation) -> tuple[str, AroundAnswers]:
         """Returns the variables of the conversation, as JSON, and the text around its answers."""
@@ -188,7 +198,8 @@ class ChatTemplate:
             )
         check_nothing_lost(without_earlier_thoughts(until), written)
         answer = written.text[start:end]
-        ended = around.last_answer(answer)
+        has_calls = "tool_calls" in conversation.messages[number].fields
+        ended = around.last_answer(answer, has_calls)
         if ended is None:
             raise SampleError(_other_end(number, answer, around))
         return Turn(prompt, ended, conversation.messages[number].weight)
@@ -234,11 +245,11 @@ class ChatTemplate:
         if not turn.startswith(around.prompt):
             raise SampleError(
                 f"the chat template begins turn {number} with {turn[:40]!r}, not as it prompts for "
-                f"it, {around.prompt!r:.60}"
+                f"it, {around.prompt!r:.60}{self._or_served()}"
             )
         place = around.place(written.text, start, end)
         if place is None:
-            raise SampleError(_other_end(number, turn, around))
+            raise SampleError(f"{_other_end(number, turn, around)}{self._or_served()}")
         return place
 
     def _check_turns(

@@ -20,15 +20,14 @@ from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 from megatron.sft.data.templates.sandbox import (
-    MAX_CHARACTERS,
+    LIMITS,
     EndlessTemplateError,
+    Limits,
     Sandbox,
     check_private_names,
 )
 
 _MARK = "mark_place"
-_MAX_PASSES = 1_000_000
-"""Maximum number of loop passes in one rendering."""
 
 
 class Written(NamedTuple):
@@ -48,25 +47,27 @@ class Written(NamedTuple):
 class MarkedTemplate:
     """A template with marks; `write` renders it."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, limits: Limits = LIMITS) -> None:
         """Compiles the template. Raises TemplateError if it is not valid, or uses private names."""
         self._sandbox = environment = Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            limits, trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        tree = environment.parse(source)
-        check_private_names(tree)
-        self._compiled = environment.from_string(
-            _MarkTurns().visit(tree).set_environment(environment)
-        )
+        with environment.time_limit():  # constants are computed here already
+            tree = environment.parse(source)
+            check_private_names(tree)
+            self._compiled = environment.from_string(
+                _MarkTurns().visit(tree).set_environment(environment)
+            )
 
     def write(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Written:
         """Renders `messages`. Raises TemplateError if the template refuses them."""
-        marks = _Marks(messages, self._sandbox.check_time)
+        marks = _Marks(messages, self._sandbox.check_time, self._sandbox.limits)
         self._sandbox.begin()
-        for part in self._compiled.generate(
-            {**variables, "messages": messages, _MARK: marks.reach}
-        ):
-            marks.write(part)
+        with self._sandbox.time_limit():
+            for part in self._compiled.generate(
+                {**variables, "messages": messages, _MARK: marks.reach}
+            ):
+                marks.write(part)
         return marks.written()
 
 
@@ -82,9 +83,12 @@ class _Marks:
     """The text of a rendering so far, and its marks."""
 
     def __init__(
-        self, messages: Sequence[Mapping[str, Any]], check_time: Callable[[], None]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        check_time: Callable[[], None],
+        limits: Limits,
     ) -> None:
-        self._check_time = check_time
+        self._check_time, self._limits = check_time, limits
         self._number_of = {id(message): number for number, message in enumerate(messages)}
         self._parts: list[str] = []
         self._length = self._num_reached = 0
@@ -96,13 +100,13 @@ class _Marks:
     def write(self, part: str) -> None:
         self._parts.append(part)
         self._length += len(part)
-        if self._length > MAX_CHARACTERS:
-            raise TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
+        if self._length > self._limits.characters:
+            raise TemplateError(f"it writes more than {self._limits.characters:,} characters")
 
     def reach(self, kind: str, loop: int = 0, item: object = None) -> str:
         """Records a mark. The template calls it, and writes the empty string that it returns."""
         self._num_reached += 1
-        if self._num_reached > _MAX_PASSES:
+        if self._num_reached > self._limits.passes:
             raise EndlessTemplateError("it never ends")
         self._check_time()
         if kind == "turn":

@@ -3,7 +3,7 @@ others.
 
 A template either renders or fails with one line. The size of each text is checked before it is made
 (products, sums, joined and replaced texts, widths of formats), and so is the sum of all sizes in
-one rendering.
+one rendering. A single operation that takes for ever ends the process, see `TimeLimit`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,20 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes, pass_environment
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARACTERS = 1 << 23
-"""Maximum number of characters of a rendering, and of any text that a template makes."""
-_MAX_MADE = 1 << 29
-"""Maximum sum of the characters of all texts in one rendering: some tenths of a second."""
-MAX_SECONDS = 10.0
-"""Seconds of processor time that one rendering may take; released templates take milliseconds."""
-_LARGEST, _LARGEST_OF_POWERS, _WIDEST_INDENT = 10_000, 100, 100
-_MAX_PARTS = 100_000
+from megatron.blending.loading.time_limit import TIME_LIMIT
+
 _POINTER = 8
 """Characters that a value other than a text counts as."""
-_WIDE_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^}]*\{")
-"""A width of five digits, or a width that is an argument."""
+_WIDTHS = re.compile(r"[1-9]\d*")
+_VARIABLE_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|:[^}]*\{")
+"""A width that is an argument."""
 # Methods and filters that no chat template needs, and whose width has no bound.
 _NO_METHODS = frozenset("center expandtabs format_map ljust rjust translate zfill".split())
 _NO_FILTERS = frozenset("batch center pprint slice urlize wordwrap xmlattr".split())
@@ -40,6 +36,31 @@ class EndlessTemplateError(TemplateError):
     """A template takes too long."""
 
 
+class Limits(NamedTuple):
+    """Limits of one rendering. Released templates come nowhere near them."""
+
+    characters: int = 1 << 23
+    """Characters of the rendering, and of any text that the template makes."""
+    made: int = 1 << 29
+    """Sum of the characters of all texts: some tenths of a second."""
+    seconds: float = 10.0
+    """Seconds of processor time."""
+    seconds_at_most: float = 15.0
+    """Seconds of processor time after which the process is ended."""
+    passes: int = 1_000_000
+    """Passes of all loops."""
+    factor: int = 10_000
+    """Factor of a product, and width of a format."""
+    power: int = 100
+    indent: int = 100
+    """Indentation of JSON."""
+    parts: int = 100_000
+    """Parts that a text is taken into."""
+
+
+LIMITS = Limits()
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox, which also refuses texts that are too large and renderings that
     take too long.
@@ -47,8 +68,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, limits: Limits = LIMITS, **options: object) -> None:
         super().__init__(finalize=self.counted, **options)
+        self.limits = limits
+        self._too_long = (
+            f"the chat template takes longer than {limits.seconds_at_most:g} seconds in one "
+            "operation; pass another --chat-template"
+        )
         self.begin()
         del self.globals["lipsum"]
         own = {"join": _join, "replace": _replace, "indent": _indent, "tojson": _to_json}
@@ -60,11 +86,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Resets the counts of characters and of time for the next rendering."""
         self._made = 0
         self._started = time.thread_time()
-        self._next_look = time.monotonic() + MAX_SECONDS
+        self._next_look = time.monotonic() + self.limits.seconds
+
+    def time_limit(self) -> AbstractContextManager[None]:
+        """Returns a context that ends this process if its body takes longer than any rendering may:
+        in one operation in C, which `check_time` does not see.
+        """
+        return TIME_LIMIT.limited(self.limits.seconds_at_most, self._too_long)
 
     def check_time(self) -> None:
-        """Raises EndlessTemplateError after MAX_SECONDS of processor time. It is called in each
-        loop pass, at each call and for each text.
+        """Raises EndlessTemplateError after `limits.seconds` of processor time. It is called in
+        each loop pass, at each call and for each text.
 
         Real time, which is cheap to read, is checked first. Processor time decides, so that a
         process that was stopped for a while does not fail.
@@ -72,9 +104,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if time.monotonic() < self._next_look:
             return
         taken = time.thread_time() - self._started
-        if taken >= MAX_SECONDS:
-            raise EndlessTemplateError(f"it takes longer than {MAX_SECONDS:g} seconds")
-        self._next_look = time.monotonic() + MAX_SECONDS - taken
+        if taken >= self.limits.seconds:
+            raise EndlessTemplateError(f"it takes longer than {self.limits.seconds:g} seconds")
+        self._next_look = time.monotonic() + self.limits.seconds - taken
 
     def make(self, size: int) -> None:
         """Counts a text or list of `size` characters that is about to be made. Raises TemplateError
@@ -82,12 +114,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """
         self.check_time()
         self._made += size
-        if size > MAX_CHARACTERS or self._made > _MAX_MADE:
+        if size > self.limits.characters or self._made > self.limits.made:
             raise TemplateError(f"it makes a text of {size:,} characters, or one again and again")
 
     def counted(self, value: object) -> Any:
         """Counts a value that is about to be written, and returns it."""
-        self.make(len(value) if type(value) is str else size_of(value))
+        self.make(len(value) if type(value) is str else self._size(value))
         return value
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
@@ -118,7 +150,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 for one in (left, right)
             ]
             numbers = [abs(size) for size in sizes if isinstance(size, (int, float))]
-            if max(numbers, default=0) > (_LARGEST_OF_POWERS if operator == "**" else _LARGEST):
+            limit = self.limits.power if operator == "**" else self.limits.factor
+            if max(numbers, default=0) > limit:
                 raise TemplateError(f"it asks for a product of {numbers[0]} and {numbers[-1]}")
             if sizes != [left, right] and len(numbers) == 2:
                 is_text = isinstance(left, (str, bytes)) or isinstance(right, (str, bytes))
@@ -138,10 +171,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self.make(_size_replaced(text, *arguments))
             elif name == "join" and arguments:
                 arguments = (list(arguments[0]), *arguments[1:])
-                self.make(len(text) * len(arguments[0]) + sum(map(size_of, arguments[0])))
+                self.make(len(text) * len(arguments[0]) + sum(map(self._size, arguments[0])))
             elif name in ("split", "rsplit", "splitlines"):
                 separator = arguments[0] if name != "splitlines" and arguments else None
-                _check_parts(text.count(separator) if separator else sum(map(str.isspace, text)))
+                self._check_parts(
+                    text.count(separator) if separator else sum(map(str.isspace, text))
+                )
         return super().call(context, obj, *arguments, **options)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -156,9 +191,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return formatted
 
     def check_format(self, text: str, values: Iterable[Any]) -> None:
-        if _WIDE_FORMAT.search(text):
+        is_wide = any(int(digits[:9]) >= self.limits.factor for digits in _WIDTHS.findall(text))
+        if is_wide or _VARIABLE_WIDTH.search(text):
             raise TemplateError(f"it asks for a text as wide as {text!r:.40} says")
-        self.make(len(text) + (text.count("{") + text.count("%")) * sum(map(size_of, values)))
+        self.make(len(text) + (text.count("{") + text.count("%")) * sum(map(self._size, values)))
+
+    def _size(self, value: object) -> int:
+        return size_of(value, self.limits.characters)
+
+    def _check_parts(self, count: int) -> None:
+        if count > self.limits.parts:
+            raise TemplateError(f"it takes a text into {count:,} parts")
 
     def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a filter that refuses values that are too large."""
@@ -167,26 +210,26 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def filtered(*arguments: object, **options: object) -> Any:
             for value in arguments[at:]:
-                self.make(size_of(value))
+                self.make(self._size(value))
             if function is FILTERS["format"]:
                 self.check_format(str(arguments[at]), [*arguments[at + 1 :], *options.values()])
             if function in (FILTERS["list"], FILTERS["sort"], FILTERS["reverse"]) and isinstance(
                 arguments[-1], str
             ):
-                _check_parts(len(arguments[-1]))
+                self._check_parts(len(arguments[-1]))
             return function(*arguments, **options)
 
         return filtered
 
 
-def size_of(value: object) -> int:
+def size_of(value: object, limit: int = LIMITS.characters) -> int:
     """Returns approximately the number of characters of a value when it is written. It stops
-    counting once that is too many.
+    counting beyond a limit.
     """
     if isinstance(value, str):
         return len(value)
     size, pending = 0, [value]
-    while pending and size <= MAX_CHARACTERS:
+    while pending and size <= limit:
         one = pending.pop()
         size += _POINTER
         if isinstance(one, (str, bytes, list, tuple)):
@@ -206,11 +249,6 @@ def check_private_names(tree: nodes.Template) -> None:
         raise TemplateError(f"it uses the private name {private}, which is refused")
 
 
-def _check_parts(count: int) -> None:
-    if count > _MAX_PARTS:
-        raise TemplateError(f"it takes a text into {count:,} parts")
-
-
 def _size_replaced(text: str, old: object, new: object, *_: object) -> int:
     return len(text) + text.count(str(old)) * len(str(new))
 
@@ -220,7 +258,7 @@ def _join(environment: Any, value: Iterable[Any], d: str = "", attribute: Any = 
     parts = list(
         value if attribute is None else map(make_attrgetter(environment, attribute), value)
     )
-    environment.make(sum(map(size_of, parts)) + len(str(d)) * len(parts))
+    environment.make(sum(map(environment._size, parts)) + len(str(d)) * len(parts))
     return str(d).join(map(str, parts))
 
 
@@ -239,12 +277,18 @@ def _indent(
     return FILTERS["indent"](str(s), width, first, blank)
 
 
+@pass_environment
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any
+    environment: Any,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    **options: Any,
 ) -> str:
     """Returns plain JSON. Jinja's own filter escapes characters for HTML."""
-    if indent is not None and (len(indent) if isinstance(indent, str) else indent) > _WIDEST_INDENT:
-        raise TemplateError(f"it indents JSON by more than {_WIDEST_INDENT}")
+    widest = environment.limits.indent
+    if indent is not None and (len(indent) if isinstance(indent, str) else indent) > widest:
+        raise TemplateError(f"it indents JSON by more than {widest}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -10,7 +10,7 @@ it, and the end of turn behind it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.sft.data.records.content import Conversation
@@ -47,6 +47,8 @@ class AroundAnswers(NamedTuple):
     """Another end, behind answers that are not the last; None if it is the same."""
     is_of_next: bool = False
     """True if the end is the beginning of the next message (GLM)."""
+    end_of_call: str = ""
+    """End of an answer that the template leaves out behind a single call (DeepSeek R1 and V3)."""
 
     def place(self, text: str, start: int, end: int) -> Place | None:
         """Returns the place of the answer in the turn [start, end) of a rendering; None if the turn
@@ -80,12 +82,16 @@ class AroundAnswers(NamedTuple):
         end = _AFTER_CALL if messages[-1].fields.get("tool_calls") else _AFTER_ANSWER
         return written._replace(text=written.text + end)
 
-    def last_answer(self, text: str) -> str | None:
-        """Returns the last answer of a conversation without white space behind it; None if it has
-        none of the ends.
+    def last_answer(self, text: str, has_calls: bool) -> str | None:
+        """Returns the last answer of a conversation without white space behind it, and with the end
+        of a single call if the template leaves it out; None if it has none of the ends, or several.
         """
         text = text.rstrip() if self.ends[0].strip() and not self.is_of_next else text
-        return text if text.endswith(self.ends) else None
+        if not self.end_of_call or not has_calls:
+            return text if text.endswith(self.ends) else None
+        # From the third call on, these templates write the end several times.
+        num_ends = text.count(self.end_of_call)
+        return None if num_ends > 1 else text if num_ends else text + self.end_of_call
 
 
 def around_answers(writer: TemplateWriter, options: Mapping[str, Any]) -> AroundAnswers:
@@ -116,12 +122,38 @@ def around_answers(writer: TemplateWriter, options: Mapping[str, Any]) -> Around
             earlier = ""
         before = _generation_prompt(asked, prompted)
         around = find_ends(writer.source, before, end_behind(texts, lasts), earlier)
+        if around is not None and not around.is_of_next:
+            around = around._replace(end_of_call=_end_left_out(write, around.ends))
     if around is None:
         raise ValueError(
             "under the chat template no end of a turn would be trained, so no answer ends; "
             f"{WAY_OUT}"
         )
     return around
+
+
+def _end_left_out(write: Callable[..., Written], ends: tuple[str, ...]) -> str:
+    """Returns the end that a template writes behind two calls, but not behind one; "" if it writes
+    both or none.
+
+    `<call>f(1)</call>` and `<call>f(1)</call><call>f(2)</call></calls><end>` -> `</calls><end>`
+    """
+    tails = []
+    for words in (["word1word"], ["word1word", "word2word"]):
+        calls = [
+            {"type": "function", "function": {"name": "f", "arguments": {"x": word}}, "id": word}
+            for word in words
+        ]
+        answer = Message("assistant", "", fields={"tool_calls": calls}, is_null=True)
+        try:
+            written = write(Message("user", "?"), answer)
+        except SlowTemplateError:
+            raise
+        except SampleError:  # the template takes no calls, or one at a time
+            return ""
+        tails.append("".join(_pieces(written, 1)).rpartition(words[-1])[2].rstrip())
+    is_left_out = tails[1].startswith(tails[0]) and not tails[0].endswith(ends)
+    return tails[1].removeprefix(tails[0]) if is_left_out and tails[1].endswith(ends) else ""
 
 
 def _pieces(written: Written, number: int) -> list[str]:

@@ -7,7 +7,7 @@ from day to day.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -19,7 +19,8 @@ from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import REASONING_NAMES, Message, with_call_ids
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.marked import MarkedTemplate, Written
-from megatron.sft.data.templates.sandbox import EndlessTemplateError
+from megatron.sft.data.templates.probes import MessageForm, find_form
+from megatron.sft.data.templates.sandbox import LIMITS, EndlessTemplateError, Limits
 
 WAY_OUT = (
     "pass --chat-template FILE, with {% generation %} ... {% endgeneration %} around what "
@@ -61,6 +62,7 @@ class TemplateWriter:
     """Date that the template may ask for; None if it may not."""
     variables: Mapping[str, Any] | None = None
     """Further variables. A conversation's own variables of the same name go first."""
+    limits: Limits = LIMITS
 
     @cached_property
     def has_marks(self) -> bool:
@@ -85,6 +87,15 @@ class TemplateWriter:
         long, and ValueError if the template is not valid.
         """
         template = self._released if as_released else self._in_training
+        return self._write(template, conversation, add_generation_prompt, self._form)
+
+    def _write(
+        self,
+        template: MarkedTemplate,
+        conversation: Conversation,
+        add_generation_prompt: bool,
+        form: MessageForm,
+    ) -> Written:
         variables = {
             "documents": None,
             **self.special_tokens,
@@ -95,7 +106,7 @@ class TemplateWriter:
             variables.setdefault("strftime_now", self._strftime_now)
         try:
             return template.write(
-                [self._as_dict(message) for message in conversation.messages],
+                [self._as_dict(message, form) for message in conversation.messages],
                 **variables,
                 tools=conversation.tools,
                 add_generation_prompt=add_generation_prompt,
@@ -118,17 +129,34 @@ class TemplateWriter:
             raise SampleError(f"the chat template fails on the conversation: {said:.300}") from None
 
     @cached_property
+    def _form(self) -> MessageForm:
+        """Form in which the template reads messages, found by rendering short conversations."""
+
+        def last_text(form: MessageForm, messages: Sequence[Message]) -> str | None:
+            conversation = self.as_needed(Conversation(list(messages)))
+            try:
+                written = self._write(self._released, conversation, False, form)
+            except SlowTemplateError:
+                raise
+            except SampleError:
+                return None
+            places = written.turns.get(len(messages) - 1) or [(0, len(written.text))]
+            return "".join(written.text[start:end] for start, end in places)
+
+        return find_form(last_text)
+
+    @cached_property
     def _in_training(self) -> MarkedTemplate:
         source = self.source
         for released, in_training in TRAINING_VARIANTS.items():
             source = source.replace(released, in_training)
-        return _compiled(source)
+        return self._compiled(source)
 
     @cached_property
     def _released(self) -> MarkedTemplate:
-        return _compiled(self.source)
+        return self._compiled(self.source)
 
-    def _as_dict(self, message: Message) -> dict[str, Any]:
+    def _as_dict(self, message: Message, form: MessageForm) -> dict[str, Any]:
         """Returns a message as the template reads it.
 
         Thoughts are given under all names that templates know, or as a part of the content if the
@@ -142,8 +170,8 @@ class TemplateWriter:
                 thoughts = before.strip().removeprefix("<think>").strip()
                 message = message._replace(content=answer.strip())
         if thoughts is None:
-            return message.as_dict()
-        read = {**dict.fromkeys(REASONING_NAMES, thoughts), **message.as_dict()}
+            return form.as_dict(message)
+        read = {**dict.fromkeys(REASONING_NAMES, thoughts), **form.as_dict(message)}
         if self._reads_parts:
             parts = [{"type": "thinking", "thinking": thoughts}]
             parts += [{"type": "text", "text": message.content}] if message.content else []
@@ -166,9 +194,9 @@ class TemplateWriter:
             raise TemplateError(f"the chat template asks for the date as {form!r:.60}")
         return self.today.strftime(form)
 
-
-def _compiled(source: str) -> MarkedTemplate:
-    try:
-        return MarkedTemplate(source)
-    except Exception as error:  # nested too deep, among others
-        raise ValueError(f"the chat template cannot be read: {error!s:.300}; {WAY_OUT}") from None
+    def _compiled(self, source: str) -> MarkedTemplate:
+        try:
+            return MarkedTemplate(source, self.limits)
+        except Exception as error:  # nested too deep, among others
+            fault = f"the chat template cannot be read: {error!s:.300}; {WAY_OUT}"
+            raise ValueError(fault) from None

@@ -4,25 +4,31 @@ template, generation_config.json.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import read_json, shown
+from megatron.packing.user_files import shown
 from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.hf_tokenizer import HuggingFaceTokenizer
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
+from megatron.sft.data.templates.named import TOOL_USE
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
-from megatron.sft.data.tokenizer_folder import read_folder_tokenizer
 from megatron.sft.model.checkpoints.folder import huggingface_source
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.folder import DTYPES, Folder, open_source
 from megatron.sft.model.huggingface.names import are_stacked, with_stacked_experts
+from megatron.sft.model.huggingface.served_files import (
+    copy_processor,
+    copy_tokenizer,
+    read_object,
+    write_as_read,
+    write_object,
+)
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import write_adapter_config
@@ -32,19 +38,6 @@ from megatron.sft.options.model import ModelConfig
 COMPANIONS = "huggingface"
 """Folder of a checkpoint with these files, for a later export of its weights."""
 _GENERATION = "generation_config.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *(
-        "vocab.json",
-        "merges.txt",
-        "vocab.txt",
-        *("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model"),
-        "tekken.json",
-        "chat_template.jinja",
-        "chat_template.json",
-    ),
-)
-_MORE_TEMPLATES = "additional_chat_templates"
 _BYTE_LEVEL_TEMPLATE = (
     "{% for message in messages %}{{ '<' ~ message.role ~ '>' }}{% if message.role == 'assistant' "
     "%}{% generation %}{{ message.content ~ '<end>' }}{% endgeneration %}{% else %}{{ "
@@ -122,13 +115,15 @@ class Companions(NamedTuple):
         """Writes all files but the weights, and returns the type of the weights in config.json."""
         model_config = self.model_config()
         source = huggingface_source(self.config.output.pretrained_checkpoint)
-        _write(folder / "config.json", model_config)
-        generation = {} if source is None else _read(Path(source) / _GENERATION)
+        write_object(folder / "config.json", model_config)
+        generation = {} if source is None else read_object(Path(source) / _GENERATION)
+        if source is not None:
+            copy_processor(Path(source), folder)
         if self.tokenizer is not None:
             generation = _with_end_of_turn(generation, model_config, self.tokenizer)
             _write_tokenizer(folder, self.config, self.tokenizer)
         if generation:
-            _write(folder / _GENERATION, generation)
+            write_object(folder / _GENERATION, generation)
         return dtype_of(model_config)
 
     def write_beside_adapter(self, weights: AdapterWeights, folder: Path) -> None:
@@ -202,13 +197,23 @@ def ends_of_turns(tokenizer: Tokenizer) -> list[int]:
     of_answers = _common_end(tokenizer, answers)
     if of_answers is None:
         return []
+    has_tool_use = isinstance(tokenizer, HuggingFaceTokenizer) and (
+        TOOL_USE in tokenizer.templates.by_name
+    )
     of_calls = _common_end(
-        tokenizer, [Message("assistant", "", fields={"tool_calls": [call]}) for call in calls]
+        tokenizer,
+        [Message("assistant", "", fields={"tool_calls": [call]}) for call in calls],
+        # Calls are then written by the template of conversations with tools.
+        [{"type": "function", "function": call["function"]} for call in calls]
+        if has_tool_use
+        else None,
     )
     return [of_answers] if of_calls in (None, of_answers) else [of_answers, of_calls]  # type: ignore[list-item]
 
 
-def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
+def _common_end(
+    tokenizer: Tokenizer, answers: Iterable[Message], tools: list[Any] | None = None
+) -> int | None:
     """Returns the token that ends each of these answers; None if it is not the same one, or if the
     end consists of several tokens. A tokenizer that does not know `<|im_end|>` ends it with the
     token `>`, and generation would then stop at any other `>`.
@@ -216,7 +221,7 @@ def _common_end(tokenizer: Tokenizer, answers: Iterable[Message]) -> int | None:
     tails = set()
     for answer in answers:
         try:
-            tokens = tokenizer.encode_chat(Conversation([Message("user", "?"), answer]))
+            tokens = tokenizer.encode_chat(Conversation([Message("user", "?"), answer], tools))
         except ValueError:
             return None
         trained = tokens.ids[tokens.weights > 0]
@@ -235,53 +240,10 @@ def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> N
         _write_byte_level(folder)
     elif config.data.resolved_tokenizer_type == "HuggingFaceTokenizer":
         assert config.data.tokenizer_model is not None
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
         source = Path(config.data.tokenizer_model)
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-        _write_as_read(source, folder, tokenizer)
-        if (source / _MORE_TEMPLATES).is_dir():
-            shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
-        if tokenizer.chat_template is not None:
-            _write_template(
-                folder, _read(folder / "tokenizer_config.json"), tokenizer.chat_template
-            )
-
-
-def _write_as_read(source: Path, folder: Path, tokenizer: Tokenizer) -> None:
-    """Changes copied files so that AutoTokenizer and tokenizers read the tokens of the training.
-    They stay as they are if both do so anyway, as they do for most released folders.
-    """
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
-    files, path = tokenizer.files, folder / "tokenizer_config.json"
-    settings = files.settings
-    kinds = [_read(place / "config.json").get("model_type") for place in (source, folder)]
-    if not settings and kinds[1] is not None and kinds[0] != kinds[1]:
-        # AutoTokenizer's class depends on the model, and the tokenizer came from another folder.
-        settings = read_folder_tokenizer(str(folder)).settings
-    if settings:
-        _write(path, _read(path) | dict(settings))
-    if files.post_processor is not None:
-        path = folder / "tokenizer.json"
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        _write(path, whole | {"post_processor": files.post_processor})
-
-
-def _write_template(folder: Path, settings: dict[str, Any], template: str) -> None:
-    """Writes the chat template of the training wherever the copied tokenizer files have one.
-
-    settings: content of tokenizer_config.json. If it has several templates by name, the one named
-    `default` is replaced.
-    """
-    held, file = settings.get("chat_template"), folder / "chat_template.jinja"
-    renewed: Any = template
-    if isinstance(held, list):
-        by_name = {one["name"]: one["template"] for one in held} | {"default": template}
-        renewed = [{"name": name, "template": text} for name, text in by_name.items()]
-    if held and renewed != held:
-        _write(folder / "tokenizer_config.json", settings | {"chat_template": renewed})
-    if file.is_file() or not held:  # transformers reads this file first
-        file.write_text(template, encoding="utf-8")
+        copy_tokenizer(source, folder, tokenizer.templates.by_name)
+        write_as_read(source, folder, tokenizer.files)
 
 
 def _write_byte_level(folder: Path) -> None:
@@ -308,7 +270,7 @@ def _write_byte_level(folder: Path) -> None:
         "trim_offsets": True,
         "use_regex": False,
     }
-    _write(
+    write_object(
         folder / "tokenizer.json",
         {
             "version": "1.0",
@@ -322,7 +284,7 @@ def _write_byte_level(folder: Path) -> None:
             "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
         },
     )
-    _write(
+    write_object(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -332,17 +294,3 @@ def _write_byte_level(folder: Path) -> None:
             "chat_template": _BYTE_LEVEL_TEMPLATE,
         },
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path, any_integer=True) if path.is_file() else {}
-        if not isinstance(found, dict):
-            raise ValueError("it holds no JSON object")
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    return found
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.blending.formats.yaml_reader import read_scalar, read_yaml
+from megatron.blending.formats.yaml_reader import YamlLimits, read_scalar, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,7 @@ def test_anchors_and_merge_keys():
     [
         ("a: 1\nb: 2\na: 3\n", "a.yaml:3: key 'a' is given twice, first in line 1; remove one"),
         ("a: [1\n", "a.yaml:2: not YAML: "),
-        (
-            "a: !!python/object:os.system x",
-            "a.yaml:1: tag 'tag:yaml.org,2002:python/object:os.system'",
-        ),
+        ("a: !!python/tuple [x]", "a.yaml:1: tag 'tag:yaml.org,2002:python/tuple'"),
         ("a: !mine x", "a.yaml:1: tag '!mine' has no meaning here; remove it"),
         ("a: &a [*a]", "a.yaml:1: an anchor holds itself"),
         ("a: *b", "a.yaml:1: not YAML: "),
@@ -87,18 +84,18 @@ def test_anchors_and_merge_keys():
         ("<<: 3", "a.yaml:1: what << merges must be a mapping or a list of them"),
         ("a: 1\n---\nb: 2\n", "a.yaml:2: not YAML: "),
         ("a: \x00", "a.yaml"),
-        ("[" * 500, "a.yaml:1: not YAML: over 64 levels"),
+        ("[" * 5, "a.yaml:1: not YAML: over 4 levels"),
         (
             "b0: &b0 [1, 1]\n"
-            + "".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 40)),
-            "a.yaml:16: not YAML: more than 200,000 values",
+            + "".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 6)),
+            "a.yaml:4: not YAML: more than 50 values",
         ),
         ("a: 1\nb: -1" + "0" * 400, "a.yaml:2: the number -1000000000000000000... is too large"),
     ],
 )
 def test_faults_name_the_line(text, fault):
     with pytest.raises(ValueError, match=r"^a\.yaml") as error:
-        read_yaml("a.yaml", text)
+        read_yaml("a.yaml", text, YamlLimits(values=50, depth=4))
     assert str(error.value).startswith(fault)
     assert "\n" not in str(error.value)
 

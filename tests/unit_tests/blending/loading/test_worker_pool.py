@@ -22,6 +22,7 @@ import torch
 
 from megatron.blending import BatchDataset, MapDataset
 from megatron.blending.energon._loading.loader import get_loader, get_savable_loader
+from megatron.blending.loading.time_limit import TIME_LIMIT
 from megatron.blending.loading.worker_pool import WorkerProcess
 from megatron.blending.streams.failures import FatalSampleError
 from tests.unit_tests.blending.number_streams import (
@@ -226,6 +227,22 @@ def test_a_dead_worker_is_named():
         list(loader)
     assert time.monotonic() - started < 10
     assert multiprocessing.active_children() == []
+
+
+def late(sample):
+    TIME_LIMIT.subject = f"record {sample[1]}"
+    with TIME_LIMIT.limited(0.1, "takes too long"):
+        sum(range(40_000_000 * (sample[1] == 3)))
+    return {}
+
+
+@pytest.mark.skipif(TIME_LIMIT._library is None, reason="no such timers here")
+def test_a_worker_beyond_its_time_limit_says_why_through_the_rank(capfd):
+    """Its own line and the rank's would both be printed, the rank's with a traceback."""
+    loader = get_loader(MapDataset(source_of("a", 10, shuffle=False), late), processes(1))
+    with pytest.raises(ValueError, match=r"^record 3: takes too long$"):
+        list(loader)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_hung_worker_is_named_with_its_stack(caplog, monkeypatch, tmp_path):

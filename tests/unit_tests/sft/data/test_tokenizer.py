@@ -322,8 +322,11 @@ def test_variables_of_the_run_are_those_of_each_record_without_its_own(save_toke
         told = Conversation(CONVERSATION, None, own)
         return tokenizer.show(tokenizer.encode_chat(told).ids.tolist())
 
-    again = pickle.loads(pickle.dumps(tokenizer.template))  # for workers
-    assert (again.variables, again.source) == ({"mood": "calm"}, template)
+    again = pickle.loads(pickle.dumps(tokenizer.templates))  # for workers
+    assert (again.by_name["default"].variables, again.by_name["default"].source) == (
+        {"mood": "calm"},
+        template,
+    )
     assert text().startswith("calm<|im_start|>")
     assert text(mood="loud").startswith("loud<|im_start|>")
 

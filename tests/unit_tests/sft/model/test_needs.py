@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType(name)
     module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
     for parent in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        package = ModuleType(parent)
+        package.__spec__ = ModuleSpec(parent, None)  # which find_spec asks for
+        monkeypatch.setitem(sys.modules, parent, package)
     monkeypatch.setitem(sys.modules, name, module)
     return module
 

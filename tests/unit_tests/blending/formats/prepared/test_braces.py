@@ -1,11 +1,10 @@
 """Names with braces, as bash expands them (the literals were taken from it)."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.blending.formats.prepared import braces
 from megatron.blending.formats.prepared.braces import collapse_numbers, expand_braces
 
 
@@ -79,17 +78,17 @@ def test_one_run_is_one_range(start, count, width):
 @pytest.mark.parametrize(
     "pattern",
     [
-        "s{0..20000000}",
-        "{0..999}{0..999}{0..999}",
-        "{" * 200,
-        "a" * 5000,
+        "s{0..2000}",
+        "{0..9}{0..9}{0..9}",
+        "{" * 20,
+        "a" * 500,
         f"{{0{'0' * 200}..1}}",
-        "{1..1000000000000000}",
+        "{1..100000}",
     ],
 )
-def test_what_stands_for_millions_is_refused(pattern):
+def test_what_stands_for_too_many_is_refused(pattern, monkeypatch):
     """One line of a file would fill the memory of every rank."""
-    start = time.process_time()
+    for name, limit in (("BRACES", 10), ("CHARACTERS", 100), ("NAMES", 200)):
+        monkeypatch.setattr(f"{braces.__name__}._MAX_{name}", limit)
     with pytest.raises(ValueError, match=r"(has|stands for) more than"):
         expand_braces(pattern)
-    assert time.process_time() - start < 1

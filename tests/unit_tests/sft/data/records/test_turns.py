@@ -20,6 +20,7 @@ from megatron.sft.data.records.messages import Message, with_call_ids
 from megatron.sft.data.records.turns import merged_turns, only_last
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, ContextError
+from megatron.sft.data.templates.named import NamedTemplates
 from megatron.sft.data.tokenizer import build_tokenizer
 from tests.unit_tests.sft.data.templates import structures
 from tests.unit_tests.sft.data.templates.test_chat_template import TOOLS
@@ -186,7 +187,7 @@ def tokenizer_with(name: str, auto_tokenizer: Any) -> tuple[Any, Any]:
     ours = build_tokenizer("HuggingFaceTokenizer", f"{RELEASED}/qwen")
     # transformers tells its templates today's date
     template = ChatTemplate(theirs.chat_template, texts, date.today())
-    return replace(ours, template=template), theirs  # type: ignore[type-var]
+    return replace(ours, templates=NamedTemplates({"default": template})), theirs  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

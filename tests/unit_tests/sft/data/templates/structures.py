@@ -268,3 +268,25 @@ GLM4 = """[gMASK]<sop>{% for tool in tools or [] %}{{ '<|system|>\n' + tool.func
 {%- else %}{{ '<|assistant|>' }}{% for call in m.tool_calls or [] %}{{ call.function.name + '\n' + call.function.arguments | tojson }}{% endfor %}
 {{- '\n' + m.content if m.content }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+# Joins arguments to text, reads calls where the content is null, and ends an answer only behind the
+# second call.
+DEEPSEEK3 = """{%- set ns = namespace(is_first=false, is_tool=false) %}{{ bos_token }}{%- for message in messages %}
+{%- if message['role'] == 'user' %}{{ '<User>' + message['content'] }}{% endif %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}{% set ns.is_tool = false %}
+{%- for tool in message['tool_calls'] %}{% if not ns.is_first %}
+{{- '<Assistant><calls><call>' + tool['function']['name'] + '\n' + tool['function']['arguments'] + '</call>' }}
+{%- set ns.is_first = true %}{% else %}
+{{- '\n<call>' + tool['function']['name'] + '\n' + tool['function']['arguments'] + '</call>' }}{{ '</calls><eos>' }}
+{%- endif %}{% endfor %}{% endif %}
+{%- if message['role'] == 'assistant' and message['content'] is not none %}{% if ns.is_tool %}
+{{- '</outputs>' + message['content'] + '<eos>' }}{% set ns.is_tool = false %}
+{%- else %}{{ '<Assistant>' + message['content'] + '<eos>' }}{% endif %}{% endif %}
+{%- if message['role'] == 'tool' %}{% set ns.is_tool = true %}{{ '<output>' + message['content'] }}{% endif %}
+{%- endfor %}{% if ns.is_tool %}{{ '</outputs>' }}{% endif %}
+{%- if add_generation_prompt and not ns.is_tool %}{{ '<Assistant>' }}{% endif %}"""
+# Of a processor: contents are lists of parts.
+IDEFICS3 = """{{ bos_token }}{% for message in messages %}{{ message['role'].capitalize() }}
+{%- if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}
+{%- for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}
+{%- elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end>
+{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""

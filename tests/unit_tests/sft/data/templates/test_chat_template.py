@@ -12,6 +12,7 @@ from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, SlowTemplateError, Span
+from megatron.sft.data.templates.sandbox import LIMITS
 from megatron.sft.data.templates.writer import TemplateWriter
 from tests.unit_tests.sft.data.templates.structures import (
     CHATML,
@@ -416,7 +417,7 @@ def test_a_template_is_given_one_date():
     assert rendering.text == "<user|2025-06-30>when?<end><assistant|2025-06-30>now<end>"
     ((start, end, _),) = rendering.spans
     assert rendering.text[start:end] == "now<end>"
-    wide = DATED.replace("%Y-%m-%d", "%1000000000d")
+    wide = DATED.replace("%Y-%m-%d", "%9d")
     with pytest.raises(ValueError, match="asks for the date as"):
         ChatTemplate(wide, TOKENS, date(2025, 6, 30)).render(chat)
 
@@ -431,10 +432,12 @@ def test_thoughts_stand_under_every_name():
     assert text.endswith("<think>hm</think>yes<end>")
 
 
-def test_a_template_that_takes_too_long_is_said_to(monkeypatch):
+def test_a_template_that_takes_too_long_is_said_to():
     """As any other fault of a template, each record of the data would be tried with it."""
-    monkeypatch.setattr("megatron.sft.data.templates.marked._MAX_PASSES", 1_000)
+    template = ChatTemplate(
+        "{% for i in range(500) %}{% endfor %}" + CHATML, TOKENS, limits=LIMITS._replace(passes=100)
+    )
     with pytest.raises(
         SlowTemplateError, match="takes too long with the conversation: it never ends"
     ):
-        render("{% for i in range(9999) %}{% endfor %}" + CHATML, [Message("user", "a")])
+        template.render(Conversation([Message("user", "a")]))

@@ -1,5 +1,7 @@
-"""Chat templates of others: what fills the memory is refused before it does, and all else reads as
-in Jinja.
+"""Chat templates of others: what is larger than the limits is refused before it is made, and all
+else reads as in Jinja.
+
+Templates here are harmless anywhere: the limits are lowered, the templates are not large.
 """
 
 import time
@@ -12,37 +14,39 @@ from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.templates.chat_template import ChatTemplate
 from megatron.sft.data.templates.marked import MarkedTemplate
+from megatron.sft.data.templates.sandbox import LIMITS
 
+LOW = LIMITS._replace(
+    characters=1000, made=20_000, passes=100, factor=100, power=10, indent=9, parts=50
+)
 GROWS = (
-    "{%% set n = namespace(x='aaaa') %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% "
+    "{%% set n = namespace(x='aaaa') %%}{%% for i in range(12) %%}{%% set n.x = %s %%}{%% "
     "endfor %%}{{ n.x }}"
 )
-LONG = "{% for i in range(3000) %}" + "x" * 5000 + "{% endfor %}"
+LONG = "{% for i in range(30) %}" + "x" * 50 + "{% endfor %}"
+CHAT = Conversation([Message("user", "q"), Message("assistant", "a")], None, {})
 
 
 @pytest.mark.parametrize(
     "source",
     [
+        *("{{ 'a'.ljust(9) }}", "{{ 'a'['rjust'](9) }}", "{{ ('a'|attr('center'))(9) }}"),
         *(
-            "{{ 'a'.ljust(10**9) }}",
-            "{{ 'a'['rjust'](10**9) }}",
-            "{{ ('a'|attr('center'))(10**9) }}",
+            "{{ 'a'.encode().zfill(9) }}",
+            "{{ 'a'|center(9) }}",
+            "{{ ['a']|map('center', 9)|list }}",
         ),
+        *("{{ 'a\nb'|indent(1000) }}", "{{ [1]|tojson(indent=10) }}", "{{ lipsum(n=1) }}"),
+        *("{{ ('a'*50)*50 }}", "{{ ['a'*50]*50 }}", "{{ [['a'*50]*50]|string }}"),
         *(
-            "{{ 'a'.encode().zfill(10**9) }}",
-            "{{ 'a'|center(10**9) }}",
-            "{{ ['a']|map('center', 10**9)|list }}",
+            "{{ ['a'*50]*50 ~ 'b' }}",
+            "{{ (['a'*50]*50)|join }}",
+            "{{ [('a'*50)]*50|tojson }}",
         ),
-        *("{{ 'a\nb'|indent(10**9) }}", "{{ [1]|tojson(indent=10**9) }}", "{{ lipsum(n=10**9) }}"),
-        *("{{ ('a'*10000)*10000 }}", "{{ ['a'*10000]*10000 }}", "{{ [['a'*10000]*10000]|string }}"),
-        *(
-            "{{ ['a'*10000]*10000 ~ 'b' }}",
-            "{{ (['a'*10000]*10000)|join }}",
-            "{{ [('a'*10000)]*10000|tojson }}",
-        ),
-        *("{{ '%1000000000d' % 3 }}", "{{ '%*d' % (10**9, 3) }}", "{{ '%1000000000d'|format(3) }}"),
-        *("{{ '{:1000000000}'.format(3) }}", "{{ '{:{}}'.format(3, 10**9) }}"),
-        *("{{ ('a '*5000*200).split() }}", "{{ ([{'a': 'x'*10000}]*10000)|join(attribute='a') }}"),
+        *("{{ '%100d' % 3 }}", "{{ '%*d' % (9, 3) }}", "{{ '%100d'|format(3) }}"),
+        *("{{ '{:100}'.format(3) }}", "{{ '{:{}}'.format(3, 9) }}", "{{ 2 * 101 }}"),
+        *("{{ 2 ** 11 }}", "{{ '%0100d' % 3 }}"),
+        *("{{ ('a '*20*5).split() }}", "{{ ([{'a': 'x'*50}]*50)|join(attribute='a') }}"),
         *(
             GROWS % grown
             for grown in ("n.x ~ n.x", "n.x + n.x", "[n.x, n.x]|join", "''.join([n.x, n.x])")
@@ -57,50 +61,56 @@ LONG = "{% for i in range(3000) %}" + "x" * 5000 + "{% endfor %}"
             "{% set t %}" + LONG + "{% endset %}",
             "{% macro m() %}" + LONG + "{% endmacro %}{{ m() }}",
         ),
+        "{% for i in range(90) %}{% set x = 'a' * 90 ~ 'a' * 90 ~ 'a' * 90 %}{% endfor %}",
     ],
 )
-def test_what_fills_the_memory_is_refused(source):
-    """`'a'.ljust(10**9)` took a gigabyte, and longer than a sample may."""
-    # The power is one of Jinja's own, which is refused as such.
-    source = source.replace("10**9", "1000000000")
-    template = ChatTemplate(source, {})
-    tracemalloc.start()
+def test_what_is_beyond_the_limits_is_refused(source):
+    """With the limits of the product, such templates would fill the memory."""
     with pytest.raises(
         ValueError, match=r"^the chat template (refuses|cannot be read|fails)"
     ) as caught:
-        template.render(Conversation([Message("user", "q"), Message("assistant", "a")], None, {}))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100e6
+        ChatTemplate(source, {}, limits=LOW).render(CHAT)
     assert len(str(caught.value)) < 600
     assert "\n" not in str(caught.value)
 
 
-def test_refusals_come_soon():
-    for source in (
-        "{{ 'a'.ljust(1000000000) }}",
-        GROWS % "n.x ~ n.x",
-        GROWS % "n.x|replace('', 'aa')",
-    ):
-        start = time.process_time()
-        with pytest.raises(TemplateError):
-            MarkedTemplate(source).write([])
-        assert time.process_time() - start < 1
+@pytest.mark.parametrize(
+    "made",
+    [
+        *("text * 90", "text ~ text ~ text ~ text", "[text] * 90", "text.replace('a', 'bbbb')"),
+        *(
+            "text|replace('a', 'bbbb')",
+            "([text] * 9)|join",
+            "'%s%s%s%s' % (text, text, text, text)",
+        ),
+        *("'{0}{0}{0}{0}'.format(text)", "text.split('a')", "text|list"),
+    ],
+)
+def test_sizes_are_checked_before_anything_is_made(made):
+    """A check behind it would come when the memory is full."""
+    text = "a" * 200_000
+    source = "{{ (MADE)|length }}".replace("MADE", made)
+    template = MarkedTemplate(source, LOW._replace(characters=500_000))
+    tracemalloc.start()
+    with pytest.raises(TemplateError):
+        template.write([], text=text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 450_000
 
 
-def test_a_loop_over_pairs_ends(monkeypatch):
+def test_a_loop_over_pairs_ends():
     """Only those over single names were counted."""
-    monkeypatch.setattr("megatron.sft.data.templates.marked._MAX_PASSES", 1000)
     with pytest.raises(TemplateError, match="it never ends"):
         MarkedTemplate(
-            "{% for i in range(100000) %}{% for k, v in pairs %}{% endfor %}{% endfor %}"
-        ).write([], pairs=[[1, 2]] * 100_000)
+            "{% for i in range(20) %}{% for k, v in pairs %}{% endfor %}{% endfor %}", LOW
+        ).write([], pairs=[[1, 2]] * 20)
 
 
 def test_each_rendering_has_the_whole_bound():
     """Samples would be refused after some thousands, by what was made for the others."""
-    template = MarkedTemplate("{% for m in messages %}{{ m.content ~ '' }}{% endfor %}")
-    text = "a" * 5_000_000
+    template = MarkedTemplate("{% for m in messages %}{{ m.content ~ '' }}{% endfor %}", LOW)
+    text = "a" * 900
     for _ in range(30):
         assert template.write([{"role": "user", "content": text}]).text == text
 
@@ -164,27 +174,25 @@ def test_json_reads_as_chat_templates_mean_it():
 @pytest.mark.parametrize(
     "source",
     [
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) "
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(17) "
         "}}",
-        "{% for i in range(90000) %}{% set x = range(90000)|sort|list|length %}{% endfor %}",
+        "{% for i in range(400) %}{% set x = range(9999)|sort|list|length %}{% endfor %}",
     ],
 )
-def test_a_template_that_takes_hours_ends(source, monkeypatch):
+def test_a_template_that_takes_long_ends(source):
     """A data worker would hang at its first record, and the run with it, without a word."""
-    monkeypatch.setattr("megatron.sft.data.templates.sandbox.MAX_SECONDS", 0.2)
-    start = time.process_time()
-    with pytest.raises(TemplateError, match=r"it takes longer than 0.2 seconds"):
-        MarkedTemplate(source).write([])
-    assert time.process_time() - start < 5
+    with pytest.raises(TemplateError, match=r"it takes longer than 0.1 seconds"):
+        MarkedTemplate(source, LIMITS._replace(seconds=0.1)).write([])
 
 
-def test_time_in_which_a_process_is_stopped_does_not_count(monkeypatch):
+def test_time_in_which_a_process_is_stopped_does_not_count():
     """A job that was suspended would end at the record that it was at."""
-    monkeypatch.setattr("megatron.sft.data.templates.sandbox.MAX_SECONDS", 0.01)
 
     def wait() -> str:
-        time.sleep(0.02)
+        time.sleep(0.06)
         return ""
 
-    template = MarkedTemplate("{% for m in messages %}{{ wait() }}{{ m }}{% endfor %}")
+    template = MarkedTemplate(
+        "{% for m in messages %}{{ wait() }}{{ m }}{% endfor %}", LIMITS._replace(seconds=0.05)
+    )
     assert template.write([{"a": 1}] * 3, wait=wait).text.count("a") == 3

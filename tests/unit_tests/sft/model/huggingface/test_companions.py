@@ -183,10 +183,47 @@ def test_the_template_that_was_trained_with_is_the_one_that_is_found(
     Companions(config, tokenizer, tokenizer.vocab_size, "float32").write(target)
     found = transformers.AutoTokenizer.from_pretrained(target)
     assert found.get_chat_template() == OTHER
-    assert found.get_chat_template("tool_use") == "t"
+    # Conversations with tools were trained by it, too.
+    assert found.get_chat_template(tools=[{}]) == OTHER
     written, before = read(target / "tokenizer_config.json"), read(source / "tokenizer_config.json")
-    assert written.pop("chat_template", None) == (
-        held and (OTHER if held == PLAIN else [{"name": "default", "template": OTHER}, held[1]])
-    )
+    assert written.pop("chat_template", None) == (held and OTHER)
     assert written == {name: value for name, value in before.items() if name != "chat_template"}
     assert str(HUGE) in (target / "tokenizer_config.json").read_text()
+
+
+def test_a_processor_is_served_with_the_trained_template(tmp_path, save_tokenizer):
+    """Without its files transformers loads no processor of an exported Gemma 3; and a processor
+    reads templates in places of its own, one of which conflicts with several templates.
+    """
+    pytest.importorskip("PIL")
+    transformers = pytest.importorskip("transformers")
+    source = Path(
+        save_tokenizer(
+            [{"name": "default", "template": OTHER}, {"name": "tool_use", "template": PLAIN}],
+            processor_class="Gemma3Processor",
+            extra_special_tokens={"image_token": "<i>", "boi_token": "<b>", "eoi_token": "<e>"},
+        )
+    )
+    files = {
+        "preprocessor_config.json": {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "do_resize": False,
+        },
+        "processor_config.json": {"processor_class": "Gemma3Processor", "image_seq_length": 7},
+        "chat_template.json": {"chat_template": PLAIN},
+        "video_preprocessor_config.json": {},
+        "modeling_own.py": {},
+        "vocab.model": {},
+        "training_args.bin": {},
+    }
+    for name, content in files.items():
+        (source / name).write_text(json.dumps(content))
+    _, target, *_ = pretrained(source, lambda _: str(source), None)
+    assert {path.name for path in target.iterdir()} & files.keys() == files.keys() - {
+        "chat_template.json",
+        "training_args.bin",
+    }
+    for kind in (transformers.AutoTokenizer, transformers.AutoProcessor):
+        loaded = kind.from_pretrained(target)
+        assert loaded.chat_template == {"default": OTHER, "tool_use": PLAIN}
+    assert (type(loaded).__name__, loaded.image_seq_length) == ("Gemma3Processor", 7)
