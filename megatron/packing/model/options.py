@@ -46,6 +46,8 @@ class Architecture(ModelShape):
     """No biases in linear layers."""
     add_qkv_bias: bool = False
     """Biases in the QKV projection all the same."""
+    add_proj_bias: bool = False
+    """Biases in attention's output projection all the same."""
     qk_layernorm: bool = False
     """Norms of queries and keys."""
     qk_layernorm_over_heads: bool = False

@@ -15,7 +15,6 @@ from megatron.sft.options.model import ModelConfig
 
 
 def _options(config: ConfigFields) -> dict[str, Any]:
-    config.refuse("router_jitter_noise")
     rotary_dim = config.get("rotary_dim")
     head_dim = config.number("head_dim", 128)
     percent = {}
@@ -26,7 +25,7 @@ def _options(config: ConfigFields) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.number("intermediate_size"),
         "qk_layernorm": True,
         "qk_layernorm_over_heads": True,
-        **sigmoid_router(config),
+        **sigmoid_router(),
         **percent,
     }
 
@@ -48,6 +47,8 @@ MINIMAX_M2 = Family(
     partial_rotary_factor=1.0,
     options=_options,
     config=_config,
+    unsupported=("router_jitter_noise",),
+    has_router_loss=True,
     names=BLOCK_SPARSE_NAMES,
     carries_further_layers=True,
 )

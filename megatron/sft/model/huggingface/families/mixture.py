@@ -90,8 +90,19 @@ def qwen_experts_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def sigmoid_router(config: ConfigFields) -> dict[str, Any]:
+def sigmoid_router() -> dict[str, Any]:
     """Returns the options of a router that adds a bias to sigmoids for the choice of experts."""
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": False,
+    }
+
+
+def grouped_router(config: ConfigFields) -> dict[str, Any]:
+    """Returns the options of such a router that chooses groups of experts first, and multiplies
+    the shares by a factor.
+    """
     num_groups, group_topk = config.get("n_group", 1), config.get("topk_group", 1)
     if num_groups > 1 and config.number("num_experts_per_tok") // group_topk != 2:
         raise ValueError(
@@ -101,16 +112,14 @@ def sigmoid_router(config: ConfigFields) -> dict[str, Any]:
         )
     scale = config.positive("routed_scaling_factor", 1.0)
     return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_pre_softmax": False,
+        **sigmoid_router(),
         "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
         "moe_router_num_groups": num_groups if num_groups > 1 else None,
         "moe_router_group_topk": group_topk if num_groups > 1 else None,
     }
 
 
-def sigmoid_router_config(model: ModelConfig) -> dict[str, Any]:
+def grouped_router_config(model: ModelConfig) -> dict[str, Any]:
     """Returns the keys of config.json that say the same."""
     return {
         "n_group": model.moe_router_num_groups or 1,

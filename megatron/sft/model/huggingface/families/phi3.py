@@ -14,5 +14,6 @@ PHI3 = Family(
     needs_key_value_heads=False,
     options=lambda config: config.windows(config.values.get("sliding_window")),
     config=lambda model: windows_config(model) | {"partial_rotary_factor": model.rotary_percent},
+    residual_dropout="resid_pdrop",
     rows=(QKV, GATE_UP),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.sft.model.huggingface.families.biases import biases, biases_config
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields, windows_config
 from megatron.sft.model.huggingface.families.family import Family
-from megatron.sft.model.huggingface.families.llama import biases, biases_config
 from megatron.sft.options.model import ModelConfig
 
 
@@ -39,7 +39,6 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     rope_theta=2e6,
     ties_embeddings=True,
-    has_attention_bias=True,
     options=_options,
     config=_config,
 )
