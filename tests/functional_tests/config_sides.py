@@ -7,6 +7,7 @@ other.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -29,10 +29,19 @@ from megatron.sft.model.forward import forward_step
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.model.huggingface.read import Pretrained
+from megatron.sft.options.config import SFTConfig
 from tests.functional_tests import hf_models
 from tests.functional_tests.oracle import CPU, _prepare, draws_of
 
 SEQUENCES = hf_models.sequences_in_order(5, (40, 23))
+_OF_CLASSES = {
+    "default_rope_type",
+    "default_theta",
+    "ignore_keys_at_rope_validation",
+    "sub_configs",
+}
+"""Attributes of config classes that are no fields."""
+_MAX_NUMBERS = 4_000_000
 _TRAINING_OPTIONS = ("attention_dropout", "hidden_dropout", "moe_aux_loss_coeff")
 
 
@@ -62,6 +71,9 @@ class TransformersSide:
         config_text = (folder / "config.json").read_text()
         with torch.device("meta"):
             model = self._class(folder).from_config(self._config(folder))
+        num_numbers = sum(tensor.numel() for tensor in model.state_dict().values())
+        if num_numbers > _MAX_NUMBERS:  # a size is missing, and of a released model then
+            raise ValueError(f"left out: a model of {num_numbers} numbers")
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
         kept = folder.parent / f"weights-{digest}"
@@ -119,6 +131,20 @@ class TransformersSide:
             name
             for part in parts
             for name in (*(field.name for field in fields(part)), *part.attribute_map)
+        }
+
+    def fields_read(self, folder: Path) -> set[str]:
+        """Returns the fields that were read of the folder's configs; not methods and properties."""
+        config = self._config(folder)
+        kinds = [type(config), *(type(getattr(config, name)) for name in config.sub_configs)]
+        names = (name for name in self.reads if name not in _OF_CLASSES)
+        return {
+            name
+            for name in names
+            if not any(
+                callable(member := getattr(kind, name, None)) or isinstance(member, property)
+                for kind in kinds
+            )
         }
 
     def _config(self, folder: Path) -> Any:
@@ -201,6 +227,7 @@ class ProductSide:
         self._packs = hf_models._note_logits()
         _note_reads(self.reads)
         self._is_prepared = False
+        self._computed: dict[str, list[Tensor]] = {}
 
     def compute(self, folder: Path) -> Computed:
         """Returns what the product computes. Raises ValueError where it refuses the folder."""
@@ -213,6 +240,16 @@ class ProductSide:
         assert config.data.vocab_size is not None
         pretrained = open_pretrained(config, config.data.vocab_size)
         assert isinstance(pretrained, Pretrained)
+        weights = next(folder.glob("*.safetensors")).resolve().parent.name
+        key = f"{weights} {config.model}"  # all that the model depends on
+        if key not in self._computed:
+            self._computed[key] = self._forward(config, transformer_config, pretrained)
+        differs = any(getattr(config.model, name) for name in _TRAINING_OPTIONS)
+        return Computed(self._computed[key], differs)
+
+    def _forward(self, config: SFTConfig, transformer_config: Any, pretrained: Pretrained) -> Any:
+        """Returns the logits of each sequence."""
+        assert config.data.vocab_size is not None
         model = build_model(config, transformer_config, config.data.vocab_size, CPU, pretrained)
         for chunk in model:
             chunk.eval()
@@ -228,8 +265,9 @@ class ProductSide:
             forward_only=True,
         )
         logits = hf_models.logits_of(SEQUENCES, self._packs, config.data.vocab_size)
-        differs = any(getattr(config.model, name) for name in _TRAINING_OPTIONS)
-        return Computed(logits, differs)
+        del model
+        gc.collect()  # modules and their hooks hold each other
+        return logits
 
     def _flags(self, folder: Path) -> str:
         """Float64 in routers, for models that have them."""

@@ -136,6 +136,7 @@ def _scaling_of(kind: str, fields: Mapping[str, Any], where: str) -> RopeScaling
         kind,
         **numbers,
         truncate=bool(known.get("truncate", True)),
+        raises_scores=bool(known.get("raises_scores", True)),
     )
 
 

@@ -136,6 +136,12 @@ class ConfigFields:
                 f"{self.where} has rope_parameters for all layers, which transformers ignores for "
                 "this model_type; write those of full_attention and sliding_attention in it"
             )
+        older = self.get("rope_scaling") or {}
+        if older.get("type", "default") != "default" and "rope_type" not in older:
+            raise ValueError(
+                f"{self.where} has a rope_scaling of type {shown(older['type'])}, which "
+                "transformers ignores for this model_type; write rope_type instead of type"
+            )
         local = self.rope("sliding_attention") if self.get("rope_parameters") else {}
         if _rope_type(local) != "default":
             raise ValueError(
