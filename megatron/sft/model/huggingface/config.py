@@ -73,8 +73,9 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
     }
     if "rotary_base" not in options:
         options |= text.rope_options(family.rope_theta)
-    if "ffn_hidden_size" not in options or options["ffn_hidden_size"] is None:
-        options["ffn_hidden_size"] = text.number("intermediate_size")
+    # Where all layers have experts, no layer has this width, and files may leave it out.
+    width = None if options["moe_layer_freq"] else options.get("moe_ffn_hidden_size")
+    options["ffn_hidden_size"] = text.number("intermediate_size", width)
     return options
 
 

@@ -10,6 +10,7 @@ from megatron.sft.model.huggingface.families.fused import GATE_UP
 from megatron.sft.model.huggingface.families.mixture import (
     grouped_router,
     grouped_router_config,
+    num_experts,
 )
 from megatron.sft.model.huggingface.rows import Row
 from megatron.sft.options.model import ModelConfig
@@ -46,8 +47,7 @@ def _moe_options(config: ConfigFields) -> dict[str, Any]:
     return {
         "add_qkv_bias": bool(config.get("attention_bias", False)),
         "qk_layernorm": bool(config.get("use_qk_norm", False)),
-        "num_experts": config.number("n_routed_experts"),
-        "moe_router_topk": config.number("num_experts_per_tok"),
+        **num_experts(config, "n_routed_experts", "num_local_experts"),
         "moe_ffn_hidden_size": width,
         "moe_layer_freq": () if all(has_experts) else has_experts,
         "moe_shared_expert_intermediate_size": num_shared * width or None,

@@ -12,7 +12,7 @@ from megatron.sft.options.model import ModelConfig
 
 def _options(config: ConfigFields) -> dict[str, Any]:
     return {
-        **num_experts(config, "num_local_experts"),
+        **num_experts(config, "num_local_experts", "num_experts"),
         "moe_router_pre_softmax": False,
         "moe_ffn_hidden_size": config.number("intermediate_size"),
         **config.windows(config.get("sliding_window"), (1,)),

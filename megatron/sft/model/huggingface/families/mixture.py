@@ -44,21 +44,21 @@ STACKED_EXPERTS = (
 """Experts of a layer as one tensor, as some releases of Qwen3.5 have them."""
 
 
-def num_experts(config: ConfigFields, default: str) -> dict[str, Any]:
+def num_experts(config: ConfigFields, name: str, other_name: str | None = None) -> dict[str, Any]:
     """Returns experts, and how many of them a token goes to.
 
-    transformers 5 writes `num_experts` for what it reads as `num_local_experts`, and the other way.
+    name: the key of experts. other_name: another that transformers knows for it, and takes where
+        both are written.
     """
-    names = ("num_experts", "num_local_experts")
-    key = next((name for name in names if name in config.values), default)
+    key = other_name if other_name is not None and other_name in config.values else name
     return {
         "num_experts": config.number(key),
         "moe_router_topk": config.number("num_experts_per_tok"),
     }
 
 
-def qwen_experts(config: ConfigFields) -> dict[str, Any]:
-    """Returns the options of Qwen's experts."""
+def qwen_experts(config: ConfigFields, other_name: str | None = None) -> dict[str, Any]:
+    """Returns the options of Qwen's experts; see `num_experts`."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     layers = range(config.number("num_hidden_layers"))
     has_experts = tuple(int(i not in dense and (i + 1) % step == 0) for i in layers)
@@ -68,7 +68,7 @@ def qwen_experts(config: ConfigFields) -> dict[str, Any]:
             "mlp_only_layers"
         )
     return {
-        **num_experts(config, "num_experts"),
+        **num_experts(config, "num_experts", other_name),
         # Renormalised, the chosen shares of a softmax over all are a softmax over the chosen.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_ffn_hidden_size": config.number("moe_intermediate_size"),

@@ -31,7 +31,7 @@ def _moe_options(config: ConfigFields) -> dict[str, Any]:
     return {
         "qk_layernorm": True,
         **attention_biases(config),
-        **qwen_experts(config),
+        **qwen_experts(config, "num_local_experts"),
         **config.windows(window, (1,)),  # of all layers, whatever other keys say
     }
 

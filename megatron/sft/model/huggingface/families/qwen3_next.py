@@ -160,14 +160,12 @@ def _shared(config: ConfigFields) -> dict[str, Any]:
 
 
 def _moe_options(config: ConfigFields) -> dict[str, Any]:
-    width = config.number("moe_intermediate_size")
     return {
         **_options(config),
         **num_experts(config, "num_experts"),
         **_shared(config),
         "moe_router_pre_softmax": False,
-        "moe_ffn_hidden_size": width,
-        "ffn_hidden_size": config.number("intermediate_size", width),
+        "moe_ffn_hidden_size": config.number("moe_intermediate_size"),
     }
 
 

@@ -309,6 +309,7 @@ def test_no_config_is_refused(tmp_path):
 
 
 MOE_WINDOWS = {
+    "num_experts": 8,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "use_sliding_window": True,
