@@ -98,10 +98,12 @@ class ConfigFields:
                 "transformers takes the latter alone, without the base of the former; write one "
                 "rope_parameters with rope_theta, rope_type and what else rope_scaling has"
             )
-        if kind is not None and isinstance(rope.get(kind), dict):
-            # transformers reads `truncate` beside the kinds of layers, not within one.
-            return {**_without_nulls(rope[kind]), "truncate": bool(rope.get("truncate", True))}
-        return rope
+        if kind is None:
+            return rope
+        has_kinds = isinstance(rope.get(kind), dict)
+        fields = _without_nulls(rope[kind]) if has_kinds else rope
+        # transformers reads `truncate` beside the kinds of layers, not within one.
+        return {**fields, "truncate": bool(rope.get("truncate", True)) if has_kinds else True}
 
     def with_rope(self, default: Mapping[str, Any]) -> ConfigFields:
         """Returns these fields with a default rope where none is written."""

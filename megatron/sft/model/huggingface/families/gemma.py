@@ -63,11 +63,9 @@ def _config2(model: ModelConfig) -> dict[str, Any]:
 
 def _options3(config: ConfigFields) -> dict[str, Any]:
     kinds = config.layers("layer_types", "sliding_attention")
-    pattern = config.number("sliding_window_pattern", 6)
-    windows = config.windows(
-        config.values.get("sliding_window", 4096),
-        config.every(pattern) if kinds is None else kinds,
-    )
+    if kinds is None:
+        kinds = config.every(config.number("sliding_window_pattern", 6))
+    windows = config.windows(config.values.get("sliding_window", 4096), kinds)
     ropes = config.rope_per_kind(1e6, config.get("rope_local_base_freq", 1e4))
     if not windows:
         ropes["window_rotary_base"] = None

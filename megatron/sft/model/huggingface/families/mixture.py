@@ -104,6 +104,8 @@ def grouped_router(config: ConfigFields) -> dict[str, Any]:
     the shares by a factor.
     """
     num_groups, group_topk = config.get("n_group", 1), config.get("topk_group", 1)
+    if group_topk >= num_groups:
+        num_groups = 1  # all groups are chosen
     if num_groups > 1 and config.number("num_experts_per_tok") // group_topk != 2:
         raise ValueError(
             f"{config.where} chooses num_experts_per_tok "

@@ -29,7 +29,9 @@ def _options3(config: ConfigFields) -> dict[str, Any]:
     ropes = config.rope_per_kind(_BASE, _BASE)
     if not windows:
         ropes["window_rotary_base"] = None
-    elif config.get("rope_theta", _BASE) != _BASE and not config.rope("sliding_attention"):
+    elif config.get("rope_theta", _BASE) != _BASE and "rope_theta" not in config.rope(
+        "sliding_attention"
+    ):
         # The base of layers with a window is then 500,000 in transformers 5, rope_theta in 4.
         raise ValueError(
             f"{config.where} has rope_theta {shown(config.get('rope_theta'))}, which transformers "
