@@ -61,7 +61,8 @@ class PackedSelfAttention(SelfAttention):
         config = options["config"]
         has_biases = config.add_bias_linear
         try:
-            # megatron-core's only switch, which its constructor reads.
+            # megatron-core's only switch, which its constructor reads; also for queries, keys and
+            # values, which have biases wherever the output has one.
             config.add_bias_linear = has_biases or has_proj_bias
             super().__init__(*arguments, **options)
         finally:

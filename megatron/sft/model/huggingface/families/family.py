@@ -88,6 +88,8 @@ class Family:
     """`model_type` of a multimodal model that has this one as `text_config` -> prefixes of its
     tensors there.
     """
+    ignored_within: tuple[str, ...] = ()
+    """Keys that transformers reads of this model, and not of one that is a `text_config`."""
 
     def renamed(self, tensor: str) -> str:
         """Returns this family's name of one of Llama's tensors."""

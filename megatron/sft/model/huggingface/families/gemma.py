@@ -134,5 +134,6 @@ GEMMA3 = Family(
     options=_options3,
     config=_config3,
     rows=(_NORM_BEFORE_MLP,),
+    ignored_within=("final_logit_softcapping",),
     within={"gemma3": Prefix("language_model.model.", "language_model.lm_head.")},
 )

@@ -11,8 +11,10 @@ from megatron.sft.options.model import ModelConfig
 
 def _options(config: ConfigFields) -> dict[str, Any]:
     if config.get("mlp_bias"):
-        config.require("attention_bias", True, default=True)
         config.require("attention_out_bias", True)
+    if config.get("attention_out_bias"):
+        config.require("attention_bias", True, default=True)
+    if config.get("mlp_bias"):
         return {"disable_bias_linear": False}
     return {
         "add_qkv_bias": bool(config.get("attention_bias", True)),

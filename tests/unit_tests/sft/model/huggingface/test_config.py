@@ -360,6 +360,7 @@ def test_windows(tmp_path, config, windows):
     assert [kind.window for kind in model.layer_kinds()] == windows
 
 
+SOFTCAP = {"final_logit_softcapping": 30.0}
 SIGMOIDS = {"model_type": "glm4_moe", **GLM_EXPERTS, "num_experts_per_tok": 1}
 
 
@@ -376,6 +377,14 @@ SIGMOIDS = {"model_type": "glm4_moe", **GLM_EXPERTS, "num_experts_per_tok": 1}
             {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
             {"attn_logit_softcapping": None},
         ),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": LLAMA | {"model_type": "gemma3_text"} | SOFTCAP,
+            },
+            {"final_logit_softcapping": None},
+        ),
+        ({"model_type": "gemma3_text"} | SOFTCAP, {"final_logit_softcapping": 30.0}),
         (
             {"model_type": "minimax_m2", "routed_scaling_factor": 2.0, "n_group": 4}
             | LOCAL_EXPERTS,
