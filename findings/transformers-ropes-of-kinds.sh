@@ -6,7 +6,7 @@
 # Seen: rope_scaling {"type": "linear"} stretches nothing, {"rope_type": "linear"} does; one
 #   rope_parameters for all layers is ignored, its rope_theta included; and OLMo 3's rope_theta is
 #   that of layers that see all tokens alone, the others stay at 500,000. No warning names it.
-# Here: such a config.json is refused in a line
+# Here: the former two are refused in a line, rope_theta is read as transformers reads it
 #   (megatron/sft/model/huggingface/families/config_fields.py, olmo.py).
 set -euo pipefail
 pins=(torch==2.13.0 transformers==5.24.0)

@@ -271,7 +271,9 @@ def _rope_type(rope: Mapping[str, Any]) -> Any:
 
 
 def _without_nulls(rope: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in rope.items() if value is not None}
+    """Returns what a rope says; a `truncate` of null is false, others of null are missing."""
+    switch = {"truncate": bool(rope["truncate"])} if "truncate" in rope else {}
+    return {key: value for key, value in rope.items() if value is not None} | switch
 
 
 def _without_base(rope: Mapping[str, Any]) -> dict[str, Any]:

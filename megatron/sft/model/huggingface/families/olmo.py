@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.packing.user_files import shown
 from megatron.sft.model.huggingface.families.biases import (
     attention_biases,
     attention_biases_config,
@@ -26,18 +25,10 @@ def _options3(config: ConfigFields) -> dict[str, Any]:
     windows = config.windows(
         config.values.get("sliding_window", 4096), config.every(4) if kinds is None else kinds
     )
+    # transformers takes rope_theta for layers that see all tokens alone.
     ropes = config.rope_per_kind(_BASE, _BASE)
     if not windows:
         ropes["window_rotary_base"] = None
-    elif config.get("rope_theta", _BASE) != _BASE and "rope_theta" not in config.rope(
-        "sliding_attention"
-    ):
-        # The base of layers with a window is then 500,000 in transformers 5, rope_theta in 4.
-        raise ValueError(
-            f"{config.where} has rope_theta {shown(config.get('rope_theta'))}, which transformers "
-            "takes for some layers alone; write rope_parameters with that of full_attention and "
-            "of sliding_attention"
-        )
     return {
         **_NORMS,
         **attention_biases(config),

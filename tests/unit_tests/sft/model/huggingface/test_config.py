@@ -212,6 +212,14 @@ def test_the_same_again_is_no_contradiction(tmp_path):
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window 0", "at least 1"]),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, ["'longrope'"]),
         ({"model_type": "seed_oss", "mlp_bias": True}, ["attention_out_bias None"]),
+        (
+            {
+                "model_type": "smollm3",
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention"] * 4,
+            },
+            ["sliding_attention in layer_types", "use_sliding_window"],
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers of 1 layers"]),
         (
             {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"},
@@ -250,7 +258,6 @@ def test_the_same_again_is_no_contradiction(tmp_path):
             {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}},
             ["type 'linear'", "write rope_type"],
         ),
-        ({"model_type": "olmo3", "rope_theta": 1e6}, ["rope_theta 1000000.0", "some layers"]),
         ({"model_type": "phi3", "resid_pdrop": 0.1}, ["resid_pdrop 0.1", "--hidden-dropout"]),
         (
             {"model_type": "seed_oss", "attention_dropout": 0.0},
@@ -390,6 +397,10 @@ SIGMOIDS = {"model_type": "glm4_moe", **GLM_EXPERTS, "num_experts_per_tok": 1}
             | LOCAL_EXPERTS,
             {"moe_router_topk_scaling_factor": None, "moe_router_num_groups": None},
         ),
+        (
+            {"model_type": "olmo3", "rope_theta": 1e6},
+            {"rotary_base": 1e6, "window_rotary_base": 5e5},
+        ),
         (SIGMOIDS, {"moe_router_topk": 1, "moe_router_pre_softmax": False}),
         (SIGMOIDS | {"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
         (
@@ -403,6 +414,10 @@ SIGMOIDS = {"model_type": "glm4_moe", **GLM_EXPERTS, "num_experts_per_tok": 1}
         (
             {"rope_scaling": YARN | {"mscale": 0.0, "mscale_all_dim": 1.0, "beta_fast": 0}},
             {"rope_scaling": json.dumps(YARN_FLOAT)},
+        ),
+        (
+            {"rope_scaling": YARN | {"truncate": None}},
+            {"rope_scaling": json.dumps(YARN_FLOAT | {"truncate": False})},
         ),
         (
             {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 64},
