@@ -87,7 +87,8 @@ UNREAD = {
     "layer_types": "read where a family has kinds of layers",
     "sliding_window": "read where use_sliding_window is on",
     "sliding_window_pattern": "read where layer_types is missing",
-    "num_local_experts": "another name of n_routed_experts, which the product reads",
+    "num_experts": "one of two names, of which the product reads the one that counts",
+    "num_local_experts": "one of two names, of which the product reads the one that counts",
     "dtype": "of weights in files; given to both sides",
     "text_config": "opened by both sides",
 }
@@ -248,6 +249,9 @@ def page(audits: dict[str, Audit], seconds: float) -> str:
         f"| model | {' | '.join(OUTCOMES.values())} | read by transformers alone |",
         "|---" * (len(kinds) + 2) + "|",
     ]
+    missing = [case for case in CASES if case not in audits]
+    if missing:
+        lines[-3:-3] = [f"Not run: {', '.join(missing)}.", ""]
     for case, found in audits.items():
         counts = Counter(outcome.kind for outcome in found.outcomes)
         unread = ", ".join(found.unread) or "none"
@@ -283,6 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, help="folder of a file per model; what is there stays"
     )
+    parser.add_argument("--recorded", action="store_true", help="a page of what --results holds")
     parser.add_argument("--write", type=Path, help="page to write")
     options = parser.parse_args()
     started, audits = time.monotonic(), {}
@@ -291,6 +296,7 @@ def main() -> None:
         if kept and kept.exists():
             outcomes, unread = json.loads(kept.read_text())
             audits[case] = Audit([Outcome(*one) for one in outcomes], unread)
+        if case in audits or options.recorded:
             continue
         found = run_ranks(audit, 1, case, options.change, timeout_seconds=3600)[0]
         audits[case] = found

@@ -32,7 +32,7 @@ def _config(model: ModelConfig) -> dict[str, Any]:
 def _ministral_options(config: ConfigFields) -> dict[str, Any]:
     config = config.with_rope(_ROPE)
     return {
-        **config.rope_options(1e6),
+        **config.rope_options(1e4),
         "query_scale_beta": config.rope().get("llama_4_scaling_beta"),
         **config.windows(config.values.get("sliding_window"), (1,)),
     }
@@ -54,7 +54,6 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
     norm_epsilon=1e-5,
-    rope_theta=1e6,
     head_dim=128,
     options=_ministral_options,
     config=_ministral_config,
