@@ -114,7 +114,7 @@ families: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.families --results $(FAMILIES_RESULTS) --workers $(FUNCTIONAL_WORKERS) \
 	--write examples/benchmarks/results/families.md $(FAMILIES_OPTIONS)
 
-# Some 7,000 changed files, in about half an hour; stopped, it continues where it was. Remove $(CONFIG_RESULTS) to begin again.
+# Some 8,000 changed files, in about half an hour; stopped, it continues where it was. Remove $(CONFIG_RESULTS) to begin again.
 CONFIG_RESULTS ?= runs/config_fields
 config-fields: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.config_fields --results $(CONFIG_RESULTS) \

@@ -224,7 +224,7 @@ def _difference(found: Computed, expected: Computed) -> str | None:
     return None if apart <= _TOLERANCE else f"logits by {apart:.1e}"
 
 
-def page(audits: dict[str, Audit], seconds: float) -> str:
+def page(audits: dict[str, Audit]) -> str:
     """Returns Markdown: the outcomes of each model, and each refusal with its changes."""
     names = ("torch", "megatron-core", "transformers")
     kinds = list(OUTCOMES)
@@ -242,7 +242,7 @@ def page(audits: dict[str, Audit], seconds: float) -> str:
         f"{sum(totals.values())} changes of a config.json (fields switched, changed, null, "
         "missing, unknown; ropes in the spellings of transformers 4 and 5; of wrapper and text "
         "part), each computed by transformers and by the product from the same random weights in "
-        f"float64, in {seconds:.0f} s. Equal: logits of two sequences within {_TOLERANCE:g} of the "
+        f"float64. Equal: logits of two sequences within {_TOLERANCE:g} of the "
         "largest, and both or neither compute otherwise in training (dropout, losses of routers). "
         "Left out: what transformers refuses itself.",
         "",
@@ -251,7 +251,7 @@ def page(audits: dict[str, Audit], seconds: float) -> str:
     ]
     missing = [case for case in CASES if case not in audits]
     if missing:
-        lines[-3:-3] = [f"Not run: {', '.join(missing)}.", ""]
+        lines[-3:-3] = ["", f"Not run: {', '.join(missing)}."]
     for case, found in audits.items():
         counts = Counter(outcome.kind for outcome in found.outcomes)
         unread = ", ".join(found.unread) or "none"
@@ -309,7 +309,7 @@ def main() -> None:
             if outcome.kind in ("differs", "raises"):
                 print(f"    {outcome.title} | {outcome.note}", flush=True)
     if options.write is not None:
-        options.write.write_text(page(audits, time.monotonic() - started))
+        options.write.write_text(page(audits))
     bad = [o for a in audits.values() for o in a.outcomes if o.kind in ("differs", "raises")]
     unread = {name for found in audits.values() for name in found.unread}
     if bad or unread:
