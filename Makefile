@@ -10,6 +10,7 @@
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
 # make folder-mutations  changed model folders beside transformers: the same loss, or refused in a line (make test: a part)
+# make config-fields  every field of config.json changed, in each family, beside transformers: the same logits, or refused in a line
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
@@ -48,7 +49,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes howto docs test unit functional families folder-mutations layouts trees faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
+.PHONY: run finetune recipes howto docs test unit functional families config-fields folder-mutations layouts trees faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -118,6 +119,12 @@ FAMILIES_RESULTS ?= runs/families.jsonl
 families: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.families --results $(FAMILIES_RESULTS) --workers $(FUNCTIONAL_WORKERS) \
 	--write examples/benchmarks/results/families.md $(FAMILIES_OPTIONS)
+
+# Some 8,000 changed files, in about half an hour; stopped, it continues where it was. Remove $(CONFIG_RESULTS) to begin again.
+CONFIG_RESULTS ?= runs/config_fields
+config-fields: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.functional_tests.config_fields --results $(CONFIG_RESULTS) \
+	--write examples/benchmarks/results/config_fields.md
 
 faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults

@@ -90,10 +90,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {"head_dim": 16, "sliding_window": 64, "vocab_size": 256}),
     "qwen2": ("qwen2", {}),
-    "qwen2-yarn-tied": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2-yarn-tied": (
+        "qwen2",
+        {"rope_parameters": YARN | {"attention_factor": 1.2}, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
     "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    ),
     "qwen2-moe": (
         "qwen2_moe",
         _EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},

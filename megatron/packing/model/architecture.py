@@ -39,6 +39,7 @@ def architecture(options: Architecture) -> dict[str, Any]:
         "add_bias_linear": not options.disable_bias_linear,
         "layernorm_zero_centered_gamma": options.apply_layernorm_1p,
         "num_moe_experts": options.num_experts,
+        "moe_router_pre_softmax": options.moe_router_pre_softmax or options.moe_router_topk == 1,
         "moe_layer_freq": list(options.moe_layer_freq) if 0 in options.moe_layer_freq else 1,
         "window_size": options.window_size or None,
         "window_attn_skip_freq": list(options.window_attn_skip_freq) or None,

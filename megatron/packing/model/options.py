@@ -46,6 +46,8 @@ class Architecture(ModelShape):
     """No biases in linear layers."""
     add_qkv_bias: bool = False
     """Biases in the QKV projection all the same."""
+    add_proj_bias: bool = False
+    """Biases in attention's output projection all the same."""
     qk_layernorm: bool = False
     """Norms of queries and keys."""
     qk_layernorm_over_heads: bool = False
@@ -133,6 +135,8 @@ class Architecture(ModelShape):
         self._check_recompute_modules()
         if self.window_rotary_base is not None and not self.window_size:
             raise ValueError("--window-rotary-base needs --window-size; pass it")
+        if self.add_proj_bias and not self.add_qkv_bias:
+            raise ValueError("--add-proj-bias needs --add-qkv-bias; pass it")
         if self.qk_layernorm_over_heads and not self.qk_layernorm:
             raise ValueError("--qk-layernorm-over-heads needs --qk-layernorm; pass it")
         if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":

@@ -13,7 +13,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.sft.arguments.defaults import choice_notes, chosen_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
-from megatron.sft.arguments.pretrained import implied_options
+from megatron.sft.arguments.pretrained import check_training, implied_options
 from megatron.sft.arguments.value_notes import value_notes
 from megatron.sft.options.config import GROUPS, SFTConfig
 from megatron.sft.options.hub_names import check_hub_names
@@ -67,6 +67,7 @@ COMMON = {
 def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values for options that are not given, from those that are."""
     implied = implied_options(given) | chosen_options(given)
+    check_training(given)
     if given.get("sequence_packing_scheduler") is not None:
         implied["sequence_packing"] = True
     samples = given.get("train_samples")

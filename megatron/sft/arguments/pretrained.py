@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.flags import flag_of
+from megatron.packing.user_files import shown
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
@@ -31,15 +32,17 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_hub_names(given)
     of_adapter: dict[str, Any] = {}
+    dropout: dict[str, Any] = {}
     if given.get("lora_adapter") is not None:
         of_adapter = options_of_adapter(given["lora_adapter"])
+        dropout = {"lora_dropout": of_adapter.pop("lora_dropout")}
         _check_given(given, of_adapter, str(Path(given["lora_adapter"]) / ADAPTER_CONFIG))
     folder = given.get("pretrained_checkpoint")
     if folder is None:
-        return of_adapter
+        return dropout | of_adapter
     if distributed_checkpoint(folder) is not None:
         # Options in megatron-core's checkpoints are pickles, which could run code: not read.
-        return of_adapter
+        return dropout | of_adapter
     refuse_adapter(folder, given.get("lora_adapter"))
     config, where = read_config(folder), str(Path(folder) / "config.json")
     decided = options_of(config, where)
@@ -48,11 +51,40 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     own_tokenizer = given.get("tokenizer_type", "HuggingFaceTokenizer") != "HuggingFaceTokenizer"
     defaults = {
         "tokenizer_model": None if own_tokenizer else folder,
-        "attention_dropout": text.get("attention_dropout", 0.0),
+        "attention_dropout": text.get("attention_dropout", 0.0)
+        if family.reads_attention_dropout
+        else 0.0,
         "mask_vocab_padding": True,
         **family.run_defaults,
     }
-    return defaults | decided | of_adapter
+    return defaults | decided | dropout | of_adapter
+
+
+def check_training(given: Mapping[str, Any]) -> None:
+    """Raises ValueError where the config.json of --pretrained-checkpoint asks for what training
+    here has no equal of, unless the user says what to train with.
+
+    given: options of the user, by field name.
+    """
+    folder = given.get("pretrained_checkpoint")
+    if folder is None or distributed_checkpoint(folder) is not None:
+        return
+    where = str(Path(folder) / "config.json")
+    family, text, _ = language_model(read_config(folder), where)
+    name = family.residual_dropout
+    if name is not None and text.get(name) and "hidden_dropout" not in given:
+        raise ValueError(
+            f"{where} has {name} {shown(text.get(name))}, which transformers applies in training, "
+            "but the product does not; pass --hidden-dropout, 0 for none"
+        )
+    weight = text.get("router_aux_loss_coef", 0.001)
+    has_loss = family.has_router_loss and bool(text.get("output_router_logits"))
+    if has_loss and weight and "moe_aux_loss_coeff" not in given:
+        raise ValueError(
+            f"{where} has output_router_logits true, with which transformers adds a load-balancing "
+            f"loss of all layers together, times {shown(weight)}; pass --moe-aux-loss-coeff, the "
+            "weight of a loss of each layer, 0 for none"
+        )
 
 
 def _check_given(given: Mapping[str, Any], decided: Mapping[str, Any], where: str) -> None:

@@ -31,7 +31,7 @@ from megatron.packing.model.grouped_experts import (
     side_by_side_in_buffers,
 )
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
-from megatron.packing.model.layers.experts import mend_expert_biases
+from megatron.packing.model.layers.experts import mend_expert_biases, share_whole
 from megatron.packing.model.loss.head import keep_other_gradients, skip_masked_tokens
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
@@ -293,6 +293,7 @@ def build_gpt(
     gpt.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
     drop_unused_output_weight(gpt)
     mend_expert_biases(gpt)
+    share_whole(gpt)
     keep_frequencies(gpt)
     kernels: KernelConfig = transformer_config.kernels  # type: ignore[attr-defined]
     if kernels.moe_grouped_gemm:

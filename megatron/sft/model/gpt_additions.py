@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,18 +19,26 @@ from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
 def prepare_config(transformer_config: TransformerConfig, model: ModelConfig) -> None:
-    """Tells megatron-core's attention by how much yarn raises scores; it reads that by name, but in
-    fused kernels.
+    """Sets fields of megatron-core's config that its constructor has no argument for, or refuses:
+    the factor of yarn's cosines and sines, which it reads by name except in fused kernels, and the
+    softmax over one chosen expert.
     """
-    if (
-        model.rope_scaling is not None
-        and (scaling := parse_rope_scaling(model.rope_scaling)).rope_type == "yarn"
-    ):
+    scaling = None if model.rope_scaling is None else parse_rope_scaling(model.rope_scaling)
+    if scaling is not None and scaling.rope_type == "yarn":
         transformer_config.yarn_rotary_scaling_factor = scaling.factor  # type: ignore[attr-defined]
         if not scaling.raises_scores:  # equal factors, whose quotient multiplies cosines and sines
             transformer_config.yarn_mscale = 1.0  # type: ignore[attr-defined]
             transformer_config.yarn_mscale_all_dim = 1.0  # type: ignore[attr-defined]
+        elif scaling.attention_factor is not None:
+            # The product is 0.1 * mscale * ln(scaling factor) + 1, over 1: the frequencies are
+            # ours, so that nothing else reads the scaling factor.
+            transformer_config.yarn_rotary_scaling_factor = math.exp(10.0)  # type: ignore[attr-defined]
+            transformer_config.yarn_mscale = scaling.attention_factor - 1.0  # type: ignore[attr-defined]
+            transformer_config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
         transformer_config.apply_rope_fusion = False
+    if model.moe_router_topk == 1:
+        # megatron-core's config refuses a softmax over one expert, its router computes it.
+        transformer_config.moe_router_pre_softmax = model.moe_router_pre_softmax
 
 
 def add_to_gpt(gpt: GPTModel, model: ModelConfig, vocab_size: int) -> None:
@@ -69,6 +78,7 @@ def parts_of(model: ModelConfig) -> Parts:
         has_whole_width_qk_norms=model.qk_layernorm_over_heads,
         rotary_of_layers=_rotary_of_layers(model),
         query_scale=query_scale,
+        has_proj_bias=model.add_proj_bias,
     )
 
 

@@ -201,6 +201,16 @@ class SFTConfig:
         tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         if experts > 1 and model.num_experts is None:
             raise ValueError(f"--expert-model-parallel-size {experts} needs --num-experts")
+        is_constant = model.moe_router_topk == 1 and not model.moe_router_pre_softmax
+        if (
+            model.num_experts is not None
+            and is_constant
+            and self.output.pretrained_checkpoint is None
+        ):
+            raise ValueError(
+                "--moe-router-topk 1 needs --moe-router-pre-softmax: the share of one expert among "
+                "the chosen is constant, and would not train the router"
+            )
         if model.num_experts is not None and tensor > 1 and experts == 1:
             also = "" if parallel.sequence_parallel else " and --sequence-parallel"
             raise ValueError(

@@ -111,11 +111,6 @@ class ModelConfig(Architecture):
             )
 
     def _check_experts(self) -> None:
-        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
-            raise ValueError(
-                "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is "
-                "constant"
-            )
         if self.mtp_num_layers is not None and self.moe_aux_loss_coeff:
             raise ValueError(
                 "--moe-aux-loss-coeff must be 0 with --mtp-num-layers, but is "

@@ -19,6 +19,7 @@ _NEEDED = {
 }
 _PLAIN = {"default", None}
 _SWITCHES = ("truncate", "raises_scores")
+_RAMP = ("beta_fast", "beta_slow")
 
 
 class RopeScaling(NamedTuple):
@@ -38,15 +39,24 @@ class RopeScaling(NamedTuple):
     truncate: bool = True
     """True if yarn rounds the border's dimensions to whole ones."""
     raises_scores: bool = True
-    """True if yarn multiplies cosines and sines by `yarn_attention_factor`; not where `mscale`
-    equals `mscale_all_dim`.
+    """True if yarn multiplies cosines and sines by 0.1 ln(factor) + 1, and so scores by its square;
+    not where `mscale` equals `mscale_all_dim`.
     """
+    attention_factor: float | None = None
+    """Another factor of yarn's cosines and sines."""
 
     def to_json(self) -> str:
         """Returns the text of --rope-scaling; equal for equal scalings."""
         plain = RopeScaling(self.rope_type, self.factor)._asdict()
         changed = {name: value for name, value in self._asdict().items() if value != plain[name]}
         return json.dumps({"rope_type": self.rope_type, "factor": self.factor, **changed})
+
+    def huggingface_fields(self) -> dict[str, Any]:
+        """Returns `rope_scaling` of a config.json."""
+        fields: dict[str, Any] = json.loads(self.to_json())
+        if not fields.pop("raises_scores", True):  # a name of ours
+            fields["attention_factor"] = 1.0
+        return fields
 
 
 def parse_rope_scaling(text: str) -> RopeScaling:
@@ -89,9 +99,14 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     if missing:
         raise ValueError(f"{where} has rope_type {kind!r} without {', '.join(missing)}; add them")
     scaling = _scaling_of(kind, fields, where)
-    if kind == "yarn":
-        _check_attention_factor(fields, scaling, where)
-    return scaling
+    if kind != "yarn":
+        return scaling
+    usual, factor = _mscale(scaling.factor), _attention_factor(fields, scaling.factor, where)
+    is_usual, is_one = abs(factor - usual) <= 1e-12, abs(factor - 1.0) <= 1e-12
+    return scaling._replace(
+        raises_scores=is_usual or not is_one,
+        attention_factor=None if is_usual or is_one else factor,
+    )
 
 
 def _check_not_nested(fields: Mapping[str, Any], where: str) -> None:
@@ -106,8 +121,11 @@ def _scaling_of(kind: str, fields: Mapping[str, Any], where: str) -> RopeScaling
     known = {
         name: fields[name]
         for name in RopeScaling._fields
-        if fields.get(name) is not None and name != "rope_type"
+        if fields.get(name) is not None and name not in ("rope_type", "attention_factor")
     }
+    for name in _RAMP:  # transformers takes 0 for a missing one
+        if known.get(name) == 0:
+            del known[name]
     for name in sorted({*known, "attention_factor"} - set(_SWITCHES)):
         if fields.get(name) is not None and not is_positive(fields[name]):
             raise ValueError(
@@ -117,15 +135,9 @@ def _scaling_of(kind: str, fields: Mapping[str, Any], where: str) -> RopeScaling
     return RopeScaling(
         kind,
         **numbers,
-        truncate=known.get("truncate", True),
-        raises_scores=known.get("raises_scores", True) and not _has_equal_scales(fields),
+        truncate=bool(known.get("truncate", True)),
+        raises_scores=bool(known.get("raises_scores", True)),
     )
-
-
-def _has_equal_scales(fields: Mapping[str, Any]) -> bool:
-    """Returns whether the factors that yarn multiplies cosines and sines by cancel out."""
-    scale = fields.get("mscale")
-    return bool(scale) and scale == fields.get("mscale_all_dim")
 
 
 def is_positive(value: object) -> bool:
@@ -137,21 +149,31 @@ def is_positive(value: object) -> bool:
     )
 
 
-def _check_attention_factor(fields: Mapping[str, Any], scaling: RopeScaling, where: str) -> None:
-    """Refuses one that megatron-core would not compute from the factor alone."""
-    usual = yarn_attention_factor(scaling)
-    given = fields.get("attention_factor")
-    if given is not None and abs(given - usual) > 1e-12:
-        raise ValueError(
-            f"{where} has attention_factor {given}, but only the usual 0.1 ln(factor) + 1 is "
-            "supported"
-        )
-    if fields.get("mscale") and fields.get("mscale_all_dim") and scaling.raises_scores:
-        raise ValueError(f"{where} has mscale and mscale_all_dim that differ, which is unsupported")
+def _attention_factor(fields: Mapping[str, Any], factor: float, where: str) -> float:
+    """Returns what yarn multiplies cosines and sines by, as `attention_factor` or the quotient of
+    two scales says.
+    """
+    written = fields.get("attention_factor")
+    if written is not None:
+        return float(written)
+    scales = fields.get("mscale"), fields.get("mscale_all_dim")
+    if not fields.get("raises_scores", True):
+        return 1.0
+    if not all(scales):
+        return _mscale(factor)
+    for scale in scales:
+        if not is_positive(scale):
+            raise ValueError(f"{where} must have numbers above 0, but has mscale {shown(scale)}")
+    above, below = (_mscale(factor, float(scale)) for scale in scales)  # type: ignore[arg-type]
+    return above / below
+
+
+def _mscale(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def yarn_attention_factor(scaling: RopeScaling) -> float:
     """Returns what yarn multiplies cosines and sines by."""
-    if not scaling.raises_scores:
-        return 1.0
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return _mscale(scaling.factor) if scaling.raises_scores else 1.0

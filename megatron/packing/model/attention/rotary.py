@@ -43,7 +43,8 @@ class PackedSelfAttention(SelfAttention):
     their projection.
 
     rotary: the rotary embedding of this layer, in place of the model's one, for rows of a batch as
-    for packs. query_scale: what queries are multiplied by after that.
+    for packs. query_scale: what queries are multiplied by after that. has_proj_bias: the output
+    projection has a bias, whatever the config says of all layers.
     """
 
     _turned_by: tuple[Tensor | None, Any] | None = None
@@ -54,9 +55,18 @@ class PackedSelfAttention(SelfAttention):
         *arguments: Any,
         rotary: LayerRotary | None = None,
         query_scale: QueryScale | None = None,
+        has_proj_bias: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(*arguments, **options)
+        config = options["config"]
+        has_biases = config.add_bias_linear
+        try:
+            # megatron-core's only switch, which its constructor reads; also for queries, keys and
+            # values, which have biases wherever the output has one.
+            config.add_bias_linear = has_biases or has_proj_bias
+            super().__init__(*arguments, **options)
+        finally:
+            config.add_bias_linear = has_biases
         self.rotary, self.query_scale = rotary, query_scale
 
     def forward(

@@ -14,11 +14,13 @@ Four things stand in the way of biases:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 
@@ -39,6 +41,26 @@ def mend_expert_biases(model: torch.nn.Module) -> None:
             layer.bias.sequence_parallel = False
         if not hasattr(module.linear_fc2.bias, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(module.linear_fc2.bias, True, 0, 1)
+
+
+def share_whole(model: torch.nn.Module) -> None:
+    """Gives the one expert of a token the whole share where sigmoids are to be normalised over the
+    chosen experts (no `moe_router_pre_softmax`), which megatron-core leaves out for one.
+    """
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and (
+            module.config.moe_router_topk == 1
+            and module.config.moe_router_score_function == "sigmoid"
+            and not module.config.moe_router_pre_softmax
+        ):
+            module.routing = partial(_whole_shares, module.routing, module.config)  # type: ignore[method-assign]
+
+
+def _whole_shares(routing: Any, config: Any, *arguments: Any, **options: Any) -> Any:
+    shares, routing_map = routing(*arguments, **options)
+    # Divided, not replaced: losses of the router hang on the shares.
+    whole = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    return whole * (config.moe_router_topk_scaling_factor or 1.0), routing_map
 
 
 def _copied(layer: object, inputs: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

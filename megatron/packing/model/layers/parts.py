@@ -38,6 +38,9 @@ class Parts:
     """Rotary embedding of each layer; None for the model's. Empty: all have the model's."""
     query_scale: QueryScale | None = None
     """Factors of queries by position."""
+    has_proj_bias: bool = False
+    """True if attention's output projection has a bias where the config's other layers have none.
+    """
 
     @property
     def need_local_layers(self) -> bool:
@@ -90,6 +93,8 @@ class Parts:
             found["rotary"] = self.rotary_of_layers[layer]
         if self.query_scale is not None:
             found["query_scale"] = self.query_scale
+        if self.has_proj_bias:
+            found["has_proj_bias"] = True
         return found
 
 

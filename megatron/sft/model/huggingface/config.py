@@ -7,7 +7,6 @@ the differences between families.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
@@ -22,6 +21,10 @@ from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 _OF_RUN = {"make_vocab_size_divisible_by", "recompute_granularity", "recompute_modules"}
 """Options of `Architecture` that do not change what the model computes."""
+_UNSUPPORTED = ("per_layer_config",)
+"""Keys that transformers reads of every family: sizes that differ between layers, and another name
+of the file of weights.
+"""
 _EXPERTS_ONLY = {"moe_router_topk", "moe_router_pre_softmax", "moe_ffn_hidden_size"}
 """Options without effect on a model without experts."""
 # Options of all families, and the defaults of those that families may change.
@@ -71,8 +74,9 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
     }
     if "rotary_base" not in options:
         options |= text.rope_options(family.rope_theta)
-    if "ffn_hidden_size" not in options or options["ffn_hidden_size"] is None:
-        options["ffn_hidden_size"] = text.number("intermediate_size")
+    # Where all layers have experts, no layer has this width, and files may leave it out.
+    width = None if options["moe_layer_freq"] else options.get("moe_ffn_hidden_size")
+    options["ffn_hidden_size"] = text.number("intermediate_size", width)
     return options
 
 
@@ -89,18 +93,17 @@ def _refuse_quantized(configs: Iterable[Mapping[str, Any]], family: Family, wher
 
 def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
     """Raises ValueError for a value of config.json that is not supported."""
-    activation = config.get("hidden_activation") or config.get("hidden_act", family.activation)
-    if activation != family.activation:
-        raise ValueError(
-            f"{where} has hidden_act {shown(activation)}, but only {family.activation!r} is "
-            "supported for this model_type"
-        )
+    fields = ConfigFields(config, where)
+    if family.activation_field is not None:
+        fields.require(family.activation_field, *family.activations, default=family.activations[0])
     if family.needs_key_value_heads and "num_key_value_heads" not in config:
         raise ValueError(f"{where} lacks num_key_value_heads; add it")
-    unsupported = ["router_jitter_noise", "use_bidirectional_attention"]
-    if not family.has_attention_bias:
-        unsupported.append("attention_bias")
-    ConfigFields(config, where).refuse(*unsupported)
+    fields.refuse(*_UNSUPPORTED, *family.unsupported)
+    if config.get("is_causal", True) is not True:
+        raise ValueError(
+            f"{where} has is_causal {shown(config['is_causal'])}, with which transformers lets "
+            "tokens attend to later ones, which is not supported"
+        )
 
 
 def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
@@ -183,11 +186,13 @@ def _as_family(family: Family, model: ModelConfig, vocab_size: int) -> dict[str,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
         "head_dim": model.resolved_kv_channels,
-        "hidden_act": family.activation,
+        "hidden_act": family.activations[0],
         "max_position_embeddings": max(model.max_position_embeddings or 0, model.seq_length),
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rotary_base,
-        "rope_scaling": None if scaling is None else json.loads(scaling),
+        "rope_scaling": None
+        if scaling is None
+        else parse_rope_scaling(scaling).huggingface_fields(),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "sliding_window": None,
         "attention_dropout": 0.0,

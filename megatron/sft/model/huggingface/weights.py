@@ -157,7 +157,7 @@ def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
         "attention": is_attention,
         "qk_norms": model.qk_layernorm and is_attention,
         "qkv_bias": (model.add_qkv_bias or biases) and is_attention,
-        "proj_bias": biases and is_attention,
+        "proj_bias": (model.add_proj_bias or biases) and is_attention,
         "dense": not has_experts,
         "dense_bias": biases and not has_experts,
         "experts": has_experts,

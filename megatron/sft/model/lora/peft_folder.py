@@ -138,6 +138,7 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,
+        "lora_dropout": _dropout(config, where),
         "lora_rslora": bool(config.get("use_rslora")),
         "lora_target_modules": sorted(modules),
         "lora_experts": _experts_of(folder),
@@ -145,6 +146,18 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
             {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}
         ),
     }
+
+
+def _dropout(config: Mapping[str, Any], where: Path) -> float:
+    """Returns the dropout that an adapter was trained with; the only option here that a user may
+    choose otherwise.
+    """
+    dropout = config.get("lora_dropout") or 0.0
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ValueError(
+            f"{where} has lora_dropout {shown(dropout)}, but it must be a number from 0 to below 1"
+        )
+    return float(dropout)
 
 
 def _experts_of(folder: str | Path) -> str:

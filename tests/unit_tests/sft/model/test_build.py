@@ -154,10 +154,12 @@ def test_options_reach_the_config():
 
 
 def test_one_expert_per_token():
-    """Top-1 routing with the softmax after the choice has no gradient for the router; megatron-core
-    refuses it late.
+    """Top-1 routing with the softmax after the choice has no gradient for the router: a new model
+    would never learn to route. A folder's model may be one, which megatron-core's config refuses.
     """
+    from megatron.packing.model.architecture import architecture
     from megatron.sft.model.build import build_transformer_config
+    from megatron.sft.model.gpt_additions import prepare_config
 
     with pytest.raises(FlagError, match="--moe-router-topk 1 needs --moe-router-pre-softmax"):
         config_of("--disable-bias-linear --num-experts 4 --moe-router-topk 1")
@@ -168,6 +170,10 @@ def test_one_expert_per_token():
         CPU,
     )
     assert (built.moe_router_topk, built.moe_router_pre_softmax) == (1, True)
+    model = replace(config_of("").model, num_experts=4, moe_router_topk=1)
+    assert architecture(model)["moe_router_pre_softmax"]
+    prepare_config(built, model)
+    assert not built.moe_router_pre_softmax
 
 
 def test_exactness_tests_may_ask_for_float64():

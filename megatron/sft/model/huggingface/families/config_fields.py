@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.packing.user_files import shown
 from megatron.sft.options.model import ModelConfig
-from megatron.sft.options.rope_scaling import is_positive, rope_scaling_of
+from megatron.sft.options.rope_scaling import (
+    is_positive,
+    parse_rope_scaling,
+    rope_scaling_of,
+)
 
 _MOST = 1 << 24
 _MAX_LAYERS = 10_000
@@ -88,16 +91,25 @@ class ConfigFields:
         new, old = (
             _without_nulls(self.get(name, {})) for name in ("rope_parameters", "rope_scaling")
         )
-        found = new or old
+        rope = new or old
         if new and old and not self._say_the_same(new, old):
             raise ValueError(
                 f"{self.where} has rope_parameters and rope_scaling, which are not the same, and "
                 "transformers takes the latter alone, without the base of the former; write one "
                 "rope_parameters with rope_theta, rope_type and what else rope_scaling has"
             )
-        if kind is not None and isinstance(found.get(kind), dict):
-            found = _without_nulls(found[kind])
-        return found
+        if kind is None:
+            return rope
+        has_kinds = isinstance(rope.get(kind), dict)
+        fields = _without_nulls(rope[kind]) if has_kinds else rope
+        # transformers reads `truncate` beside the kinds of layers, not within one.
+        return {**fields, "truncate": bool(rope.get("truncate", True)) if has_kinds else True}
+
+    def with_rope(self, default: Mapping[str, Any]) -> ConfigFields:
+        """Returns these fields with a default rope where none is written."""
+        if self.get("rope_parameters") is not None or self.get("rope_scaling"):
+            return self
+        return ConfigFields({**self.values, "rope_parameters": default}, self.where)
 
     def rope_options(self, rope_theta: float, kind: str | None = None) -> dict[str, Any]:
         """Returns base and scaling of rotary embeddings.
@@ -110,6 +122,38 @@ class ConfigFields:
         return {
             "rotary_base": base,
             "rope_scaling": None if scaling is None else scaling.to_json(),
+        }
+
+    def rope_per_kind(self, rope_theta: float, local_base: object) -> dict[str, Any]:
+        """Returns base and scaling of layers that see all tokens, and the base of layers with a
+        window, of families whose ropes differ between these; ValueError where layers with a window
+        have a scaling.
+
+        rope_theta: the base of the former where none is written. local_base: of the latter.
+        """
+        flat = {k: v for k, v in self.rope().items() if not isinstance(v, dict)}
+        is_flat = bool(self.get("rope_parameters")) and flat.keys() - {"truncate"}
+        if is_flat and flat != {"rope_type": "default"}:
+            raise ValueError(
+                f"{self.where} has rope_parameters for all layers, which transformers ignores for "
+                "this model_type; write those of full_attention and sliding_attention in it"
+            )
+        older = self.get("rope_scaling") or {}
+        if older.get("type", "default") != "default" and "rope_type" not in older:
+            raise ValueError(
+                f"{self.where} has a rope_scaling of type {shown(older['type'])}, which "
+                "transformers ignores for this model_type; write rope_type instead of type"
+            )
+        local = self.rope("sliding_attention") if self.get("rope_parameters") else {}
+        if _rope_type(local) != "default":
+            raise ValueError(
+                f"{self.where} stretches rotary embeddings of layers with a window "
+                f"(rope_type {shown(_rope_type(local))}), which is not supported"
+            )
+        base = local.get("rope_theta")
+        return {
+            **self.rope_options(rope_theta, "full_attention"),
+            "window_rotary_base": self.positive_base(local_base if base is None else base),
         }
 
     def _say_the_same(self, new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
@@ -129,19 +173,30 @@ class ConfigFields:
         return of_new == of_old
 
     def _filled(self, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a rope with the length that its model was trained for, as transformers fills it
-        in.
+        """Returns a rope with what transformers takes from beside it: the length that the model was
+        trained for, and yarn's factor.
         """
         if _rope_type(rope) not in ("llama3", "yarn"):
             return rope
-        return {
-            "original_max_position_embeddings": self.get("max_position_embeddings"),
-            **rope,
-        }
+        longest = self.get("max_position_embeddings")
+        filled = {"original_max_position_embeddings": longest, **rope}
+        beside = self.get("original_max_position_embeddings")
+        if beside is not None:
+            filled["original_max_position_embeddings"] = beside
+        original = filled["original_max_position_embeddings"]
+        if "factor" not in rope and is_positive(longest) and is_positive(original):
+            filled["factor"] = longest / original
+        return filled
 
     def rope_base(self, written: object, default: float) -> float:
         """Returns the base that a rope has `written`, else the model's, else `default`."""
-        base = written or self.get("rope_theta") or default
+        base = next(
+            (base for base in (written, self.get("rope_theta")) if base is not None), default
+        )
+        return self.positive_base(base)
+
+    def positive_base(self, base: object) -> float:
+        """Returns a base; ValueError for anything but a number above 0."""
         if not is_positive(base):
             raise ValueError(
                 f"{self.where} has rope_theta {shown(base)}, but it must be a number above 0"
@@ -149,21 +204,24 @@ class ConfigFields:
         return float(base)  # type: ignore[arg-type]
 
     def rotary_percent(self, default: float | None) -> float:
-        """Returns the share of a head's channels that are rotated; ValueError for families that
-        rotate all (`default` None) and say otherwise.
+        """Returns the share of a head's channels that are rotated; 1 for families whose plain ropes
+        rotate all (`default` None), where ValueError is raised for others with a share.
         """
-        found = self.rope().get("partial_rotary_factor") or self.get("partial_rotary_factor")
-        if found is not None and not (is_positive(found) and found <= 1):
+        rope = self.rope()
+        share = rope.get("partial_rotary_factor", self.get("partial_rotary_factor"))
+        if share is not None and not (is_positive(share) and share <= 1):
             raise ValueError(
-                f"{self.where} has partial_rotary_factor {shown(found)}, but it must be a number "
+                f"{self.where} has partial_rotary_factor {shown(share)}, but it must be a number "
                 "above 0 and at most 1"
             )
-        if default is None and (found or 1) != 1:
+        if default is not None:
+            return float(default if share is None else share)
+        if share not in (None, 1) and _rope_type(rope) != "default":
             raise ValueError(
                 f"{self.where} has a partial_rotary_factor, which is not supported for this "
                 "model_type"
             )
-        return float(found or default or 1.0)
+        return 1.0
 
     def every(self, interval: int, num_layers: int | None = None) -> tuple[int, ...]:
         """Returns 0 for each `interval`-th layer, and 1 for those between: 3 -> 1 1 0 1 1 0."""
@@ -204,8 +262,7 @@ def rope_fields(model: ModelConfig) -> dict[str, Any]:
     """Returns `rope_scaling` of config.json; the default kind for models without."""
     if model.rope_scaling is None:
         return {"rope_type": "default"}
-    found: dict[str, Any] = json.loads(model.rope_scaling)
-    return found
+    return parse_rope_scaling(model.rope_scaling).huggingface_fields()
 
 
 def _rope_type(rope: Mapping[str, Any]) -> Any:
@@ -214,7 +271,9 @@ def _rope_type(rope: Mapping[str, Any]) -> Any:
 
 
 def _without_nulls(rope: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in rope.items() if value is not None}
+    """Returns what a rope says; a `truncate` of null is false, others of null are missing."""
+    switch = {"truncate": bool(rope["truncate"])} if "truncate" in rope else {}
+    return {key: value for key, value in rope.items() if value is not None} | switch
 
 
 def _without_base(rope: Mapping[str, Any]) -> dict[str, Any]:

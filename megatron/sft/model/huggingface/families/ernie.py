@@ -23,6 +23,7 @@ ERNIE4_5 = Family(
     norm_epsilon=1e-5,
     rope_theta=5e5,
     head_dim=128,
+    reads_attention_dropout=False,
     ties_embeddings=True,
     options=_options,
     config=_config,

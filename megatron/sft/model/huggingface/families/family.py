@@ -40,8 +40,12 @@ class Family:
     head_dim: int | None = None
     """None for hidden_size / num_attention_heads."""
     ties_embeddings: bool = False
-    activation: str = "silu"
-    """The only supported `hidden_act`."""
+    activations: tuple[str, ...] = ("silu", "swish")
+    """Supported values of `activation_field`, which are names of one function. The first is the
+    default.
+    """
+    activation_field: str | None = "hidden_act"
+    """Key of config.json that transformers reads it from; None if it reads none."""
     partial_rotary_factor: float | None = None
     """Default share of rotated channels; None if the family always rotates all of them."""
     needs_key_value_heads: bool = True
@@ -50,8 +54,14 @@ class Family:
     """True if released files have experts in MXFP4. They are exported in the type of the other
     weights.
     """
-    has_attention_bias: bool = False
-    """True if `options` reads `attention_bias`; otherwise it must be false."""
+    unsupported: tuple[str, ...] = ()
+    """Keys that transformers reads and the product does not. They must be missing, null or off."""
+    reads_attention_dropout: bool = True
+    """True if transformers reads `attention_dropout`."""
+    residual_dropout: str | None = None
+    """Key of a dropout that transformers applies to what a branch adds, while it trains."""
+    has_router_loss: bool = False
+    """True if transformers adds a load-balancing loss where `output_router_logits` asks for it."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of config.json that may be missing -> their values in transformers."""
     run_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -76,6 +86,8 @@ class Family:
     """`model_type` of a multimodal model that has this one as `text_config` -> prefixes of its
     tensors there.
     """
+    ignored_within: tuple[str, ...] = ()
+    """Keys that transformers reads of this model, and not of one that is a `text_config`."""
 
     def renamed(self, tensor: str) -> str:
         """Returns this family's name of one of Llama's tensors."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.packing.user_files import shown
+from megatron.sft.model.huggingface.families.biases import (
+    attention_biases,
+    attention_biases_config,
+)
 from megatron.sft.model.huggingface.families.config_fields import (
     ConfigFields,
     rope_fields,
@@ -21,19 +24,25 @@ _GEMMA: dict[str, Any] = {
     "scale_embeddings": True,
 }
 """Gated GeLU; norms that multiply by one plus their weight; embeddings times sqrt(hidden size)."""
-_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
+_BIDIRECTIONAL = ("use_bidirectional_attention",)
 _NORM_BEFORE_MLP = Row(
     "mlp_norm.weight", "whole", ("hidden",), ("pre_feedforward_layernorm.weight",)
 )
 
 
+def _options1(config: ConfigFields) -> dict[str, Any]:
+    return _GEMMA | attention_biases(config)
+
+
 def _options2(config: ConfigFields) -> dict[str, Any]:
     kinds = config.layers("layer_types", "sliding_attention")
     return {
-        **_GEMMA,
+        **_options1(config),
         "norm_position": "both",
         "softmax_scale": config.positive("query_pre_attn_scalar", 256) ** -0.5,
-        **{name: config.get(name) for name in _SOFTCAPS},
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
         **config.windows(
             config.values.get("sliding_window", 4096), config.every(2) if kinds is None else kinds
         ),
@@ -44,7 +53,9 @@ def _config2(model: ModelConfig) -> dict[str, Any]:
     scale = model.softmax_scale or model.resolved_kv_channels**-0.5
     return {
         **windows_config(model),
-        **{name: getattr(model, name) for name in _SOFTCAPS},
+        **attention_biases_config(model),
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
         "query_pre_attn_scalar": round(scale**-2, 6),
         "hidden_activation": "gelu_pytorch_tanh",
     }
@@ -52,24 +63,18 @@ def _config2(model: ModelConfig) -> dict[str, Any]:
 
 def _options3(config: ConfigFields) -> dict[str, Any]:
     kinds = config.layers("layer_types", "sliding_attention")
-    pattern = config.number("sliding_window_pattern", 6)
-    windows = config.windows(
-        config.values.get("sliding_window", 4096),
-        config.every(pattern) if kinds is None else kinds,
-    )
-    local = config.rope("sliding_attention") if "rope_parameters" in config.values else {}
-    if local.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"{config.where} stretches rotary embeddings of layers with a window "
-            f"(rope_type {shown(local['rope_type'])}), which is not supported"
-        )
-    base = config.rope_base(local.get("rope_theta") or config.get("rope_local_base_freq", 1e4), 1e4)
+    if kinds is None:
+        kinds = config.every(config.number("sliding_window_pattern", 6))
+    windows = config.windows(config.values.get("sliding_window", 4096), kinds)
+    ropes = config.rope_per_kind(1e6, config.get("rope_local_base_freq", 1e4))
+    if not windows:
+        ropes["window_rotary_base"] = None
     return {
         **_options2(config),
+        "attn_logit_softcapping": None,  # transformers' attention has no place for it
         **windows,
         "qk_layernorm": True,
-        **config.rope_options(1e6, "full_attention"),
-        "window_rotary_base": base if windows else None,
+        **ropes,
     }
 
 
@@ -91,15 +96,19 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     head_dim=256,
     ties_embeddings=True,
-    activation="gelu_pytorch_tanh",
-    options=lambda _: _GEMMA,
+    activations=(*_TANH_GELU, "gelu"),  # a name that early releases have
+    unsupported=_BIDIRECTIONAL,
+    options=_options1,
+    config=attention_biases_config,
 )
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     head_dim=256,
     ties_embeddings=True,
-    activation="gelu_pytorch_tanh",
+    activations=_TANH_GELU,
+    activation_field="hidden_activation",
+    unsupported=_BIDIRECTIONAL,
     defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     options=_options2,
     config=_config2,
@@ -110,7 +119,9 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     head_dim=256,
     ties_embeddings=True,
-    activation="gelu_pytorch_tanh",
+    activations=_TANH_GELU,
+    activation_field="hidden_activation",
+    unsupported=_BIDIRECTIONAL,
     # Released folders leave these out of their text_config.
     defaults={
         "vocab_size": 262208,
@@ -123,5 +134,6 @@ GEMMA3 = Family(
     options=_options3,
     config=_config3,
     rows=(_NORM_BEFORE_MLP,),
+    ignored_within=("final_logit_softcapping",),
     within={"gemma3": Prefix("language_model.model.", "language_model.lm_head.")},
 )

@@ -8,8 +8,9 @@ from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family
 from megatron.sft.model.huggingface.families.fused import GATE_UP
 from megatron.sft.model.huggingface.families.mixture import (
-    sigmoid_router,
-    sigmoid_router_config,
+    grouped_router,
+    grouped_router_config,
+    num_experts,
 )
 from megatron.sft.model.huggingface.rows import Row
 from megatron.sft.options.model import ModelConfig
@@ -36,7 +37,9 @@ def _moe_options(config: ConfigFields) -> dict[str, Any]:
     has_experts = tuple(int(layer >= first) for layer in range(num_layers))
     width = config.number("moe_intermediate_size")
     num_shared = config.get("n_shared_experts", 1)
-    config.require("norm_topk_prob", True, default=True)
+    normalises = bool(config.get("norm_topk_prob", True))
+    if not normalises and config.number("num_experts_per_tok") > 1:
+        config.require("norm_topk_prob", True)
     if not any(has_experts):
         raise ValueError(
             f"{config.where} leaves no layer with experts; check first_k_dense_replace {first}"
@@ -44,12 +47,12 @@ def _moe_options(config: ConfigFields) -> dict[str, Any]:
     return {
         "add_qkv_bias": bool(config.get("attention_bias", False)),
         "qk_layernorm": bool(config.get("use_qk_norm", False)),
-        "num_experts": config.number("n_routed_experts"),
-        "moe_router_topk": config.number("num_experts_per_tok"),
+        **num_experts(config, "n_routed_experts", "num_local_experts"),
         "moe_ffn_hidden_size": width,
         "moe_layer_freq": () if all(has_experts) else has_experts,
         "moe_shared_expert_intermediate_size": num_shared * width or None,
-        **sigmoid_router(config),
+        **grouped_router(config),
+        "moe_router_pre_softmax": not normalises,
     }
 
 
@@ -64,8 +67,8 @@ def _moe_config(model: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": width,
         "first_k_dense_replace": model.moe_layer_freq.count(0),
         "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
-        "norm_topk_prob": True,
-        **sigmoid_router_config(model),
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        **grouped_router_config(model),
     }
 
 
@@ -75,7 +78,6 @@ GLM4 = Family(
     norm_epsilon=1.5625e-07,
     head_dim=128,
     partial_rotary_factor=0.5,
-    has_attention_bias=True,
     options=_options,
     config=_config,
     rows=(
@@ -94,7 +96,6 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     norm_epsilon=1e-5,
     partial_rotary_factor=0.5,
-    has_attention_bias=True,
     run_defaults={"moe_router_dtype": "fp32"},
     options=_moe_options,
     config=_moe_config,

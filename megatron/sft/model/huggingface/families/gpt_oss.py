@@ -86,10 +86,8 @@ def _options(config: ConfigFields) -> dict[str, Any]:
     config.require("attention_bias", True, default=True)
     config.require("swiglu_alpha", _GATE, default=_GATE)
     kinds = config.layers("layer_types", "sliding_attention")
-    if not config.rope():
-        config = ConfigFields({**config.values, "rope_parameters": _ROPE}, config.where)
     return {
-        **config.rope_options(150000.0),
+        **config.with_rope(_ROPE).rope_options(150000.0),
         **num_experts(config, "num_local_experts"),
         **config.windows(
             config.values.get("sliding_window", 128), config.every(2) if kinds is None else kinds
@@ -123,7 +121,8 @@ GPT_OSS = Family(
     norm_epsilon=1e-5,
     rope_theta=150000.0,
     head_dim=64,
-    has_attention_bias=True,
+    activation_field=None,
+    has_router_loss=True,
     reads_mxfp4=True,
     options=_options,
     config=_config,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.sft.model.huggingface.families.biases import biases, biases_config
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family
-from megatron.sft.model.huggingface.families.llama import biases, biases_config
 from megatron.sft.options.model import ModelConfig
 
 _SAME_NAMES = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -33,7 +33,6 @@ GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
     needs_key_value_heads=False,
-    has_attention_bias=True,
     options=_options,
     config=_config,
 )

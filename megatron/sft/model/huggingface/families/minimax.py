@@ -15,18 +15,17 @@ from megatron.sft.options.model import ModelConfig
 
 
 def _options(config: ConfigFields) -> dict[str, Any]:
-    config.refuse("router_jitter_noise")
-    rotary_dim = config.get("rotary_dim")
     head_dim = config.number("head_dim", 128)
     percent = {}
-    if rotary_dim is not None:
+    share = config.rope().get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share is None and config.get("rotary_dim") is not None:
         percent = {"rotary_percent": min(config.number("rotary_dim"), head_dim) / head_dim}
     return {
-        **num_experts(config, "num_local_experts"),
+        **num_experts(config, "num_local_experts", "num_experts"),
         "moe_ffn_hidden_size": config.number("intermediate_size"),
         "qk_layernorm": True,
         "qk_layernorm_over_heads": True,
-        **sigmoid_router(config),
+        **sigmoid_router(),
         **percent,
     }
 
@@ -48,6 +47,8 @@ MINIMAX_M2 = Family(
     partial_rotary_factor=1.0,
     options=_options,
     config=_config,
+    unsupported=("router_jitter_noise",),
+    has_router_loss=True,
     names=BLOCK_SPARSE_NAMES,
     carries_further_layers=True,
 )

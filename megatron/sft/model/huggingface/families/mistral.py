@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from megatron.sft.model.huggingface.families.config_fields import ConfigFields
+from megatron.sft.model.huggingface.families.config_fields import ConfigFields, rope_fields
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.options.model import ModelConfig
 
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Default of transformers' class."""
 _WITHIN = {"mistral3": Prefix("language_model.model.", "language_model.lm_head.")}
 
 
@@ -21,17 +30,17 @@ def _config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _ministral_options(config: ConfigFields) -> dict[str, Any]:
+    config = config.with_rope(_ROPE)
     return {
+        **config.rope_options(1e4),
         "query_scale_beta": config.rope().get("llama_4_scaling_beta"),
         **config.windows(config.values.get("sliding_window"), (1,)),
     }
 
 
 def _ministral_config(model: ModelConfig) -> dict[str, Any]:
-    rope = {} if model.rope_scaling is None else json.loads(model.rope_scaling)
-    return _config(model) | {
-        "rope_scaling": rope | {"llama_4_scaling_beta": model.query_scale_beta}
-    }
+    rope = rope_fields(model) | {"llama_4_scaling_beta": model.query_scale_beta}
+    return _config(model) | {"rope_scaling": rope}
 
 
 MISTRAL = Family(
@@ -45,7 +54,6 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
     norm_epsilon=1e-5,
-    rope_theta=1e6,
     head_dim=128,
     options=_ministral_options,
     config=_ministral_config,

@@ -47,21 +47,21 @@ of them in memory.
 """
 
 
-def num_experts(config: ConfigFields, default: str) -> dict[str, Any]:
+def num_experts(config: ConfigFields, name: str, other_name: str | None = None) -> dict[str, Any]:
     """Returns experts, and how many of them a token goes to.
 
-    transformers 5 writes `num_experts` for what it reads as `num_local_experts`, and the other way.
+    name: the key of experts. other_name: another that transformers knows for it, and takes where
+        both are written.
     """
-    names = ("num_experts", "num_local_experts")
-    key = next((name for name in names if name in config.values), default)
+    key = other_name if other_name is not None and other_name in config.values else name
     return {
         "num_experts": config.number(key),
         "moe_router_topk": config.number("num_experts_per_tok"),
     }
 
 
-def qwen_experts(config: ConfigFields) -> dict[str, Any]:
-    """Returns the options of Qwen's experts."""
+def qwen_experts(config: ConfigFields, other_name: str | None = None) -> dict[str, Any]:
+    """Returns the options of Qwen's experts; see `num_experts`."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     layers = range(config.number("num_hidden_layers"))
     has_experts = tuple(int(i not in dense and (i + 1) % step == 0) for i in layers)
@@ -71,7 +71,7 @@ def qwen_experts(config: ConfigFields) -> dict[str, Any]:
             "mlp_only_layers"
         )
     return {
-        **num_experts(config, "num_experts"),
+        **num_experts(config, "num_experts", other_name),
         # Renormalised, the chosen shares of a softmax over all are a softmax over the chosen.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_ffn_hidden_size": config.number("moe_intermediate_size"),
@@ -93,9 +93,22 @@ def qwen_experts_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def sigmoid_router(config: ConfigFields) -> dict[str, Any]:
+def sigmoid_router() -> dict[str, Any]:
     """Returns the options of a router that adds a bias to sigmoids for the choice of experts."""
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": False,
+    }
+
+
+def grouped_router(config: ConfigFields) -> dict[str, Any]:
+    """Returns the options of such a router that chooses groups of experts first, and multiplies
+    the shares by a factor.
+    """
     num_groups, group_topk = config.get("n_group", 1), config.get("topk_group", 1)
+    if group_topk >= num_groups:
+        num_groups = 1  # all groups are chosen
     if num_groups > 1 and config.number("num_experts_per_tok") // group_topk != 2:
         raise ValueError(
             f"{config.where} chooses num_experts_per_tok "
@@ -104,16 +117,14 @@ def sigmoid_router(config: ConfigFields) -> dict[str, Any]:
         )
     scale = config.positive("routed_scaling_factor", 1.0)
     return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_pre_softmax": False,
+        **sigmoid_router(),
         "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
         "moe_router_num_groups": num_groups if num_groups > 1 else None,
         "moe_router_group_topk": group_topk if num_groups > 1 else None,
     }
 
 
-def sigmoid_router_config(model: ModelConfig) -> dict[str, Any]:
+def grouped_router_config(model: ModelConfig) -> dict[str, Any]:
     """Returns the keys of config.json that say the same."""
     return {
         "n_group": model.moe_router_num_groups or 1,

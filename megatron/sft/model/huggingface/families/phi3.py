@@ -12,7 +12,8 @@ PHI3 = Family(
     norm_epsilon=1e-5,
     partial_rotary_factor=1.0,
     needs_key_value_heads=False,
-    options=lambda config: config.windows(config.values.get("sliding_window")),
+    options=lambda config: config.windows(config.values.get("sliding_window"), (1,)),
     config=lambda model: windows_config(model) | {"partial_rotary_factor": model.rotary_percent},
+    residual_dropout="resid_pdrop",
     rows=(QKV, GATE_UP),
 )

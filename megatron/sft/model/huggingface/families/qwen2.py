@@ -21,6 +21,17 @@ def switched_windows(config: ConfigFields) -> dict[str, Any]:
     return config.windows(config.values.get("sliding_window", 4096), kinds)
 
 
+def _alternating_windows(config: ConfigFields) -> dict[str, Any]:
+    """Returns the windows of Qwen2-MoE: of every other of the first `max_window_layers` layers."""
+    if not config.get("use_sliding_window"):
+        return {}
+    num_layers, first = config.number("num_hidden_layers"), config.get("max_window_layers", 28)
+    kinds = config.layers("layer_types", "sliding_attention")
+    if kinds is None:
+        kinds = tuple(int(layer % 2 == 0 and layer < first) for layer in range(num_layers))
+    return config.windows(config.values.get("sliding_window", 4096), kinds)
+
+
 def switched_windows_config(model: ModelConfig) -> dict[str, Any]:
     """Returns the keys of config.json that say the same."""
     if not model.window_size:
@@ -31,7 +42,7 @@ def switched_windows_config(model: ModelConfig) -> dict[str, Any]:
 def _moe_options(config: ConfigFields) -> dict[str, Any]:
     return {
         **qwen_experts(config),
-        **switched_windows(config),
+        **_alternating_windows(config),
         "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": config.number("shared_expert_intermediate_size"),
         "add_qkv_bias": config.get("qkv_bias", True),
@@ -57,5 +68,6 @@ QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     options=_moe_options,
+    has_router_loss=True,
     config=_moe_config,
 )

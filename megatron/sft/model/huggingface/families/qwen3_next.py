@@ -159,14 +159,12 @@ def _shared(config: ConfigFields) -> dict[str, Any]:
 
 
 def _moe_options(config: ConfigFields) -> dict[str, Any]:
-    width = config.number("moe_intermediate_size")
     return {
         **_options(config),
         **num_experts(config, "num_experts"),
         **_shared(config),
         "moe_router_pre_softmax": False,
-        "moe_ffn_hidden_size": width,
-        "ffn_hidden_size": config.number("intermediate_size", width),
+        "moe_ffn_hidden_size": config.number("moe_intermediate_size"),
     }
 
 
@@ -197,8 +195,10 @@ QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     head_dim=256,
     partial_rotary_factor=0.25,
+    unsupported=("attention_bias",),
     defaults=_SIZES,
     options=_next_options,
+    has_router_loss=True,
     config=_moe_config,
     rows=_ROWS_NEXT,
     carried=("mtp.",),
@@ -208,6 +208,7 @@ QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     head_dim=256,
     partial_rotary_factor=0.25,
+    unsupported=("attention_bias",),
     defaults=_SIZES,
     options=_options,
     config=_config,
@@ -220,8 +221,10 @@ QWEN3_5_MOE = Family(
     architecture="Qwen3_5MoeForCausalLM",
     head_dim=256,
     partial_rotary_factor=0.25,
+    unsupported=("attention_bias",),
     defaults=_SIZES,
     options=_moe_options,
+    has_router_loss=True,
     config=_moe_config,
     rows=_ROWS,
     carried=("mtp.", "model.visual."),

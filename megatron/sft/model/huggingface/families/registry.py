@@ -64,8 +64,11 @@ def language_model(config: Mapping[str, Any], where: str = "config.json") -> Lan
         kind = text.get("model_type", outer.model_type)
         if kind in FAMILIES and config["model_type"] in FAMILIES[kind].within:
             prefix = FAMILIES[kind].within[config["model_type"]]
+            ignored = FAMILIES[kind].ignored_within
+            values = {name: value for name, value in text.items() if name not in ignored}
             tied = config.get("tie_word_embeddings", _TIED_WITHIN.get(config["model_type"]))
-            values = text if tied is None else {**text, "tie_word_embeddings": tied}
+            if tied is not None:
+                values["tie_word_embeddings"] = tied
             return _described(FAMILIES[kind], values, where, prefix)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(

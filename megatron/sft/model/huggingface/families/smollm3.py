@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.sft.model.huggingface.families.biases import biases, biases_config
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields, windows_config
 from megatron.sft.model.huggingface.families.family import Family
-from megatron.sft.model.huggingface.families.llama import biases, biases_config
 from megatron.sft.options.model import ModelConfig
 
 
@@ -17,6 +17,12 @@ def _options(config: ConfigFields) -> dict[str, Any]:
     no_rope = tuple(1 - one for one in has_rope)
     window = config.values.get("sliding_window") if config.get("use_sliding_window") else None
     kinds = config.layers("layer_types", "sliding_attention")
+    if kinds is not None and any(kinds) and not config.get("use_sliding_window"):
+        # The masks of transformers have the window, its fused attention kernels have none.
+        raise ValueError(
+            f"{config.where} has sliding_attention in layer_types, but no use_sliding_window; "
+            "write one or the other"
+        )
     return {
         **biases(config),
         "no_rope_freq": no_rope if any(no_rope) else (),
@@ -39,7 +45,6 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     rope_theta=2e6,
     ties_embeddings=True,
-    has_attention_bias=True,
     options=_options,
     config=_config,
 )

@@ -31,7 +31,9 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+YARN_FLOAT = YARN | {"original_max_position_embeddings": 32.0}
 MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 STEPS = "--train-iters 2 --global-batch-size 4 --lr 1e-3 --seq-length 64 --mock-data"
 LLAMA3 = {
@@ -162,16 +164,18 @@ def test_the_same_again_is_no_contradiction(tmp_path):
             ["quantization_config", "before quantization"],
         ),
         ({"hidden_act": "relu"}, ["hidden_act 'relu'", "silu"]),
-        ({"attention_bias": True}, ["attention_bias", "mlp_bias"]),
+        ({"mlp_bias": True}, ["mlp_bias without attention_bias"]),
+        ({"per_layer_config": {"1": {"hidden_size": 32}}}, ["per_layer_config"]),
+        ({"is_causal": None}, ["is_causal None"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type 'dynamic'", "linear"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type 'longrope'"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["without", "low_freq_factor"]),
         (
             {
-                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": -1.5},
                 "max_position_embeddings": 9,
             },
-            ["attention_factor 1.5"],
+            ["attention_factor is -1.5"],
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -200,11 +204,22 @@ def test_the_same_again_is_no_contradiction(tmp_path):
             },
             ["rope_parameters and rope_scaling"],
         ),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["partial_rotary_factor"],
+        ),
         ({"num_hidden_layers": None}, ["num_hidden_layers"]),
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window 0", "at least 1"]),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, ["'longrope'"]),
-        ({"model_type": "seed_oss", "attention_out_bias": True}, ["attention_out_bias"]),
+        ({"model_type": "seed_oss", "mlp_bias": True}, ["attention_out_bias None"]),
+        (
+            {
+                "model_type": "smollm3",
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention"] * 4,
+            },
+            ["sliding_attention in layer_types", "use_sliding_window"],
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers of 1 layers"]),
         (
             {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"},
@@ -225,8 +240,33 @@ def test_the_same_again_is_no_contradiction(tmp_path):
             {"model_type": "glm4_moe", **GLM_EXPERTS, "n_group": 4, "topk_group": 2},
             ["topk_group 2", "two per group"],
         ),
-        ({"model_type": "gemma", "hidden_act": "gelu"}, ["'gelu'"]),
-        ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias"]),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, ["hidden_activation 'gelu'"]),
+        ({"model_type": "qwen3_5_text", "attention_bias": True}, ["attention_bias"]),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, ["bidirectional"]),
+        (
+            {
+                "model_type": "olmo3",
+                "rope_parameters": {
+                    "full_attention": YARN,
+                    "sliding_attention": {"rope_type": "yarn", "factor": 2.0},
+                },
+            },
+            ["layers with a window", "'yarn'"],
+        ),
+        ({"model_type": "olmo3", "rope_parameters": YARN}, ["for all layers"]),
+        (
+            {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}},
+            ["type 'linear'", "write rope_type"],
+        ),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, ["resid_pdrop 0.1", "--hidden-dropout"]),
+        (
+            {"model_type": "seed_oss", "attention_dropout": 0.0},
+            ["residual_dropout 0.1", "--hidden-dropout"],
+        ),
+        (
+            {"model_type": "mixtral", "output_router_logits": True, **LOCAL_EXPERTS},
+            ["load-balancing loss", "0.001", "--moe-aux-loss-coeff"],
+        ),
     ],
 )
 def test_what_cannot_be_computed_exactly_is_refused(tmp_path, changes, words):
@@ -275,6 +315,16 @@ def test_no_config_is_refused(tmp_path):
         parse(f"{STEPS} --pretrained-checkpoint {tmp_path}", base="")
 
 
+MOE_WINDOWS = {
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "max_window_layers": 2,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
@@ -303,6 +353,9 @@ def test_no_config_is_refused(tmp_path):
         ({"model_type": "olmo3", "sliding_window": 9}, [9, 9, 9, None]),
         ({"model_type": "exaone4", "sliding_window": 9}, [9, 9, 9, None]),
         ({"model_type": "mixtral"}, [None] * 4),
+        ({"model_type": "mixtral", "sliding_window": 9}, [9] * 4),
+        ({"model_type": "qwen3_moe", **MOE_WINDOWS}, [9] * 4),
+        ({"model_type": "qwen2_moe", **MOE_WINDOWS}, [9, None, None, None]),
     ],
 )
 def test_windows(tmp_path, config, windows):
@@ -312,6 +365,72 @@ def test_windows(tmp_path, config, windows):
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     model = parse_with(tmp_path, {**SMALL, **experts, **config}).model
     assert [kind.window for kind in model.layer_kinds()] == windows
+
+
+SOFTCAP = {"final_logit_softcapping": 30.0}
+SIGMOIDS = {"model_type": "glm4_moe", **GLM_EXPERTS, "num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"attention_bias": True}, {"add_qkv_bias": True, "add_proj_bias": True}),
+        ({"model_type": "olmo2", "attention_bias": True}, {"add_proj_bias": True}),
+        ({"model_type": "mistral", "attention_bias": True}, {"add_qkv_bias": False}),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, {"add_proj_bias": True}),
+        ({"partial_rotary_factor": 0.5}, {"rotary_percent": 1.0}),
+        ({"model_type": "gemma", "hidden_act": "gelu"}, {"geglu": True}),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            {"attn_logit_softcapping": None},
+        ),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": LLAMA | {"model_type": "gemma3_text"} | SOFTCAP,
+            },
+            {"final_logit_softcapping": None},
+        ),
+        ({"model_type": "gemma3_text"} | SOFTCAP, {"final_logit_softcapping": 30.0}),
+        (
+            {"model_type": "minimax_m2", "routed_scaling_factor": 2.0, "n_group": 4}
+            | LOCAL_EXPERTS,
+            {"moe_router_topk_scaling_factor": None, "moe_router_num_groups": None},
+        ),
+        (
+            {"model_type": "olmo3", "rope_theta": 1e6},
+            {"rotary_base": 1e6, "window_rotary_base": 5e5},
+        ),
+        (SIGMOIDS, {"moe_router_topk": 1, "moe_router_pre_softmax": False}),
+        (SIGMOIDS | {"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 16},
+            {"rope_scaling": json.dumps(YARN | {"original_max_position_embeddings": 16.0})},
+        ),
+        (
+            {"rope_scaling": YARN | {"attention_factor": 1.07}},
+            {"rope_scaling": json.dumps(YARN_FLOAT | {"attention_factor": 1.07})},
+        ),
+        (
+            {"rope_scaling": YARN | {"mscale": 0.0, "mscale_all_dim": 1.0, "beta_fast": 0}},
+            {"rope_scaling": json.dumps(YARN_FLOAT)},
+        ),
+        (
+            {"rope_scaling": YARN | {"truncate": None}},
+            {"rope_scaling": json.dumps(YARN_FLOAT | {"truncate": False})},
+        ),
+        (
+            {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 64},
+            {"rope_scaling": json.dumps(YARN_FLOAT)},
+        ),
+    ],
+)
+def test_fields_mean_what_they_mean_in_transformers(changes, expected):
+    """A field that is ignored, or that is applied where transformers does not read it, trains
+    another model in silence.
+    """
+    options = options_of(LLAMA | changes)
+    assert {name: options[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -332,8 +451,6 @@ def test_defaults_are_those_of_transformers(kind):
     missing = {"model_type": kind, **SMALL, **changes}
     filled = transformers.AutoConfig.for_model(**missing).to_dict()
     found = options_of(filled)
-    if found["query_scale_beta"] is not None:  # Ministral's class has a rope that no file lacks
-        found |= {"query_scale_beta": None, "rope_scaling": None}
     assert options_of(missing) == found
 
 

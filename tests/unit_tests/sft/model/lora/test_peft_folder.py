@@ -66,6 +66,19 @@ def test_it_decides_the_options(adapter):
         parse(f"--lora-adapter {adapter}")
 
 
+def test_the_dropout_of_an_adapter_goes_on(adapter):
+    """An adapter that was trained with dropout would go on without, in silence; another is no
+    contradiction, as it changes no weights.
+    """
+    change(adapter, lora_dropout=0.1)
+    assert parse(f"--lora --lora-adapter {adapter}").lora.lora_dropout == 0.1
+    options = f"--lora --lora-adapter {adapter} --lora-dropout 0"
+    assert parse(options).lora.lora_dropout == 0.0
+    change(adapter, lora_dropout=1.5)
+    with pytest.raises(FlagError, match=r"adapter_config.json has lora_dropout 1\.5"):
+        parse(f"--lora --lora-adapter {adapter}")
+
+
 def test_modules_may_be_a_pattern_or_whole_names(adapter):
     """PEFT takes a regular expression there; the names of the tensors say what it matched."""
     change(
