@@ -112,13 +112,13 @@ layouts: $(VENV)/.dev
 
 # Every family and mechanism beside transformers and peft, and whole runs of each: about half an hour. Stopped, or with
 # FAMILIES_OPTIONS='--minutes 10', it continues where it was; remove $(FAMILIES_RESULTS) to begin again.
-folder-mutations: $(VENV)/.dev
-	$(VENV)/bin/python -m tests.functional_tests.folders --write examples/benchmarks/results/folder_mutations.md
-
 FAMILIES_RESULTS ?= runs/families.jsonl
 families: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.families --results $(FAMILIES_RESULTS) --workers $(FUNCTIONAL_WORKERS) \
 	--write examples/benchmarks/results/families.md $(FAMILIES_OPTIONS)
+
+folder-mutations: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.functional_tests.folders --write examples/benchmarks/results/folder_mutations.md
 
 # Some 8,000 changed files, in about half an hour; stopped, it continues where it was. Remove $(CONFIG_RESULTS) to begin again.
 CONFIG_RESULTS ?= runs/config_fields

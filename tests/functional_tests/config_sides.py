@@ -181,11 +181,11 @@ class TransformersSide:
                 reads.add(name)
             return plain(config, name)
 
-        PreTrainedConfig.__getattribute__ = noting
+        PreTrainedConfig.__getattribute__ = noting  # type: ignore[method-assign]
         try:
             yield
         finally:
-            PreTrainedConfig.__getattribute__ = plain
+            PreTrainedConfig.__getattribute__ = plain  # type: ignore[method-assign]
 
 
 def _is_of_a_model(frame: Any) -> bool:

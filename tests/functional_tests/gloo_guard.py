@@ -68,7 +68,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _destination(bound: dict[str, Any]) -> int:
-    group, group_rank = bound.get("group"), bound.get("group_dst")
+    group_rank = bound.get("group_dst")
     if group_rank is None:
         return int(bound["dst"])
-    return dist.get_global_rank(group or dist.group.WORLD, group_rank)
+    group: Any = bound.get("group") or dist.group.WORLD
+    return dist.get_global_rank(group, group_rank)

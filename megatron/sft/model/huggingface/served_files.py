@@ -84,7 +84,7 @@ def write_as_read(source: Path, target: Path, files: FolderTokenizer) -> None:
         # AutoTokenizer's class depends on the model, and the tokenizer came from another folder.
         settings = read_folder_tokenizer(str(target)).settings
     if settings:
-        write_object(target / _CONFIG, read_object(target / _CONFIG) | settings)
+        write_object(target / _CONFIG, read_object(target / _CONFIG) | dict(settings))
     if files.post_processor is not None:
         whole = json.loads((target / "tokenizer.json").read_text(encoding="utf-8"))
         write_object(target / "tokenizer.json", whole | {"post_processor": files.post_processor})
