@@ -78,7 +78,7 @@ def test_plain_samples_are_read_as_others_are(as_given: Callable[[list[int]], An
     for names in (("tokens",), ("tokens", "labels"), ("position_ids", "tokens", "loss_mask")):
         for number, values in enumerate(([4], [4, 5, 6])):
             sample = {name: as_given(values) for name in names} | {"source": number}
-            plain, read = plain_item(sample), read_item(sample, pytest.fail)
+            plain, read = plain_item(sample), read_item(sample, lambda name, _: pytest.fail(name))
             assert plain is not None
             assert (
                 (plain.lengths, plain.source)
