@@ -5,7 +5,7 @@
 transformers reads the weights of a GGUF file (4 bits each in this one) as float32, so they are
 written in float32. Three facts of the release are put right, which transformers drops or rounds:
 
-    pre-tokenizer   the GGUF names it `smollm`, and transformers 5.24 puts GPT-2's in its place
+    pre-tokenizer   named `smollm` in the GGUF, which transformers 5.24 reads as GPT-2's
     config.json     says that the weights are still quantized
     rms_norm_eps    9.999999747378752e-06, the float32 next to 1e-05
 """
