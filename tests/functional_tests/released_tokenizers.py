@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
 SMALL = {
@@ -127,7 +128,7 @@ def loss_of_transformers(folder: Path, data: Path) -> float:
         start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
         ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
         with torch.no_grad():
-            logits = model(ids[None]).logits[0, start - 1 : -1]
+            logits = model(ids[None]).logits[0, start - 1 : -1].double()
         total += torch.nn.functional.cross_entropy(logits, ids[start:], reduction="sum").item()
         num_tokens += len(ids) - start
     return total / num_tokens
@@ -163,11 +164,11 @@ def chat(folder: Path) -> str:
 
 
 def attempt(action: Any, *arguments: Any) -> str:
-    """Returns what an action says, or its error."""
+    """Returns what an action says, or its error, without the folders of this run."""
     try:
         return str(action(*arguments))
     except ValueError as failure:
-        return f"refused: {failure}"
+        return "refused: " + re.sub(rf"{re.escape(gettempdir())}/\w+/", "", str(failure))
 
 
 def try_release(release: Release, packages: Path, place: Path) -> list[str]:
