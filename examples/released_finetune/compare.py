@@ -131,30 +131,24 @@ def losses(folder: Path, data: Path, layouts: Sequence[str]) -> dict[str, float]
     return by_name
 
 
-def answers_of_chat(folder: Path, question: dict[str, str]) -> str:
-    """Returns what `megatron-sft chat` answers."""
+def ask(folder: Path) -> list[tuple[str, str]]:
+    """Returns (question, answer) of transformers. Raises ValueError where `megatron-sft chat`
+    answers otherwise.
+    """
+    questions = [chat[0] for chat in read_chats(QUESTIONS)]
+    texts = [question["content"] for question in questions]
+    spoken = answers(folder, questions, MAX_TOKENS)
     command = [sys.executable, "-m", "megatron.sft", "chat", str(folder)]
     done = subprocess.run(
         [*command, "--max-new-tokens", str(MAX_TOKENS)],
-        input=question["content"] + "\n",
+        input="\n/clear\n".join(texts) + "\n",
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    return done.stdout.strip()
-
-
-def ask(folder: Path) -> list[tuple[str, str]]:
-    """Returns (question, answer). Raises ValueError where `chat` answers otherwise than
-    transformers.
-    """
-    questions = [chat[0] for chat in read_chats(QUESTIONS)]
-    pairs = []
-    for question, answer in zip(questions, answers(folder, questions, MAX_TOKENS), strict=True):
-        if (of_chat := answers_of_chat(folder, question)) != answer.strip():
-            raise ValueError(f"chat answers {of_chat!r}, but transformers {answer!r}")
-        pairs.append((question["content"], answer.strip()))
-    return pairs
+    if done.stdout.rstrip() != "\n".join(spoken).rstrip():
+        raise ValueError(f"chat answers {done.stdout!r}, but transformers {spoken!r}")
+    return list(zip(texts, (answer.strip() for answer in spoken), strict=True))
 
 
 def page(
