@@ -149,6 +149,13 @@ def _no_weights(folder: Path) -> str:
 
 def no_config(folder: Path) -> str:
     """Returns what is wrong with a folder without config.json, and the way out."""
+    gguf = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if gguf:
+        return (
+            f"{folder} must be the folder of a HuggingFace model, but has only {gguf[0].name}; "
+            "give the folder that it was made from, or let transformers convert it, model and "
+            "tokenizer: from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OTHER)"
+        )
     if folder.is_file():
         return f"{folder} must be the folder of a HuggingFace model, but is a file; give its folder"
     if (folder / ADAPTER_CONFIG).is_file():

@@ -69,6 +69,9 @@ def test_a_folder_without_config_is_answered_with_the_one_below(tmp_path):
         (tmp_path / name / "config.json").touch()
     assert "checkpoint-10, which has" in no_config(tmp_path)
     assert "give its folder" in no_config(tmp_path / "checkpoint-5" / "config.json")
+    (tmp_path / "snapshots" / "model.Q4_1.gguf").touch()
+    for gguf in (tmp_path / "snapshots", tmp_path / "snapshots" / "model.Q4_1.gguf"):
+        assert "has only model.Q4_1.gguf" in no_config(gguf)
     (tmp_path / ADAPTER_CONFIG).touch()
     assert "--lora-adapter" in no_config(tmp_path)
 
