@@ -39,7 +39,12 @@ from megatron.sft.model.checkpoints.folder import (
 from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
-from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, folder_below, refuse_adapter
+from megatron.sft.model.huggingface.files import (
+    ADAPTER_CONFIG,
+    folder_below,
+    no_config,
+    refuse_adapter,
+)
 from megatron.sft.model.huggingface.folder import Folder, check_folder, open_folder
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
 from megatron.sft.model.lora.peft_folder import options_of_adapter
@@ -98,6 +103,8 @@ def lines_of(path: str) -> Iterator[str]:
         try:
             yield from _data(path)
         except ValueError:
+            if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+                raise ValueError(no_config(folder)) from None
             below = folder_below(folder, ("config.json", ADAPTER_CONFIG))
             if not below:
                 raise
