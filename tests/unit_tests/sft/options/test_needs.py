@@ -17,7 +17,8 @@ ACT_ALONE = """
     num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size swiglu geglu quick_geglu
     num_experts mtp_num_layers window_size attention_output_gate linear_attention_freq normalization
     apply_layernorm_1p position_embedding_type disable_bias_linear add_qkv_bias qk_layernorm
-    add_proj_bias norm_position softmax_scale softmax_type attn_logit_softcapping final_logit_softcapping
+    add_proj_bias norm_position softmax_scale softmax_type attn_logit_softcapping
+    final_logit_softcapping
     embedding_multiplier residual_multiplier logits_scaling make_vocab_size_divisible_by
     recompute_granularity seq_length max_position_embeddings norm_epsilon scale_embeddings
     untie_embeddings_and_output_weights mask_vocab_padding hidden_dropout attention_dropout
