@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# transformers 5.24.0
+# transformers 5.24.0: keys that are null are taken out of messages before a template sees them.
+#
 # Guess: apply_chat_template gives a template the messages as they are, so that a content of null,
 #   which OpenAI's API has beside tool calls, is null in the template.
 # Seen: keys whose value is null are taken out of each message. A template that tests
@@ -8,13 +9,15 @@
 # Here: megatron/sft/data/templates/probes.py finds out once per template whether null, no key or ""
 #   renders a call whole, and renders without transformers.
 set -euo pipefail
-environment="${FINDINGS_CACHE:-$(mktemp -d)}/transformers-5.24.0-jinja2-3.1.6"
-if [ ! -d "$environment" ]; then
-    python3 -m venv "$environment"
-    "$environment/bin/pip" install -q 'transformers==5.24.0' 'jinja2==3.1.6'
-fi
+pins=(transformers==5.24.0 jinja2==3.1.6)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+environment=${FINDINGS_CACHE:-$scratch}/$(IFS=+; echo "${pins[*]}")
+if [ ! -e "$environment/ready" ]; then
+    python3 -m venv "$environment"
+    "$environment/bin/pip" install --quiet --disable-pip-version-check "${pins[@]}"
+    touch "$environment/ready"
+fi
 cd "$scratch"
 HF_HUB_OFFLINE=1 "$environment/bin/python" - <<'PYTHON'
 from tokenizers import Tokenizer, models

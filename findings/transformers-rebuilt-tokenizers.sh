@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# transformers 5.24.0 (tokenizers 0.23.3)
+# transformers 5.24.0 (tokenizers 0.23.3): AutoTokenizer gives other tokens than the folder's tokenizer.json.
 #
 # Guess: AutoTokenizer encodes text in the ids of the folder's tokenizer.json, as transformers 4 did. It is the whole
 #        tokenizer: normalizer, pre-tokenizer, vocabulary, merges.
@@ -10,17 +10,16 @@
 # Here:  megatron/sft/data/tokenizer_folder.py puts the file's parts in place of the class's, says so, and exports name the
 #        general class.
 set -euo pipefail
-
 pins=(transformers==5.24.0 tokenizers==0.23.3)
-environment="${FINDINGS_CACHE:-$(mktemp -d)}/transformers-5.24.0-tokenizers-0.23.3"
-if [ ! -x "$environment/bin/python" ]; then
-    python3 -m venv "$environment"
-    "$environment/bin/pip" install --quiet "${pins[@]}"
-fi
-scratch="$(mktemp -d)"
+scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+environment=${FINDINGS_CACHE:-$scratch}/$(IFS=+; echo "${pins[*]}")
+if [ ! -e "$environment/ready" ]; then
+    python3 -m venv "$environment"
+    "$environment/bin/pip" install --quiet --disable-pip-version-check "${pins[@]}"
+    touch "$environment/ready"
+fi
 cd "$scratch"
-
 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error "$environment/bin/python" - <<'PYTHON'
 import json
 from pathlib import Path
