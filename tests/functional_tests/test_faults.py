@@ -4,7 +4,6 @@ behind.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.packing.versions import package_version
 from megatron.sft import distributed
 from megatron.sft.__main__ import main
 from megatron.sft.agreement import AgreedError, check_agreement, gathered
@@ -67,7 +67,7 @@ def started_with_kernels(installed: list[dict[str, str]]) -> str:
     found: Any = distributed
     packages = {found._KERNELS[module]: modules[module] for module in modules}
     found.find_spec = modules.get
-    found.version = lambda name: packages.get(name) or importlib.metadata.version(name)
+    found.package_version = lambda name: packages.get(name) or package_version(name)
     options = [*OPTIONS, "--mock-data", "--save", "checkpoints"]
     try:
         check_agreement(found._options_and_versions(parse_config(options, 2)))
