@@ -17,8 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 
@@ -39,6 +43,24 @@ def mend_expert_biases(model: torch.nn.Module) -> None:
             layer.bias.sequence_parallel = False
         if not hasattr(module.linear_fc2.bias, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(module.linear_fc2.bias, True, 0, 1)
+
+
+def needs_mending(module: torch.nn.Module) -> bool:
+    """Returns whether `module` has plain experts with biases that `mend_expert_biases` must see.
+
+    Experts that run together (`group_experts`) add their biases otherwise, so that only the mark
+    for sequence parallel is wrong.
+    """
+    if not isinstance(module, SequentialMLP):
+        return False
+    layers: list[Any] = [expert.linear_fc2 for expert in module.local_experts]
+    return any(
+        isinstance(layer, RowParallelLinear)
+        and layer.bias is not None
+        and _copied not in layer._forward_hooks.values()
+        and (type(module) is SequentialMLP or layer.bias.sequence_parallel)
+        for layer in layers
+    )
 
 
 def _copied(layer: object, inputs: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
