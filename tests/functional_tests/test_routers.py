@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.packing import data_schedule, plugin
+from megatron.packing import plugin
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.model.layers.routers import define_te_general_gemm
@@ -138,8 +138,8 @@ def train(layout: Layout | None, options: dict[str, Any]) -> Routed:
         **{"moe_router_load_balancing_type": "none", **options},
     )
     if layout is not None:
-        scheduler = "empty" if options is BALANCE else "default"
-        flags = f"--sequence-packing --max-seqlen-per-dp-cp-rank 64 --sequence-packing-scheduler {scheduler}"
+        flags = "--sequence-packing --max-seqlen-per-dp-cp-rank 64 --sequence-packing-scheduler "
+        flags += "empty" if options is BALANCE else "default"
         arguments = plugin.add_arguments(ArgumentParser()).parse_args(flags.split())
         plugin.install(config, arguments, megatron_lm_calls=megatron_lm_calls)
     block_spec = packed_block_spec(config) if layout else get_gpt_decoder_block_spec(config, False)
@@ -187,9 +187,8 @@ def train_both(layout: Layout | None) -> list[Routed]:
         tensor, context_parallel_size=context, expert_tensor_parallel_size=1
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    for_layout = partial(Alignment.for_layout, rank_multiple=FP8_ALIGNMENT)
-    settings.Alignment = SimpleNamespace(
-        for_layout=lambda **sizes: for_layout(**{**sizes, "rank_multiple": FP8_ALIGNMENT})
+    settings.Alignment = SimpleNamespace(  # as in fp8, which no CPU computes in
+        for_layout=lambda **sizes: Alignment.for_layout(**{**sizes, "rank_multiple": FP8_ALIGNMENT})
     )
     return [train(layout, options) for options in (Z_LOSS, BALANCE)]
 

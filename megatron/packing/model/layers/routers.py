@@ -84,7 +84,8 @@ class BiasCounts:
     """`TopKRouter._apply_expert_bias`, which counts tokens by expert, without padding.
 
     megatron-core's combines [tokens, experts] with a mask [tokens]: it raises RuntimeError, or
-    masks experts in place of tokens where there are as many of both.
+    masks experts in place of tokens where there are as many of both. It is compiled when it is
+    first called, which on a CPU takes longer than a step, for a sum of a few numbers.
     """
 
     def __init__(self, plain: Callable[..., None]) -> None:
@@ -98,9 +99,12 @@ class BiasCounts:
         self, topk_router: Any, routing_map: Tensor, padding_mask: Tensor | None = None
     ) -> None:
         """See megatron-core; `padding_mask` is bool [tokens]."""
+        # Neither evaluation counts, nor the first of two passes of layers that are recomputed.
+        if not topk_router.enable_expert_bias or not torch.is_grad_enabled():
+            return
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask.unsqueeze(-1)
-        self.plain(topk_router, routing_map)
+        topk_router.local_tokens_per_expert += routing_map.sum(dim=0)
 
 
 class ZLoss:
