@@ -114,6 +114,13 @@ def _demands_on_experts(config: Any) -> list[tuple[bool, str]]:
             'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it '
             "were one sequence, or count tokens of earlier packs",
         ),
+        (
+            config.expert_model_parallel_size > 1
+            or config.expert_tensor_parallel_size in (None, config.tensor_model_parallel_size),
+            "expert_tensor_parallel_size equal to tensor_model_parallel_size, or "
+            "expert_model_parallel_size above 1: megatron-core would not sum the gradients of "
+            "whole experts over tensor-parallel ranks",
+        ),
     ]
 
 

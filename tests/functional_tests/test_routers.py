@@ -134,6 +134,7 @@ def train(layout: Layout | None, options: dict[str, Any]) -> Routed:
         moe_token_dispatcher_type="alltoall",
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
+        expert_model_parallel_size=tensor,
         expert_tensor_parallel_size=1,
         **{"moe_router_load_balancing_type": "none", **options},
     )
@@ -184,7 +185,10 @@ def train_both(layout: Layout | None) -> list[Routed]:
     _keep_double()
     context, tensor, _ = layout or Layout()
     parallel_state.initialize_model_parallel(
-        tensor, context_parallel_size=context, expert_tensor_parallel_size=1
+        tensor,
+        context_parallel_size=context,
+        expert_model_parallel_size=tensor,
+        expert_tensor_parallel_size=1,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     settings.Alignment = SimpleNamespace(  # as in fp8, which no CPU computes in

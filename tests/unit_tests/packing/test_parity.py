@@ -76,7 +76,7 @@ SETTINGS = {
     "yarn_mscale": "script",
     "yarn_mscale_all_dim": "script",
     "apply_rope_fusion": "demanded",
-    "expert_tensor_parallel_size": "script",  # exact with others, too; `mend_expert_biases` needs 1
+    "expert_tensor_parallel_size": "demanded",
 }
 LAYOUT = {
     *("cp_comm_type", "layernorm_epsilon", "bf16", "params_dtype", "pipeline_dtype"),

@@ -75,6 +75,15 @@ REFUSED = [
         {"num_moe_experts": 2, "moe_router_load_balancing_type": "global_aux_loss"},
         "count tokens of earlier packs",
     ),
+    (
+        {
+            "num_moe_experts": 2,
+            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "sequence_parallel": True,
+        },
+        "not sum the gradients of whole experts",
+    ),
 ]
 
 
