@@ -191,7 +191,8 @@ def train_both(layout: Layout | None) -> list[Routed]:
         expert_tensor_parallel_size=1,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    settings.Alignment = SimpleNamespace(  # as in fp8, which no CPU computes in
+    # As in fp8, which no CPU computes in.
+    settings.Alignment = SimpleNamespace(  # type: ignore[misc, assignment]
         for_layout=lambda **sizes: Alignment.for_layout(**{**sizes, "rank_multiple": FP8_ALIGNMENT})
     )
     return [train(layout, options) for options in (Z_LOSS, BALANCE)]
