@@ -43,7 +43,7 @@ PRECISION = $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo --bf16)
 TINY_CHAT = data/tiny_chat
 TINY_FINETUNE = data/tiny_finetune
 SMOLLM2 = 0.1.2
-CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
+CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py routers.py \
 	run.py::test_continued_run_follows_its_own_learning_rate run.py::test_mock_data_experts_and_evaluation)
 CODE = megatron tests examples docs/generate.py docs/site_hooks.py pretrain_sft.py setup.py
 BUILT_FROM = pyproject.toml setup.py megatron/packing/scheduling/core.cpp megatron/blending/order/core.cpp

@@ -247,6 +247,7 @@ def _received(
         attention_mask=None,
         packed_seq_params=packed_seq_params(header.layout, device),
     )
+    received.packed_seq_params.padding_mask = received.padding_mask
     received.extra = extra
     return received
 

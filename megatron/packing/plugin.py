@@ -32,6 +32,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron.packing.model.layers.routers import define_te_general_gemm, mask_padding
 from megatron.packing.model.loss import auxiliary_losses
 from megatron.packing.model.mcore_versions import check_version
 from megatron.packing.plugin_checks import (
@@ -93,6 +94,7 @@ def install(
     if arguments is None or asks_for_packing(arguments):
         configure(config, arguments, megatron_lm_calls, payloads)
         check_config(config)
+        define_te_general_gemm()
     taken_back = ExitStack()
     if _replace_schedules():
         taken_back.callback(uninstall)
@@ -199,6 +201,7 @@ class PackingSchedule:
             self._checked.add(chunk)
             _leave_out_masked_tokens(chunk)
             _give_whole_packs(chunk)
+            mask_padding(chunk)
 
 
 def _give_whole_packs(chunk: torch.nn.Module) -> None:
@@ -214,7 +217,10 @@ def _leave_out_masked_tokens(chunk: torch.nn.Module) -> None:
     from megatron.packing.step.settings import PackingOptions
 
     gpt = unwrap_model(chunk)
-    if isinstance(gpt, GPTModel) and not PackingOptions.of(gpt.config).logits_of_masked_tokens:
+    if not isinstance(gpt, GPTModel) or PackingOptions.of(gpt.config).logits_of_masked_tokens:
+        return
+    # A script's own hook on the output layer needs logits, all of them.
+    if not (gpt.post_process and gpt.output_layer._forward_hooks):
         skip_masked_tokens(gpt)
 
 

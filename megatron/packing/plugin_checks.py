@@ -17,6 +17,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.utils import unwrap_model
 
 from megatron.packing.scheduling.registry import get_scheduler
 
@@ -108,15 +110,16 @@ def _demands_on_experts(config: Any) -> list[tuple[bool, str]]:
             "shares their pack",
         ),
         (
-            not {"seq_aux_loss", "sinkhorn"} & ({types} if isinstance(types, str) else set(types)),
+            ({types} if isinstance(types, str) else set(types)) <= {"aux_loss", "none"},
             'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it '
-            "were one sequence",
+            "were one sequence, or count tokens of earlier packs",
         ),
         (
-            config.mtp_num_layers is None
-            or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
-            "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are "
-            "not told what is padding",
+            config.expert_model_parallel_size > 1
+            or config.expert_tensor_parallel_size in (None, config.tensor_model_parallel_size),
+            "expert_tensor_parallel_size equal to tensor_model_parallel_size, or "
+            "expert_model_parallel_size above 1: megatron-core would not sum the gradients of "
+            "whole experts over tensor-parallel ranks",
         ),
     ]
 
@@ -134,23 +137,16 @@ def check_training(config: Any) -> None:
 
 @contextmanager
 def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Raises ValueError, inside the `with`, for a forward step that gives the model's attention no
-    `packed_seq_params`.
+    """Raises ValueError, inside the `with`, for a forward step that leaves out an argument of the
+    model without which packs would be trained otherwise than their sequences.
     """
-
-    def check(module: torch.nn.Module, arguments: object, options: dict[str, Any]) -> None:
-        if options.get("packed_seq_params") is None:
-            raise ValueError(
-                "the model was called without packed_seq_params, and sequences of a pack would "
-                "attend to one another; pass packed_seq_params=batch.packed_seq_params in the "
-                "forward step"
-            )
-
-    found = [
-        next((m for m in _outside_towers(chunk) if isinstance(m, Attention)), None)
-        for chunk in chunks
-    ]
-    hooks = [m.register_forward_pre_hook(check, with_kwargs=True) for m in found if m is not None]
+    checks: list[tuple[torch.nn.Module, Callable[..., None]]] = []
+    for chunk in chunks:
+        modules = list(_outside_towers(chunk))
+        checks += [(m, _check_layout) for m in modules if isinstance(m, Attention)][:1]
+        checks += [(m, _check_mask) for m in modules if _has_counted_tokens(m)]
+        checks += [(m, _check_further) for m in modules if getattr(m, "mtp_process", False)]
+    hooks = [m.register_forward_pre_hook(check, with_kwargs=True) for m, check in checks]
     try:
         yield
     finally:
@@ -158,10 +154,57 @@ def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             hook.remove()
 
 
-def check_modules(chunk: torch.nn.Module) -> None:
-    """Raises ValueError for a model whose attention takes no packs, or whose gradients would be
-    divided twice.
+def _check_layout(module: object, arguments: object, options: dict[str, Any]) -> None:
+    if options.get("packed_seq_params") is None:
+        raise ValueError(
+            "the model was called without packed_seq_params, and sequences of a pack would "
+            "attend to one another; pass packed_seq_params=batch.packed_seq_params in the "
+            "forward step"
+        )
+
+
+def _has_counted_tokens(module: torch.nn.Module) -> bool:
+    """Returns whether `module` is a layer of experts whose number of tokens changes what is
+    trained.
     """
+    if not isinstance(module, BaseMoELayer):
+        return False
+    config: Any = module.config
+    return bool(
+        config.moe_router_enable_expert_bias or config.moe_aux_loss_coeff or config.moe_z_loss_coeff
+    )
+
+
+def _check_mask(module: object, arguments: Sequence[object], options: dict[str, Any]) -> None:
+    if options.get("padding_mask", arguments[2] if len(arguments) > 2 else None) is None:
+        raise ValueError(
+            "a layer of experts was not told which tokens are padding, and would count them; pass "
+            "the packed_seq_params of get_batch_on_this_rank_for_sequence_packing, and build the "
+            "model of megatron-core's TransformerLayer, which hands them on"
+        )
+
+
+def _check_further(module: object, arguments: Sequence[object], options: dict[str, Any]) -> None:
+    if options.get("input_ids", arguments[0] if arguments else None) is None:
+        raise ValueError(
+            "multi-token prediction needs the tokens on this pipeline stage, too; pass "
+            "mtp_on_this_rank=True to get_batch_on_this_rank_for_sequence_packing, and its tokens "
+            "and position_ids to the model"
+        )
+    if options.get("labels") is not None and options.get("loss_mask") is None:
+        raise ValueError(
+            "multi-token prediction would be trained on masked tokens and padding; pass "
+            "loss_mask=batch.loss_mask in the forward step"
+        )
+
+
+def check_modules(chunk: torch.nn.Module) -> None:
+    """Raises ValueError for a model whose attention takes no packs, whose gradients would be
+    divided twice or summed twice, or whose reduction would wait for ever.
+    """
+    from megatron.packing.model.layers.experts import needs_mending
+    from megatron.packing.model.loss.head import has_unused_output_weight
+
     if any(
         getattr(module.forward, "__func__", None) is DotProductAttention.forward
         for module in _outside_towers(chunk)
@@ -178,6 +221,22 @@ def check_modules(chunk: torch.nn.Module) -> None:
         raise ValueError(
             "DistributedDataParallel was built without calculate_per_token_loss and would divide "
             "gradients a second time; set it in the config before the model is wrapped"
+        )
+    if any(map(needs_mending, unwrap_model(chunk).modules())):
+        raise ValueError(
+            "experts with biases were built as megatron-core has them: gradients of the biases are "
+            "summed over tensor parallel twice, or refused; call mend_expert_biases(gpt) of "
+            "megatron.packing.model.layers.experts before the model is wrapped"
+        )
+    if (
+        isinstance(chunk, DistributedDataParallel)
+        and chunk.ddp_config.overlap_grad_reduce
+        and any(has_unused_output_weight(module) for module in chunk.modules())
+    ):
+        raise ValueError(
+            "overlap_grad_reduce would wait for ever for the output layer's weight, of which this "
+            "stage uses the embedding's copy alone; call drop_unused_output_weight(gpt) of "
+            "megatron.packing.model.loss.head before the model is wrapped"
         )
 
 

@@ -134,11 +134,12 @@ def get_batch_on_this_rank_for_sequence_packing(
     if "axis_positions" in microbatch:
         # [T, 3] -> [3, 1, T], uncut: the rotary embedding is made for the whole pack, then cut.
         fields["position_ids"] = to_device(microbatch["axis_positions"], device).T.unsqueeze(1)
+    params.padding_mask = to_shard(microbatch["padding_mask"])  # see `layers.routers`
     batch = Batch(
         **fields,
         attention_mask=None,
         packed_seq_params=params,
-        padding_mask=to_shard(microbatch["padding_mask"]),
+        padding_mask=params.padding_mask,
     )
     if is_first and "payloads" in microbatch:
         batch.payloads = BatchPayloads.of(microbatch, host_index, device)

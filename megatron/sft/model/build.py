@@ -32,7 +32,12 @@ from megatron.packing.model.grouped_experts import (
 )
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.model.layers.experts import mend_expert_biases, share_whole
-from megatron.packing.model.loss.head import keep_other_gradients, skip_masked_tokens
+from megatron.packing.model.layers.routers import mask_padding
+from megatron.packing.model.loss.head import (
+    drop_unused_output_weight,
+    keep_other_gradients,
+    skip_masked_tokens,
+)
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered
@@ -41,7 +46,6 @@ from megatron.sft.model.gpt_additions import add_to_gpt, logit_rule, parts_of, p
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
 from megatron.sft.model.kernels import has_fused_permutation, kernels_for
 from megatron.sft.model.lora.adapters import add_adapters
-from megatron.sft.model.mcore_fixes import drop_unused_output_weight
 from megatron.sft.model.needs import check_needs
 from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
 from megatron.sft.options.config import SFTConfig
@@ -294,6 +298,7 @@ def build_gpt(
     drop_unused_output_weight(gpt)
     mend_expert_biases(gpt)
     share_whole(gpt)
+    mask_padding(gpt)
     keep_frequencies(gpt)
     kernels: KernelConfig = transformer_config.kernels  # type: ignore[attr-defined]
     if kernels.moe_grouped_gemm:

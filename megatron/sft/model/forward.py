@@ -68,9 +68,9 @@ def forward_step(
         labels=batch.labels if is_last else None,
         packed_seq_params=batch.packed_seq_params,
         loss_mask=batch.loss_mask if is_last else None,
-        padding_mask=None
-        if config.num_moe_experts is None
-        else routers_mask(batch.padding_mask, config, is_first),
+        padding_mask=routers_mask(batch.padding_mask, config, is_first)
+        if isinstance(batch, PaddedBatch) and config.num_moe_experts is not None
+        else None,  # packs bring their own, see `layers.routers`
     )
     head = getattr(unwrap_model(model), "masked_tokens_head", None) if is_last else None
     return output, partial(

@@ -12,20 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron.packing.model.layers.routers import define_te_general_gemm
 from megatron.packing.model.loss import auxiliary_losses
 from megatron.sft.model import cpu_offload, host_time, weight_gradients
 
 
 def install() -> None:
     """Mends all of them; what a later megatron-core has mended is left alone. Idempotent."""
-    _define_te_general_gemm()
+    define_te_general_gemm()
     _ask_for_no_version_of_nothing()
     _recompute_norms_without_fp8()
     _recompute_without_a_compiler()
-    _count_no_tokens_for_biases()
     _load_distributed_adam()
     _count_float32_weights_first()
     _save_weights_where_they_are()
@@ -37,28 +36,6 @@ def install() -> None:
     host_time.install()
     weight_gradients.install()
     auxiliary_losses.install()
-
-
-def drop_unused_output_weight(gpt: GPTModel) -> None:
-    """Removes the output layer's own weight where its stage computes with a copy of the embedding.
-
-    That is so where weights are tied and the last of several stages predicts further tokens.
-    megatron-core makes the weight all the same; it never has a gradient, checkpoints refuse it, and
-    overlapped reduction waits for it for ever.
-    """
-    has_copy = gpt.mtp_process and not gpt.pre_process
-    if gpt.post_process and gpt.share_embeddings_and_output_weights and has_copy:
-        gpt.output_layer.weight = None
-
-
-def _define_te_general_gemm() -> None:
-    """Defines `te_general_gemm` as None: the router of experts asks for it, but the name exists
-    only with Transformer Engine.
-    """
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _ask_for_no_version_of_nothing() -> None:
@@ -115,18 +92,6 @@ def _recompute_without_a_compiler() -> None:
 
     get_share_storage.copies_on_cpu = True  # type: ignore[attr-defined]
     random._get_share_storage = get_share_storage
-
-
-def _count_no_tokens_for_biases() -> None:
-    """Leaves out the count of tokens by which a router's bias is moved: it never is here
-    (`moe_router_bias_update_rate` 0), and 0.16.1 fails in counting where padding is masked.
-    """
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    def count_nothing(self: object, *arguments: object, **options: object) -> None:
-        pass
-
-    TopKRouter._apply_expert_bias = count_nothing  # type: ignore[method-assign, assignment]
 
 
 def _load_distributed_adam() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.datasets import data_schedule as home
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer.moe import router
 
 from megatron.packing import data_schedule, plugin
 from megatron.packing.data_schedule import PackedIterator
 from megatron.packing.model import get_batch, pipeline
+from megatron.packing.model.loss import head
 from megatron.packing.model.loss.auxiliary_losses import TokenCounts
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
@@ -278,3 +280,21 @@ def test_refuses_a_scheduler_without_packing() -> None:
     """Who names a scheduler expects packing, and would measure the padded run."""
     with pytest.raises(ValueError, match="--sequence-packing-scheduler needs --sequence-packing"):
         plugin.install(make_config(), parse("--sequence-packing-scheduler default"))
+
+
+def test_a_hook_on_the_output_layer_keeps_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that scales or caps logits so would train without, where masked tokens have none."""
+    skipped: list[object] = []
+    monkeypatch.setattr(head, "skip_masked_tokens", skipped.append)
+    gpts = []
+    for has_hook in (False, True):
+        gpt = GPTModel.__new__(GPTModel)
+        torch.nn.Module.__init__(gpt)
+        gpt.config, gpt.post_process = make_config(), True
+        plugin.install(gpt.config)
+        gpt.output_layer = torch.nn.Identity()
+        if has_hook:
+            gpt.output_layer.register_forward_hook(lambda layer, inputs, output: output)
+        gpts.append(gpt)
+        plugin._leave_out_masked_tokens(gpt)
+    assert skipped == gpts[:1]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 from megatron.packing import plugin
 from megatron.packing.data_schedule import PackedIterator
+from megatron.packing.model.layers.experts import mend_expert_biases
 from tests.unit_tests.packing.plugged import (
     Model,
     forward_step,
@@ -66,12 +72,17 @@ REFUSED = [
     ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=False"),
     (
-        {"num_moe_experts": 2, "mtp_num_layers": 1, "moe_aux_loss_coeff": 0.01},
-        "moe_aux_loss_coeff=0",
+        {"num_moe_experts": 2, "moe_router_load_balancing_type": "global_aux_loss"},
+        "count tokens of earlier packs",
     ),
     (
-        {"num_moe_experts": 2, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.01},
-        "moe_z_loss_coeff=None",
+        {
+            "num_moe_experts": 2,
+            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "sequence_parallel": True,
+        },
+        "not sum the gradients of whole experts",
     ),
 ]
 
@@ -216,6 +227,101 @@ def test_refuses_a_step_that_forgets_where_sequences_end(calls: list[dict[str, A
     given[0] = "where they end"
     run()
     assert len(calls) == 2
+
+
+class Experts(BaseMoELayer):
+    """As much of a layer of experts as is called."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = make_config(**settings)
+
+    def forward(
+        self, hidden_states: Any, intermediate_tensors: Any = None, padding_mask: Any = None
+    ) -> None: ...
+
+
+class Further(torch.nn.Module):
+    """As much of a GPTModel that predicts further tokens as is called."""
+
+    mtp_process = True
+
+    def forward(self, input_ids: Any, labels: Any = None, loss_mask: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "words"),
+    [
+        (Experts(moe_z_loss_coeff=0.1), {"hidden_states": 1}, "which tokens are padding"),
+        (Experts(moe_router_enable_expert_bias=True), {"hidden_states": 1}, "hands them on"),
+        (Experts(moe_aux_loss_coeff=0.1), {"hidden_states": 1, "padding_mask": 1}, None),
+        (Experts(moe_aux_loss_coeff=0.0), {"hidden_states": 1}, None),
+        (Further(), {"input_ids": None}, "pass mtp_on_this_rank=True"),
+        (Further(), {"input_ids": 1, "labels": 1}, "pass loss_mask=batch.loss_mask"),
+        (Further(), {"input_ids": 1, "labels": 1, "loss_mask": 1}, None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_refuses_a_step_that_leaves_something_out(
+    calls: list[dict[str, Any]], module: Any, arguments: dict[str, Any], words: str | None
+) -> None:
+    """Padding would be counted, and further tokens predicted behind it: the loss that is shown is
+    exact all the same.
+    """
+    config = make_config()
+    plugin.install(config)
+    model = Model(config)
+    model.layer = module
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        model.layer(**arguments)
+        return forward_step(data_iterator, model)
+
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        get_forward_backward_func()(
+            data_iterator=PackedIterator([{}]),
+            model=model,
+            forward_step_func=step,
+            num_microbatches=1,
+        )
+    assert len(calls) == 1
+
+
+def experts_with_biases(is_mended: bool) -> SequentialMLP:
+    """Two of them, as megatron-core builds them under sequence parallel."""
+    experts, layer = (kind.__new__(kind) for kind in (SequentialMLP, RowParallelLinear))
+    mlp = MLP.__new__(MLP)
+    for module in (experts, layer, mlp):
+        torch.nn.Module.__init__(module)
+    layer.bias = torch.nn.Parameter(torch.zeros(2))
+    layer.bias.sequence_parallel = True
+    mlp.linear_fc1 = mlp.linear_fc2 = layer
+    mlp.config = make_config()
+    experts.local_experts = torch.nn.ModuleList([mlp])
+    if is_mended:
+        mend_expert_biases(experts)
+    return experts
+
+
+def test_refuses_experts_whose_biases_are_not_mended(calls: list[dict[str, Any]]) -> None:
+    """Under sequence parallel their gradients would be summed over the ranks twice."""
+    config = make_config()
+    plugin.install(config)
+    for is_mended in (True, False):
+        model = Model(config)
+        model.experts = experts_with_biases(is_mended)
+        arguments: dict[str, Any] = {
+            "data_iterator": PackedIterator([{}]),
+            "model": model,
+            "forward_step_func": forward_step,
+            "num_microbatches": 1,
+        }
+        if is_mended:
+            get_forward_backward_func()(**arguments)
+        else:
+            with pytest.raises(ValueError, match=r"call mend_expert_biases\(gpt\)"):
+                get_forward_backward_func()(**arguments)
+    assert len(calls) == 1
 
 
 def test_refuses_latent_attention_with_context_parallel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,8 @@ class PackedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *arguments: object, **options: object) -> Any:
         """See megatron-core; query and key [t, 1, heads, d] are turned here, after their norms."""
         parts = super().get_query_key_value_tensors(*arguments, **options)
+        if len(parts) == 4:
+            parts = (*parts[:3], self._cut_gates(parts[0], parts[3]))
         if self._turned_by is None:
             return parts  # called by others than `forward`
         query, key, *others = parts
@@ -123,6 +125,17 @@ class PackedSelfAttention(SelfAttention):
         if self.query_scale is not None:  # also before a kernel turns: a factor commutes with that
             query = query * self.query_scale.factors(self._places(pack, query), query)
         return (query, key, *others)
+
+    def _cut_gates(self, query: Tensor, gate: Tensor) -> Tensor:
+        """Returns the gates [t, 1, heads, d] of this rank's heads.
+
+        With fewer groups of queries than tensor-parallel ranks 0.16.1 has those of the whole group.
+
+        2 heads of 4 in a group, rank 1 of 2    ->    gate[:, :, 2:]
+        """
+        num_heads = query.shape[2]
+        place = self.pg_collection.tp.rank() % (gate.shape[2] // num_heads)
+        return gate.narrow(2, place * num_heads, num_heads)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See megatron-core, which compiles this; at least in float32, and rounded once."""

@@ -18,8 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -61,6 +65,24 @@ def _whole_shares(routing: Any, config: Any, *arguments: Any, **options: Any) ->
     # Divided, not replaced: losses of the router hang on the shares.
     whole = shares / (shares.sum(-1, keepdim=True) + 1e-20)
     return whole * (config.moe_router_topk_scaling_factor or 1.0), routing_map
+
+
+def needs_mending(module: torch.nn.Module) -> bool:
+    """Returns whether `module` has plain experts with biases that `mend_expert_biases` must see.
+
+    Experts that run together (`group_experts`) add their biases otherwise, so that only the mark
+    for sequence parallel is wrong.
+    """
+    if not isinstance(module, SequentialMLP):
+        return False
+    layers: list[Any] = [expert.linear_fc2 for expert in module.local_experts]
+    return any(
+        isinstance(layer, RowParallelLinear)
+        and layer.bias is not None
+        and _copied not in layer._forward_hooks.values()
+        and (type(module) is SequentialMLP or layer.bias.sequence_parallel)
+        for layer in layers
+    )
 
 
 def _copied(layer: object, inputs: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

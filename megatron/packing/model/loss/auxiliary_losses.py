@@ -30,6 +30,7 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import router
 from torch import Tensor
 
+from megatron.packing.model.layers.routers import BiasCounts, ZLoss, multiplies_by_ranks
 from megatron.packing.model.loss.packed_roll import PackedRoll
 
 
@@ -45,9 +46,7 @@ class TokenCounts:
     def __init__(self, plain: Callable[..., Any]) -> None:
         update_wrapper(self, plain)
         self.plain = plain
-        # 0.16.1 asks no group for its size there.
-        attach = router.TopKRouter.attach_and_log_load_balancing_loss
-        self.is_multiplied_by_ranks = "size" in attach.__code__.co_names
+        self.is_multiplied_by_ranks = multiplies_by_ranks()
 
     def __call__(
         self, routing_map: Tensor, reduce_group: Any, **options: object
@@ -104,6 +103,8 @@ class PredictionLoss:
 
 _MENDED: tuple[tuple[Any, str, type], ...] = (
     (router, "get_tokens_per_expert_and_token_count", TokenCounts),
+    (router.TopKRouter, "_apply_expert_bias", BiasCounts),
+    (router.TopKRouter, "apply_z_loss", ZLoss),
     (gpt_model, "process_mtp_loss", PredictionLoss),  # inline in 0.16.1, and a sum
     (multi_token_prediction, "_roll_tensor_packed_seq", PackedRoll),
 )

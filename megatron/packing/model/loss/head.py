@@ -62,10 +62,35 @@ def skip_masked_tokens(
         and not gpt.output_layer.gather_output
         and not gpt.config.cross_entropy_loss_fusion
         and not gpt.config.defer_embedding_wgrad_compute
+        and not getattr(gpt.config, "use_mup", False)  # scales logits behind the output layer
     )
     if is_plain:
         gpt.masked_tokens_head = _Head(gpt, Words(num_words, rule, is_fused, keeps_logits))
     return is_plain
+
+
+def has_unused_output_weight(model: torch.nn.Module) -> bool:
+    """Returns whether `model` is a GPTModel whose output layer has a weight of its own, but
+    computes with a copy of the embedding.
+
+    That is so where weights are tied and the last of several stages predicts further tokens.
+    """
+    return (
+        isinstance(model, GPTModel)
+        and model.post_process
+        and model.share_embeddings_and_output_weights
+        and model.mtp_process
+        and not model.pre_process
+        and model.output_layer.weight is not None
+    )
+
+
+def drop_unused_output_weight(gpt: GPTModel) -> None:
+    """Removes that weight: it never has a gradient, checkpoints refuse it, and overlapped reduction
+    waits for it for ever. Call it before the model is wrapped.
+    """
+    if has_unused_output_weight(gpt):
+        gpt.output_layer.weight = None
 
 
 def keep_other_gradients(gpt: GPTModel) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +18,7 @@ from megatron.packing.batch.reading import read_samples
 from megatron.packing.model.attention import core_attention as attention
 from megatron.packing.model.attention.rotary import (
     LayerRotary,
+    PackedSelfAttention,
     Places,
     QueryScale,
     _Turn,
@@ -317,3 +319,18 @@ def test_a_rotary_embedding_that_cut_the_pack_is_refused():
     positions = torch.arange(4).expand(3, 1, 4)
     with pytest.raises(ValueError, match=r"pack of 8 tokens .* has 4; call plugin.install"):
         model(tokens, positions, None, labels=tokens, packed_seq_params=params)
+
+
+@pytest.mark.parametrize("num_gates", [2, 4], ids=["cut", "whole_group"])
+def test_each_rank_has_the_gates_of_its_own_heads(monkeypatch, num_gates):
+    """With fewer groups of queries than ranks 0.16.1 gives those of the whole group: it fails, and
+    those of other heads would train without a word.
+    """
+    gates = torch.arange(4.0).view(1, 1, 4, 1)
+    parts = (torch.zeros(1, 1, 2, 1), *torch.zeros(2, 1, 1, 1, 1), gates[:, :, -num_gates:])
+    monkeypatch.setattr(SelfAttention, "get_query_key_value_tensors", lambda *_, **__: parts)
+    layer = PackedSelfAttention.__new__(PackedSelfAttention)
+    layer.__dict__["_turned_by"] = None
+    layer.__dict__["pg_collection"] = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 1))
+    *_, gate = layer.get_query_key_value_tensors(None)
+    assert gate.flatten().tolist() == [2.0, 3.0]
