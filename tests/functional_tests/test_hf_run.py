@@ -256,7 +256,8 @@ def test_ranks_that_read_other_files_are_refused(
     )
     status, output = train_forked(2, [*COMMON.split(), *arguments.split()], main_in_own_folder)
     assert status == 2, output
-    print(repr(output)); (line,) = output.splitlines()
+    tokens, line = output.splitlines()
+    assert tokens.startswith("tokens are those of tokenizer.json")
     assert (
         "ranks must be started alike, with the same options, versions and files: the data "
         "chats.jsonl" in line

@@ -54,6 +54,7 @@ PARTS = {
     "group_experts": "documented",
     "gather_tokens": "documented",
     "mark_shards": "script",  # of weights that no initialization has marked
+    "share_whole": "script",  # one expert per token, as releases compute it
     "add_to_gpt": "script",  # the next two, and these are features
     "multiply_embeddings": "script",
     "adjust_logits": "script",
@@ -75,6 +76,7 @@ SETTINGS = {
     "yarn_rotary_scaling_factor": "script",
     "yarn_mscale": "script",
     "yarn_mscale_all_dim": "script",
+    "moe_router_pre_softmax": "script",  # how shares are made
     "apply_rope_fusion": "demanded",
     "expert_tensor_parallel_size": "demanded",
 }
