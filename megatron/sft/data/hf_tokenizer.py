@@ -189,9 +189,7 @@ def build_hugging_face(
             f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with "
             "tokenizer.json"
         )
-    if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
-        # transformers 5 makes a tokenizer of a config.json alone. It turns any text into no token,
-        # or into unknown ones.
+    if is_without_vocabulary(tokenizer):
         raise ValueError(
             f"--tokenizer-model {tokenizer_model} has an empty vocabulary, special tokens aside; "
             "download its tokenizer.json, or vocab.json and merges.txt, or tokenizer.model, too"
@@ -207,6 +205,13 @@ def build_hugging_face(
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         templates=build_templates(tokenizer, tokenizer_model, choice),
     )
+
+
+def is_without_vocabulary(tokenizer: Any) -> bool:
+    """Returns whether a tokenizer has special tokens alone. transformers 5 makes one of a
+    config.json, which turns any text into no token, or into unknown ones.
+    """
+    return set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys()
 
 
 def check_tokenizer_types(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The files of a folder that hold its weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,8 @@ def test_a_folder_without_config_is_answered_with_the_one_below(tmp_path):
     assert "give its folder" in no_config(tmp_path / "checkpoint-5" / "config.json")
     (tmp_path / ADAPTER_CONFIG).touch()
     assert "--lora-adapter" in no_config(tmp_path)
+    assert "correct the path" in no_config(tmp_path / "gone")
+    assert "$HOME" in no_config(Path("~/gone"))
 
 
 def test_an_adapter_beside_weights_is_refused_unless_it_is_trained(tmp_path):
