@@ -24,6 +24,7 @@ from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
 from megatron.sft.data.templates.named import (
     DEFAULT,
+    TEMPLATE_FILES,
     NamedTemplates,
     note_on_templates,
     read_templates,
@@ -226,6 +227,19 @@ def check_tokenizer_types(folder: Path) -> None:
     except ValueError:  # transformers says why
         return
     check_types(values, _KINDS, path, any_integer=True)  # an endless length is 10**30
+    templates = values.get("chat_template")
+    has_files = any((folder / name).exists() for name in TEMPLATE_FILES)  # they go first
+    are_sound = not isinstance(templates, list) or all(map(_is_named_template, templates))
+    if not are_sound and not has_files:
+        raise ValueError(
+            f"{path} has a list chat_template, but not of objects with a name and a template, both "
+            "text; correct it"
+        )
+
+
+def _is_named_template(entry: object) -> bool:
+    keys = ("name", "template")
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in keys)
 
 
 def note_on_rows(tokenizer: Tokenizer, num_rows: object) -> str:
