@@ -19,7 +19,11 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
-from megatron.sft.data.hf_tokenizer import build_templates, check_tokenizer_types
+from megatron.sft.data.hf_tokenizer import (
+    build_templates,
+    check_tokenizer_types,
+    is_without_vocabulary,
+)
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.templates.named import NamedTemplates
@@ -179,6 +183,11 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     no_code = {"trust_remote_code": False}
     try:
         files = read_folder_tokenizer(str(folder))
+        if is_without_vocabulary(files.tokenizer):
+            raise ValueError(
+                f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json, as it "
+                "was trained with, there"
+            )
         model = _load_model(folder, is_model, {"dtype": "auto", **no_code}).eval()
     except (ValueError, torch.OutOfMemoryError):
         raise

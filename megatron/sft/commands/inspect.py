@@ -26,6 +26,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.user_files import read_json, shortened
 from megatron.sft.arguments.defaults import positions_of
+from megatron.sft.arguments.pretrained import check_training
 from megatron.sft.data.chats import open_unjoined
 from megatron.sft.data.hf_tokenizer import build_hugging_face, note_on_rows
 from megatron.sft.environment import exit_with_message, outlive_output
@@ -53,6 +54,8 @@ from megatron.sft.options.hub_names import check_hub_name
 from megatron.sft.options.model import ModelConfig
 
 _SPLITS = ("train", "val", "test")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files that hold a tokenizer's vocabulary."""
 _COMPANIONS = "huggingface"
 """Folder in a checkpoint with the model's config.json and tokenizer."""
 
@@ -124,30 +127,34 @@ def _model(folder: Path) -> Iterator[str]:
         f"  weights    {numbers:,} numbers in {len(held.tensors):,} tensors ({kinds}), "
         f"{size(sum(file.stat().st_size for file in files))} in {count(len(files), 'file')}"
     )
-    tokenizer = "tokenizer.json" if (folder / "tokenizer.json").is_file() else "none"
+    tokenizer = next((name for name in _TOKENIZERS if (folder / name).is_file()), "none")
     yield f"  tokenizer  {tokenizer}; chat template: {_template(folder)}"
-    if tokenizer != "none":
-        yield from _tokens(folder)
+    line, is_readable = _tokens(folder) if tokenizer != "none" else ("", False)
+    if line:
+        yield f"             {line}"
     try:
         refuse_adapter(folder)
+        check_training({"pretrained_checkpoint": str(folder)})
         _check_weights(folder, config, held)
     except ValueError as failure:
         yield f"  trains     no: {failure}"
     else:
-        yield f"  trains     yes: --pretrained-checkpoint {folder}"
+        of_another = "" if is_readable else " --tokenizer-model FOLDER"
+        yield f"  trains     yes: --pretrained-checkpoint {folder}{of_another}"
 
 
-def _tokens(folder: Path) -> Iterator[str]:
-    """Yields a line on the tokens as a run reads them; none if transformers is not installed."""
+def _tokens(folder: Path) -> tuple[str, bool]:
+    """Returns a line on the tokens as a run reads them, and False if a run refuses them. The line
+    is empty if transformers is not installed.
+    """
     try:
         tokenizer = build_hugging_face(str(folder))
     except ValueError as failure:
-        if not isinstance(failure.__cause__, ImportError):
-            yield f"             {failure}"
-        return
+        is_missing = isinstance(failure.__cause__, ImportError)
+        return "" if is_missing else str(failure), is_missing
     inner = read_config(folder).get("text_config")
     num_rows = (inner if isinstance(inner, dict) else read_config(folder)).get("vocab_size")
-    yield f"             {tokenizer.note}{note_on_rows(tokenizer, num_rows)}"
+    return f"{tokenizer.note}{note_on_rows(tokenizer, num_rows)}", True
 
 
 def _check_weights(folder: Path, config: Mapping[str, Any], weights: Folder) -> None:

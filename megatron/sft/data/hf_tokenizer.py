@@ -24,6 +24,7 @@ from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, Span, Turn
 from megatron.sft.data.templates.named import (
     DEFAULT,
+    TEMPLATE_FILES,
     NamedTemplates,
     note_on_templates,
     read_templates,
@@ -189,9 +190,7 @@ def build_hugging_face(
             f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with "
             "tokenizer.json"
         )
-    if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
-        # transformers 5 makes a tokenizer of a config.json alone. It turns any text into no token,
-        # or into unknown ones.
+    if is_without_vocabulary(tokenizer):
         raise ValueError(
             f"--tokenizer-model {tokenizer_model} has an empty vocabulary, special tokens aside; "
             "download its tokenizer.json, or vocab.json and merges.txt, or tokenizer.model, too"
@@ -209,6 +208,13 @@ def build_hugging_face(
     )
 
 
+def is_without_vocabulary(tokenizer: Any) -> bool:
+    """Returns whether a tokenizer has special tokens alone. transformers 5 makes one of a
+    config.json, which turns any text into no token, or into unknown ones.
+    """
+    return set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys()
+
+
 def check_tokenizer_types(folder: Path) -> None:
     """Raises ValueError for a value of a wrong type in tokenizer_config.json, of which transformers
     says neither file nor key, or nothing before the first text.
@@ -221,6 +227,19 @@ def check_tokenizer_types(folder: Path) -> None:
     except ValueError:  # transformers says why
         return
     check_types(values, _KINDS, path, any_integer=True)  # an endless length is 10**30
+    templates = values.get("chat_template")
+    has_files = any((folder / name).exists() for name in TEMPLATE_FILES)  # they go first
+    are_sound = not isinstance(templates, list) or all(map(_is_named_template, templates))
+    if not are_sound and not has_files:
+        raise ValueError(
+            f"{path} has a list chat_template, but not of objects with a name and a template, both "
+            "text; correct it"
+        )
+
+
+def _is_named_template(entry: object) -> bool:
+    keys = ("name", "template")
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in keys)
 
 
 def note_on_rows(tokenizer: Tokenizer, num_rows: object) -> str:

@@ -20,6 +20,8 @@ from megatron.sft.data.templates.chat_template import ChatTemplate, SlowTemplate
 from megatron.sft.data.templates.probes import PROBES
 
 DEFAULT, TOOL_USE = "default", "tool_use"
+TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates")
+"""File and folder of chat templates, which transformers reads instead of tokenizer_config.json."""
 PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 """Files in which a processor may have a chat template of its own. A processor of transformers reads
 them first, a tokenizer never."""

@@ -163,6 +163,11 @@ def no_config(folder: Path) -> str:
             f"{folder} is a PEFT adapter, not a model: it has {ADAPTER_CONFIG} and no config.json; "
             "give its base model here, and the adapter as --lora-adapter with --lora"
         )
+    if not folder.exists():
+        way_out = "correct the path, or download it first"
+        if folder.parts[:1] == ("~",):
+            way_out = "the shell leaves ~ as it is behind = or within quotes; write $HOME instead"
+        return f"{folder}: no such folder of a HuggingFace model; {way_out}"
     hint = folder_below(folder, ("config.json",)) or "download it first"
     return f"{folder} must be the folder of a HuggingFace model, but has no config.json; {hint}"
 

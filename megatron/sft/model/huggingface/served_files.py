@@ -22,6 +22,7 @@ from megatron.sft.data.templates.chat_template import ChatTemplate
 from megatron.sft.data.templates.named import (
     DEFAULT,
     PROCESSOR_FILES,
+    TEMPLATE_FILES,
     processor_template,
     render_alike,
 )
@@ -37,7 +38,7 @@ _PROCESSOR_FILES = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("audio_tokenizer_config.json", "*.py"),
 )
-_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_TEMPLATE, _MORE_TEMPLATES = TEMPLATE_FILES
 _CONFIG = "tokenizer_config.json"
 
 

@@ -56,6 +56,15 @@ def test_mistakes_are_one_line(arguments, words, capsys):
     assert words in line
 
 
+def test_a_model_without_tokenizer_is_named_as_one(tmp_path):
+    """transformers makes an empty one, and the user is told to write a chat template."""
+    pytest.importorskip("transformers")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(RELEASED / "qwen" / name, tmp_path)
+    with pytest.raises(ValueError, match=r"has no tokenizer; copy tokenizer\.json"):
+        chat.open_speaker(tmp_path, OPTIONS)
+
+
 def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch):
     """On a terminal transformers asks, and `y` runs it."""
     pytest.importorskip("transformers")

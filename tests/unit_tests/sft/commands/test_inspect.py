@@ -59,6 +59,11 @@ def test_a_model_says_whether_it_trains_here(tmp_path):
         (RELEASED / "qwen" / "model.safetensors").read_bytes()
     )
     assert list(lines_of(str(tmp_path)))[-1].startswith("  trains     no: ")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert list(lines_of(str(tmp_path)))[-1].endswith(" --tokenizer-model FOLDER")
+    sparse = {"model_type": "qwen3_moe", "output_router_logits": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | sparse))
+    assert "--moe-aux-loss-coeff" in list(lines_of(str(tmp_path)))[-1]
 
 
 def test_an_adapter_names_its_base():

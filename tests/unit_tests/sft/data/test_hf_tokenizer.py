@@ -30,6 +30,17 @@ def test_values_of_a_wrong_type_name_file_and_key(tmp_path, key, value, kind):
     assert len(str(end.value)) < 400  # values are cut short
 
 
+@pytest.mark.parametrize("entry", ["text", {"name": "default"}, {"name": 1, "template": "x"}])
+def test_a_list_of_templates_names_its_fault(tmp_path, entry):
+    """The fault was "cannot be read: 'template'". A file beside it goes first in transformers."""
+    listed = json.dumps({"chat_template": [entry]})
+    (tmp_path / "tokenizer_config.json").write_text(listed)
+    with pytest.raises(ValueError, match="list chat_template, but not of objects with a name"):
+        check_tokenizer_types(tmp_path)
+    (tmp_path / "chat_template.jinja").touch()
+    check_tokenizer_types(tmp_path)
+
+
 def test_files_as_they_are_written_pass(tmp_path):
     """transformers writes 10**30 for an endless length, and tokens in two forms."""
     check_tokenizer_types(tmp_path)

@@ -1,6 +1,7 @@
 """The files of a folder that hold its weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,8 @@ def test_a_folder_without_config_is_answered_with_the_one_below(tmp_path):
         assert "has only model.Q4_1.gguf" in no_config(gguf)
     (tmp_path / ADAPTER_CONFIG).touch()
     assert "--lora-adapter" in no_config(tmp_path)
+    assert "correct the path" in no_config(tmp_path / "gone")
+    assert "$HOME" in no_config(Path("~/gone"))
 
 
 def test_an_adapter_beside_weights_is_refused_unless_it_is_trained(tmp_path):
