@@ -156,6 +156,11 @@ def no_config(folder: Path) -> str:
             f"{folder} is a PEFT adapter, not a model: it has {ADAPTER_CONFIG} and no config.json; "
             "give its base model here, and the adapter as --lora-adapter with --lora"
         )
+    if not folder.exists():
+        return (
+            f"{folder}: no such folder; of a model on the hub give owner and name to "
+            f"`hf download OWNER/{folder.name} --local-dir {folder}`"
+        )
     hint = folder_below(folder, ("config.json",)) or "download it first"
     return f"{folder} must be the folder of a HuggingFace model, but has no config.json; {hint}"
 
