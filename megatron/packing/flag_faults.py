@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 
 from megatron.packing.flag_help import Command
@@ -14,6 +15,7 @@ _MAX_IN_A_LINE = 3
 """Answers that still read well in one line."""
 _MIN_LIKENESS = 0.75
 """Least share of a word that a suggestion must have in common with it, as difflib counts."""
+_RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -111,4 +113,10 @@ def stray_value(
         return FlagError(
             f"{shown(value)} belongs to no option; for a file of options pass --config"
         )
+    for flag, is_meant in (
+        ("--data-path", value.endswith(_RECORDS)),
+        ("--pretrained-checkpoint", os.path.isfile(os.path.join(value, "config.json"))),
+    ):
+        if is_meant and flag in known:
+            return FlagError(f"{shown(value)} belongs to no option; pass it as {flag} {value}")
     return FlagError(f"{shown(value)} belongs to no option; options begin with --, see --help")

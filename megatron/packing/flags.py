@@ -16,6 +16,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import sys
 import textwrap
 import types
@@ -38,8 +39,16 @@ _NOT_IN_YAML = ("help", "help_all", "version", "config")
 _HELP = ("-h", "--help", "--help-all")
 
 
+_VALUE_OF_SWITCH = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument (.*)")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        fault = _VALUE_OF_SWITCH.fullmatch(message)
+        if fault is not None:
+            message = (
+                f"{fault[1]} takes no value, but has {fault[3]}; pass {fault[1]} or {fault[2]}"
+            )
         raise FlagError(message)
 
 
@@ -286,7 +295,8 @@ def _values_of_yaml(
         ) from None
     if not isinstance(options, dict):
         raise FlagError(
-            f"--config {path} must map options to values, but holds {type(options).__name__}"
+            f"--config {path} must map options to values, but "
+            + ("is empty" if options is None else f"holds {type(options).__name__}")
         )
     actions = {
         action.dest.replace("_", "-"): action

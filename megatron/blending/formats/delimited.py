@@ -55,6 +55,8 @@ class DelimitedSource(FileSource):
             raise ValueError(
                 f"{path}:1: column names must differ and not be empty, but are "
                 f"{', '.join(self._names)[:200]}; correct the first line"
+                + " (pandas: to_csv with index=False)"
+                * (not self._names[0].strip())
             )
         self._check_separator()
 

@@ -140,6 +140,9 @@ _WAYS = {
         cache_dir model_revision revision hub_revision hf_hub_token use_auth_token
         hf_use_auth_token download_mode use_modelscope
     """,
+    "drop it: the processes that other sizes leave are data parallel": """
+        dp dp_size data_parallel_size dp_replicate_size
+    """,
     "drop it: layers are shared out by --tensor-model-parallel-size and others": """
         device_map max_memory low_cpu_mem_usage parallelism_config accelerator_config
     """,

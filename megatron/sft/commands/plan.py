@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from megatron.packing.flags import FlagError, flag_of
 from megatron.planner.plan import plan
 from megatron.planner.plan_options import STAGE_OPTIONS, ModelOptions
 from megatron.sft.arguments.pretrained import implied_options
@@ -40,8 +41,22 @@ def main(arguments: Sequence[str], program: str) -> None:
 
             return plan_layout(arguments, program)
         plan(arguments, lengths_from, program, implied)
+    except FlagError as failure:
+        exit_with_message(program, _of_search(arguments, failure))
     except (ValueError, OSError) as failure:
         exit_with_message(program, failure)
+
+
+def _of_search(arguments: Sequence[str], failure: FlagError) -> FlagError:
+    """Returns the fault of an option that is unknown without --auto-layout alone."""
+    from megatron.sft.commands.plan_layout import SEARCH_GROUPS
+
+    flags = {flag_of(each.name) for group in SEARCH_GROUPS for each in fields(group)}
+    for word in arguments:
+        flag = word.split("=", 1)[0]
+        if flag in flags and str(failure).startswith(f"unknown option {flag};"):
+            return FlagError(f"{flag} needs --auto-layout; pass it, or drop {flag}")
+    return failure
 
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,10 @@ class LayoutSearchOptions:
             raise ValueError(f"--html {self.html}: no such folder; make it first")
 
 
+SEARCH_GROUPS = (*GROUPS, LayoutSearchOptions)
+"""Options of the search: those of a run, and its own."""
+
+
 def plan_layout(arguments: Sequence[str], program: str) -> None:
     """Searches, and prints the layouts. Raises ValueError for a user's mistake."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: memory is traced on the CPU
@@ -218,8 +222,7 @@ def _parse(
         return ours | chosen | implied_options(given)
 
     notes: list[str] = []
-    groups = (*GROUPS, LayoutSearchOptions)
-    *parts, options = parse_run_options(groups, arguments, command, imply, notes)
+    *parts, options = parse_run_options(SEARCH_GROUPS, arguments, command, imply, notes)
     config = SFTConfig.of(parts)
     return with_vocabulary(config) if assumes_data else config, options, notes
 

@@ -175,7 +175,8 @@ class ParallelConfig:
                 f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x "
                 f"context parallel size, {self.tensor_model_parallel_size} x "
                 f"{self.pipeline_model_parallel_size} x {self.context_parallel_size} = {model}; "
-                f"start torchrun with --nproc-per-node {model}, or change them"
+                f"start {model} of them (--nproc-per-node {model}; for fit and plan --world-size "
+                f"{model}), or change them"
             )
         experts = self.expert_model_parallel_size * self.pipeline_model_parallel_size
         if world_size % experts:

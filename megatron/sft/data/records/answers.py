@@ -96,6 +96,8 @@ def weights_of(weights: object, count: int) -> list[float]:
 
 
 def _listed(responses: object) -> list[Any]:
+    if isinstance(responses, Mapping):  # one turn, as a column of chosen answers has it
+        return [responses]
     if not isinstance(responses, list):
         raise SampleError(
             f"responses must be a list of texts, turns or lists of turns, but is {responses!r:.60}"

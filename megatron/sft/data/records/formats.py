@@ -28,7 +28,6 @@ repeats text that is read, or is an error. Other keys are ignored, and are logge
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -59,10 +58,11 @@ from megatron.sft.data.records.content import (
     Conversation,
     Passage,
     TokenIds,
+    messages_of,
     said_in,
 )
 from megatron.sft.data.records.messages import Message, read_turns
-from megatron.sft.data.records.token_ids import TOKEN_COLUMNS, read_token_ids
+from megatron.sft.data.records.token_ids import TOKEN_COLUMNS, read_token_ids, refuse_masks
 from megatron.sft.data.records.tool_calls import are_calls, read_tools
 from megatron.sft.data.records.values import SampleError, is_empty, text_of, weight_of
 from megatron.sft.options.chat_template import are_variables
@@ -130,16 +130,12 @@ def _find(
     if "text" in fields:
         return _Found(Passage("", text_of(fields["text"], "text")), {"text"})
     if "tokens" in fields:
+        refuse_masks(fields)
         return _Found(TokenIds(fields["tokens"]), {"tokens"})
     if "input_ids" in fields:
         return _Found(read_token_ids(fields), set(TOKEN_COLUMNS))
     if {"chosen", "rejected"} <= fields.keys():
-        is_chat = isinstance(fields["chosen"], list)
-        name = "completion" if "prompt" in fields else "messages" if is_chat else "text"
-        raise SampleError(
-            "is preference data (chosen, rejected), which is not trained on; train the chosen "
-            f"answers with --data-columns {name}=chosen,none=rejected"
-        )
+        raise _preference(f"{_name_of_chosen(fields)}=chosen,none=rejected")
     # Name the empty columns, too: Parquet has every column in every row, null or [] if a record
     # lacks it, so that a record may look complete.
     empty = ", ".join(repr(column) for column, value in record.items() if is_empty(value))
@@ -266,14 +262,35 @@ def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Convers
     return Conversation(*checked_calls(messages, tools), options)
 
 
+def _preference(columns: str) -> SampleError:
+    return SampleError(
+        "is preference data (chosen, rejected), which is not trained on; train the chosen answers "
+        f"with --data-columns {columns}"
+    )
+
+
+def _name_of_chosen(fields: Mapping[str, Any]) -> str:
+    """Returns what the column of chosen answers must be called to be trained."""
+    chosen = fields["chosen"]
+    first = chosen[0] if isinstance(chosen, list) and chosen else None
+    if isinstance(first, Mapping):
+        is_answer = str(first.get("role", first.get("from"))) in ("assistant", "gpt")
+        return "completion" if "prompt" in fields and is_answer else "messages"
+    if "prompt" in fields:
+        return "completion"
+    return ANSWER[0] if fields.keys() & set(QUESTION) else "text"
+
+
 def _check_preference(fields: Mapping[str, Any]) -> None:
     """Raises SampleError for a record of preference data. Its answer may be marked as a bad one,
     and training on it would teach it.
     """
     for key in PREFERENCES:
-        if isinstance(fields.get(key), bool):
+        mark = fields.get(key)
+        # Tables without booleans have them as text, True or true.
+        if isinstance(mark, bool) or (isinstance(mark, str) and mark.lower() in ("true", "false")):
             raise SampleError(
-                f"record has {key} {json.dumps(fields[key])} beside an answer, as preference data "
+                f"record has {key} {str(mark).lower()} beside an answer, as preference data "
                 "(KTO) marks good and bad answers, but training takes all of them for good ones; "
                 f"keep the records in which it is true, and pass --data-columns none={key}"
             )
@@ -281,6 +298,10 @@ def _check_preference(fields: Mapping[str, Any]) -> None:
 
 def _check_unread(fields: Mapping[str, Any], unread: set[str], content: Content) -> None:
     """Raises SampleError if an unread field has text of its own, which would be lost."""
+    if {"chosen", "rejected"} <= unread and not isinstance(fields["chosen"], str):
+        turns = messages_of(content)
+        is_answered = bool(turns) and turns[-1].role == "assistant"
+        raise _preference(f"{'none' if is_answered else 'responses'}=chosen,none=rejected")
     said = said_in(content)
     for key in sorted(unread & TEXT_COLUMNS):
         text = fields[key]

@@ -30,12 +30,7 @@ _PACKED = ("seq_lengths", "cu_seqlens", "cu_seq_lens", "original_seq_len")
 
 def read_token_ids(fields: Mapping[str, Any]) -> TokenIds:
     """Returns the ids of a record without padding, and which of them are trained."""
-    for name in _OTHER_MASKS:
-        if name in fields:
-            raise SampleError(
-                f"record has {name} beside input_ids, which would be lost; write it as labels, "
-                f"{_IGNORED} for ids that are not trained, or leave it out by none={name}"
-            )
+    refuse_masks(fields, ())
     for name in _PACKED:
         if name in fields and np.size(fields[name]) > 1:
             raise _packed(name)
@@ -53,6 +48,25 @@ def read_token_ids(fields: Mapping[str, Any]) -> TokenIds:
     if "position_ids" in columns and (np.diff(columns["position_ids"]) != 1).any():
         raise _packed("position_ids")
     return TokenIds(columns["input_ids"], _is_trained(columns), "input_ids")
+
+
+def refuse_masks(fields: Mapping[str, Any], others: tuple[str, ...] = ("labels", *_MASKS)) -> None:
+    """Raises SampleError for masks of the loss beside ids that no mask is read with.
+
+    others: masks that are read beside input_ids only.
+    """
+    ids = "input_ids" if "input_ids" in fields else "tokens"
+    for name in (*_OTHER_MASKS, *others):
+        if isinstance(fields.get(name), (list, tuple, np.ndarray)):
+            way_out = (
+                "rename the ids, input_ids=tokens"
+                if name in others
+                else f"write it as labels of input_ids, {_IGNORED} for ids that are not trained"
+            )
+            raise SampleError(
+                f"record has {name} beside {ids}, which would be lost; {way_out}, or leave it out "
+                f"by none={name}"
+            )
 
 
 def whole_numbers(numbers: object, where: str) -> npt.NDArray[Any]:

@@ -164,7 +164,10 @@ def no_config(folder: Path) -> str:
             "give its base model here, and the adapter as --lora-adapter with --lora"
         )
     if not folder.exists():
-        way_out = "correct the path, or download it first"
+        way_out = (
+            "correct the path, or give owner and name of a model on the hub to "
+            f"`hf download OWNER/{folder.name} --local-dir {folder}`"
+        )
         if folder.parts[:1] == ("~",):
             way_out = "the shell leaves ~ as it is behind = or within quotes; write $HOME instead"
         return f"{folder}: no such folder of a HuggingFace model; {way_out}"

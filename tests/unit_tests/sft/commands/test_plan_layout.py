@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.packing.flags import FlagError
+from megatron.sft.commands import plan
 from megatron.sft.commands.plan_layout import _lengths, _parse
 from megatron.sft.fit.vocabulary import vocab_size_of
 
@@ -41,3 +42,20 @@ def test_missing_lengths_are_named() -> None:
     """--data-path was all that the error knew."""
     with pytest.raises(FlagError, match="lengths are missing; name a file of lengths or chats"):
         _parse(SHAPE.split(), "plan")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "h100"], "--gpu needs --auto-layout; pass it, or drop --gpu"),
+        (["--nosuch", "3"], "unknown option --nosuch; see --help"),
+        (["--auto-layout", "--dp", "2"], "drop it: the processes that other sizes leave"),
+    ],
+)
+def test_options_of_the_other_plan_are_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option that --help shows would be called unknown, since another option is not there."""
+    with pytest.raises(SystemExit):
+        plan.main(["lengths.csv", *arguments], "plan")
+    assert said in capsys.readouterr().err

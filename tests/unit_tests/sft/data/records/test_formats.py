@@ -7,7 +7,7 @@ import pytest
 
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.records.columns import READ_COLUMNS
-from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.content import Conversation, said_in
 from megatron.sft.data.records.formats import read_record
 from megatron.sft.data.templates.probes import MessageForm
 from megatron.sft.data.tokenizer import build_tokenizer
@@ -475,6 +475,8 @@ def test_answers_marked_as_good_or_bad_are_refused(record, key, is_good):
         read_record({**record, key: is_good}, {})
     read_record({**record, key: is_good}, {key: "none"})
     if key != "chosen":
+        with pytest.raises(SampleError, match="preference data"):
+            read_record({**record, key: str(is_good)}, {})  # of a CSV file
         assert read_record({**record, key: 3}, {}).unread == {key}  # a class, or whatever else
 
 
@@ -582,14 +584,41 @@ def test_columns_that_are_read_may_have_other_names():
     ("record", "column"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "completion"),
-        ({"chosen": [{"role": "user"}], "rejected": [{"role": "user"}]}, "messages"),
+        ({"chosen": turns(q=("a", {})), "rejected": turns(q=("b", {}))}, "messages"),
         ({"chosen": "q a", "rejected": "q b"}, "text"),
+        ({"question": "q", "system": "s", "chosen": "a", "rejected": "b"}, "output"),
+        (
+            {
+                "prompt": "q",
+                "chosen": chat(("user", "q"), ("assistant", "a")),
+                "rejected": chat(("user", "q"), ("assistant", "b")),
+            },
+            "messages",
+        ),
+        (
+            {
+                "conversations": chat(("user", "q")),
+                "chosen": {"from": "gpt", "value": "a"},
+                "rejected": {"from": "gpt", "value": "b"},
+            },
+            "responses",
+        ),
+        (
+            {
+                "messages": chat(("user", "q"), ("assistant", "a")),
+                "chosen": chat(("user", "q"), ("assistant", "a")),
+                "rejected": chat(("user", "q"), ("assistant", "b")),
+            },
+            "none",
+        ),
     ],
 )
 def test_preference_data_have_a_way_out(record, column):
     """A list of formats does not say that one column of the three can be trained."""
     with pytest.raises(SampleError, match=f"--data-columns {column}=chosen,none=rejected$"):
         read_record(record, {})
+    content = read_record(record, {"chosen": column, "rejected": "none"}).content
+    assert said_in(content)[-1].endswith("a")
 
 
 def test_odd_names_of_columns(tokenizer):

@@ -67,6 +67,14 @@ def test_labels_and_masks(columns, trained):
         ({"seq_lengths": [2, 2]}, "seq_lengths says that input_ids are several sequences"),
         ({"completion_mask": [0, 2, 1, 1]}, "completion_mask must be 0 or 1, but is 2"),
         ({"loss_mask": [0, 1, 1, 1]}, "record has loss_mask beside input_ids, which would be lost"),
+        (
+            {"input_ids": None, "tokens": IDS, "loss_mask": [0, 1, 1, 1]},
+            "record has loss_mask beside tokens, which would be lost; write it as labels",
+        ),
+        (
+            {"input_ids": None, "tokens": IDS, "labels": [-100, 6, 7, 8]},
+            "record has labels beside tokens, which would be lost; rename the ids, input_ids=tok",
+        ),
     ],
 )
 def test_what_would_be_trained_otherwise_is_refused(columns, fault):
