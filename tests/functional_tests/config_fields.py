@@ -81,6 +81,7 @@ UNREAD = {
     "init_std": "of new weights",
     "initializer_factor": "of new weights",
     "gradient_checkpointing": "memory, not numbers",
+    "transformers_weights": "a file of weights; read with the files of the folder",
     "fusion_config": "kernels of transformers",
     "pad_token_id": "the embedding of this token gets no gradient in transformers, and one here",
     "max_position_embeddings": "a limit of generation, and the length that ropes are for",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.sft.model.huggingface.families.config_fields import ConfigFields, rope_fields
+from megatron.sft.model.huggingface.families.config_fields import ConfigFields, rope_fields, windows_config
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.options.model import ModelConfig
 
@@ -22,10 +22,13 @@ _WITHIN = {"mistral3": Prefix("language_model.model.", "language_model.lm_head."
 
 
 def _options(config: ConfigFields) -> dict[str, Any]:
-    return config.windows(config.values.get("sliding_window", 4096), (1,))
+    # Where there are layer_types, AutoConfig takes the class of Ministral, which reads them.
+    return config.windows(config.values.get("sliding_window", 4096))
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
+    if model.window_attn_skip_freq:
+        return windows_config(model)
     return {"sliding_window": model.window_size[0] + 1 if model.window_size else None}
 
 
@@ -49,6 +52,7 @@ MISTRAL = Family(
     options=_options,
     config=_config,
     within=_WITHIN,
+    ignored_within=("layer_types",),
 )
 MINISTRAL3 = Family(
     model_type="ministral3",

@@ -330,6 +330,10 @@ MOE_WINDOWS = {
     [
         ({"model_type": "mistral"}, [4096] * 4),
         ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
+        (
+            {"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"] * 2},
+            [4096, None, 4096, None],
+        ),
         ({"model_type": "qwen2", "sliding_window": 4096}, [None] * 4),
         (
             {
@@ -468,6 +472,10 @@ def test_defaults_are_those_of_transformers(kind):
         ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
         ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "head_dim": 16}),
         ("mistral", {"sliding_window": 9}),
+        (
+            "mistral",
+            {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        ),
         ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}),
         ("smollm3", {"no_rope_layer_interval": 2}),
         ("ernie4_5", {"head_dim": 16}),
