@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.sft.model.huggingface.families.config_fields import ConfigFields, rope_fields, windows_config
+from megatron.sft.model.huggingface.families.config_fields import (
+    ConfigFields,
+    rope_fields,
+    windows_config,
+)
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.options.model import ModelConfig
 
