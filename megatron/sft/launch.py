@@ -133,7 +133,10 @@ def launch(found: Launch, program: str) -> NoReturn:
         else:
             how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"status {first.exitcode}"
             print(f"{program}: error: rank {rank} ended by {how}; see above", file=sys.stderr)
-        status = first.exitcode
+        # torchrun ends the others by SIGTERM, at times the first one on its way out.
+        statuses = [one.exitcode for one in (first, *failure.failures.values())]
+        ended = (-signal.SIGTERM, _SIGNAL_STATUS + signal.SIGTERM)
+        status = next((one for one in statuses if one not in ended), first.exitcode)
         raise SystemExit(status if status >= 0 else _SIGNAL_STATUS - status) from None
     except (ValueError, AssertionError) as refused:  # by torchrun, of values of its options
         print(f"{program}: error: torchrun: {refused}", file=sys.stderr)
