@@ -25,7 +25,7 @@ RUN = Path("runs/released_finetune")
 AFTER = RUN / "huggingface"
 QUESTIONS = Path(__file__).parent / "questions.jsonl"
 MAX_TOKENS = 48
-"""As --sample-tokens of config.yaml."""
+"""Length of each answer in tokens, the `sample-tokens` of config.yaml."""
 NUM_CHATS = 32
 END = "<|im_end|>"
 TOLERANCE = 1e-5

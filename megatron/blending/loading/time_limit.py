@@ -58,7 +58,7 @@ class TimeLimit:
 
     def __init__(self) -> None:
         self.subject = ""
-        """What the process works on, as "record 3 of data.jsonl"; "" if it has no name."""
+        """Name of the current work, "record 3 of data.jsonl"; "" if it has none."""
         self._note: Any = ctypes.create_string_buffer(NOTE_BYTES)
         self._noted = ("", "")
         self._is_worker = False
@@ -66,7 +66,7 @@ class TimeLimit:
         self._left = _Interval()
         self._left_at = ctypes.byref(self._left)
         self._timers = threading.local()
-        """Of each thread: its timers and the seconds of each beyond the limit (`ends`)."""
+        """Timers of each thread, and the seconds of each beyond the limit (`ends`)."""
 
     def report_into(self, note: Any) -> None:
         """Makes this process end silently, its line in `note`, NOTE_BYTES of shared memory."""

@@ -190,7 +190,7 @@ class SampleReader:
         return self._with_paths(samples)
 
     def _warn_of_falls(self, samples: Samples, ends: IntArray) -> None:
-        """Warns of positions that begin anew within a sequence, which they do not bound."""
+        """Warns of positions that restart within a sequence, which they do not bound."""
         for column in (POSITION_IDS, AXIS_POSITIONS):
             if column not in samples.columns or self._has_trees:
                 continue
@@ -199,7 +199,7 @@ class SampleReader:
             if (steps < 0).any():
                 self._warn(
                     "position_ids",
-                    "begins anew within a sequence; if another sequence begins there, say so by "
+                    "restarts within a sequence; if another sequence begins there, say so by "
                     "'cu_seqlens'",
                 )
 
