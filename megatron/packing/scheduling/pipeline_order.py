@@ -223,7 +223,7 @@ def _best_sizes(
     group = model.stage_group if model.num_virtual_stages > 1 else 1
     longest = -(-limits.max_packs_per_stage * model.num_stages // group) * group
     ends = _best_ends(model, min(num_microbatches, longest), fixed, largest, limits)
-    sizes = _sizes(model, num_microbatches, ends, fixed, limits)
+    (sizes,) = _sizes(model, num_microbatches, [ends], fixed, limits)
     sizes.flags.writeable = False
     return sizes
 
@@ -235,7 +235,7 @@ def _best_ends(
     """Returns the quickest ends of those that are tried; see `_sizes`."""
 
     def quickest(ends: list[tuple[float, float, float]]) -> tuple[float, float, float]:
-        sizes = np.stack([_sizes(model, num_microbatches, end, fixed, limits) for end in ends])
+        sizes = _sizes(model, num_microbatches, ends, fixed, limits)
         times, excess = simulate(sizes + fixed, model), sizes.max(axis=1) - largest
         # What fits best comes first; of equally quick ones the evenest.
         return ends[int(np.lexsort((excess, times.round(9), np.maximum(excess, 0).round(9)))[0])]
@@ -251,27 +251,28 @@ def _best_ends(
 def _sizes(
     model: StepModel,
     num_microbatches: int,
-    ends: tuple[float, float, float],
+    ends: list[tuple[float, float, float]],
     fixed: float,
     limits: ShapeLimits,
 ) -> FloatArray:
-    """Returns the sizes without the fixed costs, float64 [M], with a mean of 1.
+    """Returns the sizes without the fixed costs, float64 [len(ends), M], each row with a mean of 1.
 
     Args:
         ends: cost of the first pack and of the last over those in the middle, and what groups of
             interleaved pipelines lack over what the next one lacks.
     """
-    first, last, fall = ends
+    first, last, fall = np.array(ends).T[:, :, None]
     place = np.arange(num_microbatches)
     if model.num_virtual_stages > 1:
         group = place // model.stage_group
         # From the end, groups lack (1 - last) * 1, fall, fall ** 2, ... of the middle's cost.
         costs = 1 - (1 - last) * fall ** (group[-1] - group).astype(np.float64)
-        costs[group == 0] = np.minimum(costs[group == 0], first)
+        costs = np.where(group == 0, np.minimum(costs, first), costs)
     else:
         # 64 growths reach the middle from any first pack; powers of 1,000 would overflow.
         rise = first * (1 + 2 / max(model.num_stages - 1, 1)) ** np.minimum(place, 64)
         costs = 1 - (1 - last) * (1 - 1 / model.num_stages) ** place[::-1]
         costs = np.minimum(costs, rise)
-    sizes = np.maximum(costs * ((1 + fixed) / costs.mean()) - fixed, limits.smallest)
-    return sizes / sizes.mean()
+    means = costs.mean(axis=1, keepdims=True)
+    sizes = np.maximum(costs * ((1 + fixed) / means) - fixed, limits.smallest)
+    return sizes / sizes.mean(axis=1, keepdims=True)
