@@ -4,7 +4,8 @@
 # make recipes  two steps of each recipe for a released model, with the model shrunken
 # make howto  the commands of the how-to pages, in order, with a tiny model (make test: those of four pages)
 # make docs   the documents as a site, in site/
-# make test   unit and functional tests
+# make test   all that a submission must pass: format, lint, types, unit tests, real processes over gloo, and a part of them with the other megatron-core
+# make quick  under two minutes of it: format, lint, and the unit tests of a second and less
 # make unit   unit tests alone
 # make functional  the others alone: real processes over gloo
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
@@ -32,9 +33,9 @@ newest = $(shell for v in $(1); do \
 	done; done)
 PYTHON ?= $(call newest,3.13 3.12 3.11 3.10)
 VENV ?= .venv
-# With UV=/path/to/uv that installs, in a quarter of pip's time.
+# With UV=/path/to/uv that installs, in a quarter of pip's time, or else pip, as where it fails.
 UV ?=
-INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/pip install --disable-pip-version-check)
+install = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python $(1) ||) $(VENV)/bin/pip install --disable-pip-version-check $(1)
 # The torch of a new environment: a release (TORCH=2.13.0), or else the newest that pyproject.toml admits.
 TORCH ?=
 TORCH_ASKED = torch$(if $(TORCH),==$(TORCH),>=2.13$(comma)<2.16)
@@ -55,7 +56,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs test unit functional families config-fields folder-mutations layouts trees released-tokenizers faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-python check format clean
+.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families config-fields folder-mutations layouts trees released-tokenizers faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core other-core test-other-core check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -114,13 +115,21 @@ LONG = $(addprefix tests/functional_tests/test_, layouts.py fault_matrix.py run.
 	option_combinations.py precision.py hf_training.py load_balancing.py cuda_stand_in.py fit.py families.py plugin.py lora_run.py)
 FUNCTIONAL = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/functional_tests/test_*.py)))
 
-# Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
+# Functional tests fork their ranks, which a process full of other libraries' threads is no good parent for: apart from
+# unit tests. They wait for timeouts, and downloads for the network: two cores are kept busy by what else can be done by
+# then. Both environments build in the checkout, one after the other. OTHER_PYTHON= leaves the other megatron-core out.
 test:
-	$(MAKE) unit
-	$(MAKE) functional
+	$(MAKE) $(VENV)/.dev
+	$(MAKE) -j3 --output-sync=target check unit other-core
+	$(MAKE) -j2 --output-sync=target functional test-other-core FUNCTIONAL_WORKERS=3
 
 functional: $(VENV)/.dev
 	$(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL)
+
+quick: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check $(CODE)
+	$(VENV)/bin/ruff check $(CODE)
+	$(VENV)/bin/pytest -m 'not slow' --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
 
 unit: $(VENV)/.dev
 	$(VENV)/bin/pytest --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
@@ -235,8 +244,17 @@ test-core:
 	$(MAKE) $(CORE_VENV)/.core VENV=$(CORE_VENV) PYTHON=$(CORE_PYTHON)
 	LAYOUTS=few TORCH_EXTENSIONS_DIR=/dev/null $(CORE_VENV)/bin/pytest $(SPREAD) $(CORE_TESTS)
 
-core-python:
-	@echo $(CORE_PYTHON)
+# A part of the tests with the megatron-core that $(PYTHON) is not for, and the newest torch.
+OTHER_CORE = $(shell $(PYTHON) -c "import sys; print('0.19.2' if sys.version_info < (3, 12) else '0.16.1')")
+OTHER_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(OTHER_CORE)),3.11 3.10,3.13 3.12))
+other_make = $(MAKE) VERSION=$(OTHER_CORE) TORCH=
+other-core:
+	$(if $(OTHER_PYTHON),$(other_make) .venv-core-$(OTHER_CORE)/.core VENV=.venv-core-$(OTHER_CORE) PYTHON=$(OTHER_PYTHON))
+
+# It has less to do than the rest and gives way to it: so it is there for as long, where tests wait.
+test-other-core:
+	$(if $(OTHER_PYTHON),nice -n 3 $(other_make) test-core FUNCTIONAL_WORKERS=1,\
+	@echo "NOT TESTED: megatron-core $(OTHER_CORE), as no Python that it is for was found")
 
 # Scripts with the same pins share an environment. A script fails if its library does otherwise than it says.
 FINDINGS_CACHE ?= $(CURDIR)/.findings
@@ -265,23 +283,23 @@ $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing $(TORCH_ASKED). PyPI's build for Linux (x86-64) brings CUDA: 2.6 to 3.5 GB to download, 5.6 GB on disk."
 	@echo "Without a GPU torch's own index of CPU builds is enough, 0.3 GB and 1.1 GB: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
-	$(INSTALL) "$(TORCH_ASKED)"
+	$(call install,"$(TORCH_ASKED)")
 	touch $@
 
 $(VENV)/.run: $(BUILT_FROM) | $(VENV)/.torch
-	$(INSTALL) --quiet --editable '.[plot]'
+	$(call install,--quiet --editable '.[plot]')
 	touch $@
 
 $(VENV)/.finetune: $(BUILT_FROM) | $(VENV)/.torch
-	$(INSTALL) --quiet --editable '.[plot,huggingface]'
+	$(call install,--quiet --editable '.[plot$(comma)huggingface]')
 	touch $(VENV)/.run $@
 
 $(VENV)/.dev: $(BUILT_FROM) | $(VENV)/.torch
-	$(INSTALL) --quiet --editable '.[dev]'
+	$(call install,--quiet --editable '.[dev]')
 	touch $(VENV)/.run $(VENV)/.finetune $@
 
 $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
-	$(INSTALL) --quiet --editable '.[test,tensorboard]' megatron-core==$(VERSION)
+	$(call install,--quiet --editable '.[test$(comma)tensorboard]' megatron-core==$(VERSION))
 	touch $@
 
 clean:

@@ -18,6 +18,7 @@ def hangs_are_errors():
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", CLASSES, ids=lambda one: one.name)
 def test_every_bad_input_ends_in_an_error_of_our_own(one, hangs_are_errors):
     """A bare exception of some library tells a user neither the file nor the line; a hang tells

@@ -117,6 +117,7 @@ def loaded_by_import() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PURE)
 def test_pure_modules_import_neither_torch_nor_megatron_core(name, loaded_by_import):
     """Data-loader workers, reports and tests import these: each would take seconds longer, for

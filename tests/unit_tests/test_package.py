@@ -57,6 +57,7 @@ def built(tmp_path_factory) -> tuple[set[str], set[str]]:
     return in_sdist, set(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.slow
 def test_the_source_distribution_builds_and_is_tested(built):
     """It would build from a checkout only, or could not be checked by those who package it."""
     in_sdist, _ = built
@@ -110,7 +111,7 @@ def test_the_version_has_its_entry(built):
 
 def test_pip_and_make_install_a_torch_that_is_tested():
     """Whoever installs would get next year's torch, with which nothing has been run."""
-    (asked,) = re.findall(r'"(torch\b.*?)"', (ROOT / "pyproject.toml").read_text())
+    (asked,) = re.findall(r'"(torch[<>=].*?)"', (ROOT / "pyproject.toml").read_text())
     makefile = (ROOT / "Makefile").read_text().replace("$(comma)", ",")
     (made,) = re.findall(r"^TORCH_ASKED = torch\$\(if .*,([^,]*,[^,]*)\)$", makefile, re.MULTILINE)
     assert Requirement(f"torch{made}").specifier == Requirement(asked).specifier

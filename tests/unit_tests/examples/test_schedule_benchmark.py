@@ -67,6 +67,7 @@ def test_largest_differencing_is_near_the_best(contenders):
     assert np.mean(ratios) < 1.01
 
 
+@pytest.mark.slow
 def test_all_but_differencing_by_cost_are_valid(cases, contenders, benchmark):
     """An invalid schedule is easily better than a valid one."""
     for distribution, (size, num_ranks), factor, multiple in itertools.product(

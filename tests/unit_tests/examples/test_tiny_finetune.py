@@ -52,6 +52,7 @@ def turns_of(chats: Path) -> set[tuple[str, str]]:
     return {pair for chat in said for pair in zip(chat[::2], chat[1::2], strict=True)}
 
 
+@pytest.mark.slow
 def test_held_out_pairs_are_in_no_training_data(data: Path) -> None:
     """The model could have learned its answers by heart, and the example would show nothing."""
     texts = {frozenset(animals_in(sentence)) for sentence in sentences_of(data / "texts.jsonl")}
@@ -83,6 +84,7 @@ def test_what_is_said_is_true(data: Path) -> None:
         assert answer == f"The {pick[kind](animals_in(question), key=ANIMALS.index)} is {kind}."
 
 
+@pytest.mark.slow
 def test_two_runs_write_identical_bytes(data: Path, tmp_path: Path) -> None:
     """Losses of two machines could not be compared."""
     again = make(tmp_path / "again")

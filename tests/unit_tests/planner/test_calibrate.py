@@ -28,6 +28,7 @@ MODEL = (
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_measured_cost_is_read_by_training(tmp_path, capsys):
     """All else about the file is tested with made-up times; here a model runs, and its file says
     what it was.

@@ -61,6 +61,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_whole_command_without_torch(lengths, tmp_path):
     """Seconds on a laptop: torch alone takes as many to import, and isn't there on many."""
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
@@ -94,6 +95,7 @@ def test_whole_command_without_torch(lengths, tmp_path):
     assert not png or picture.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     compiled.CORE is None, reason="the document shows what the compiled loops schedule"
 )
@@ -263,6 +265,7 @@ def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments
     assert said in error
 
 
+@pytest.mark.slow
 def test_model_and_layout_of_a_released_model_and_of_a_run(lengths, tmp_path, capsys):
     """Whoever has a folder or the YAML of a run would type its numbers again, some of them
     wrong.
@@ -284,6 +287,7 @@ def test_model_and_layout_of_a_released_model_and_of_a_run(lengths, tmp_path, ca
     assert "dp 2, tp 2, pp 2, vpp 2 = 8 devices" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -322,6 +326,7 @@ def test_over_length_policies(lengths, capsys):
         plan([lengths, "--seq-length", "4", "--over-length-policy", "drop"], lengths_from)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cost", [None, {"linear": 4e-5, "quadratic": 2e-9, "fixed": 0.1, "model": {}}]
 )

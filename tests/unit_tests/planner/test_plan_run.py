@@ -137,6 +137,7 @@ def test_what_are_no_options_is_refused_with_a_way_out(tmp_path, text):
         as_in_run(RunSource(folder=tmp_path, num_ranks=1, capacity=None), *NONE_GIVEN, [])
 
 
+@pytest.mark.slow
 def test_planning_a_folder(tmp_path, capsys):
     """The whole command: no word of the 8B model, unless the run's options are missing."""
     write_jsonl(

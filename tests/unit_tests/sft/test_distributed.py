@@ -127,6 +127,7 @@ def taken_port(request):
         yield listening.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_taken_port_ends_every_rank(monkeypatch, taken_port, rank):
     """Without a launcher rank 0 ended with a traceback, and the others waited for ever."""

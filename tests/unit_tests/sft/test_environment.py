@@ -112,6 +112,7 @@ def test_a_missing_temporary_folder_is_named(tmp_path, monkeypatch):
         check_temporary_folder()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "freed"), [("triton", "freed"), ("other", "")])
 def test_triton_is_freed_at_the_end(module, freed):
     """Else each rank ends with a hundred lines, as "nanobind: leaked 514 functions!"."""

@@ -78,6 +78,7 @@ def test_a_mistyped_flag_is_the_only_line():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_torchrun_refuses_is_the_only_line():
     """It was the last of 25, a traceback."""
     done = run([*MODULE, "--nproc-per-node", "1", "--nnodes", "2:1", *GOOD.split()])
@@ -86,6 +87,7 @@ def test_what_torchrun_refuses_is_the_only_line():
     assert line.startswith("python -m megatron.sft: error: torchrun: min_nodes must be > 0")
 
 
+@pytest.mark.slow
 def test_what_ends_a_run_is_the_last_line(tmp_path):
     """torchrun's own traceback and summary push it off the screen."""
     done = run([*MODULE, "--nproc-per-node", "2", *GOOD.split(), "--save", "/proc/none"])
@@ -107,14 +109,15 @@ importlib.metadata.distribution = distribution
 """Takes the installed project away from every process that has it as sitecustomize.py."""
 
 
-def test_a_run_of_two_processes_from_a_checkout_that_is_not_installed(tmp_path):
+@pytest.mark.slow
+def test_a_run_from_a_checkout_that_is_not_installed(tmp_path):
     """Ends with its report and status 0. Whole runs of other tests are forks, which draw none.
 
     The processes did not find the package outside the checkout's folder, and the run ended after
     reading its data, for its own version, which ranks compare.
     """
     (tmp_path / "sitecustomize.py").write_text(NOT_INSTALLED)
-    script = [str(ROOT / "pretrain_sft.py"), "train", "--nproc-per-node", "2", *GOOD.split()]
+    script = [str(ROOT / "pretrain_sft.py"), "train", "--nproc-per-node", "1", *GOOD.split()]
     done = run(
         [*script, "--run-dir", str(tmp_path / "run")], cwd=tmp_path, PYTHONPATH=str(tmp_path)
     )

@@ -67,6 +67,7 @@ def test_what_another_rank_told_comes_first(ends, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named(ends, capsys):
     """One that was killed says nothing itself."""
     rank, end = ends
@@ -156,6 +157,7 @@ def waits_as_over_nccl(port, rank, folder):
     time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store_is_lost", [False, True])
 def test_a_rank_ends_whose_collective_raises_nothing(tmp_path, store_is_lost, monkeypatch):
     """Over NCCL a rank waited for the dead one until the timeout, on a node that no launcher

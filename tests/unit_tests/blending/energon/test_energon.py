@@ -442,6 +442,7 @@ def test_multipliers_make_no_pass_longer(data):
     assert set(Counter(sample.text for sample in three).values()) == {3}
 
 
+@pytest.mark.slow
 def test_weights_by_tokens_hold_for_archives(tmp_path):
     """By the mean of 64 samples alone, few long ones among many short led shares of a half to
     0.62."""
@@ -670,6 +671,7 @@ class Notes(TaskEncoder):
         return samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "start_method"), [(0, None), (2, "fork"), (2, "spawn")])
 def test_workers_know_who_they_are(data, num_workers, start_method):
     """energon's methods of a WorkerConfig, which encoders call to draw numbers of their own."""

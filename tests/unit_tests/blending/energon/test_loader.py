@@ -224,6 +224,7 @@ def test_restored_within_a_pass(name):
         assert list(again) == later
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FINITE)
 def test_restored_on_other_ranks_within_a_pass(name):
     """Ranks whose samples are left out read ahead of others, and stand at different places."""

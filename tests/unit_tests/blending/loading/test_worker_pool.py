@@ -92,6 +92,7 @@ def test_processes_give_the_stream_and_restore_it(name):
     assert head + tail == stream
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_methods_that_pickle(method):
     """Spawned workers get nothing but what can be pickled, also beside an open process group or a
@@ -245,6 +246,7 @@ def test_a_worker_beyond_its_time_limit_says_why_through_the_rank(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_hung_worker_is_named_with_its_stack(caplog, monkeypatch, tmp_path):
     """A busy machine may take minutes to get there: seconds count from when it hangs."""
     monkeypatch.setattr("megatron.blending.loading.worker_pool._LEAVE_SECONDS", 0.1)
@@ -393,6 +395,7 @@ def test_workers_end_with_the_loader():
     assert following is not None
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_parent(tmp_path):
     """Orphans hold memory and file handles of a job that is gone."""
     script = (
@@ -428,6 +431,7 @@ def _is_alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_workers_work_ahead():
     loader = get_loader(MapDataset(endless(), slow), processes())
     next(loader)
@@ -439,6 +443,7 @@ def test_workers_work_ahead():
     loader.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_slowly_is_waited_for(tmp_path):
     """Asked for its stack before it could give one, a worker whose imports took longer than
     slow_worker_seconds was killed by the question.
@@ -475,6 +480,7 @@ def draw(sample):
     return random.random(), np.random.rand(), torch.rand(1).item()
 
 
+@pytest.mark.slow
 def test_workers_draw_random_numbers_of_their_own():
     """Forked, they inherited torch's generator: in a function that is not seeded by sample, all
     drew the same.

@@ -53,6 +53,7 @@ def test_exact_for_any_weights(weights, seed):
     check_numbers(children, numbers, len(weights))
 
 
+@pytest.mark.slow
 @given(weights=WEIGHTS, start=st.integers(0, 10**9), seed=st.integers(0, 9))
 def test_exact_anywhere(weights, start, seed):
     """A rank asks for a part of the sequence only, a resumed run begins in its middle."""
@@ -159,6 +160,7 @@ def check_planned(segments, length):
         assert counting.counts(place) == sequence.counts(place) == counts
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(schedule=schedules(12, 3000, WEIGHT))
 def test_within_one_at_every_prefix(schedule):
@@ -167,6 +169,7 @@ def test_within_one_at_every_prefix(schedule):
     check_planned(*schedule)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(schedule=schedules(7, 20, st.one_of(st.just(0), st.integers(1, 9))))
 def test_within_one_where_weights_come_and_go(schedule):
@@ -254,6 +257,7 @@ def test_a_child_of_one_in_a_hundred_thousand():
     assert furthest_off(children, segments) < 1
 
 
+@pytest.mark.slow
 def test_linear_schedule_of_thousands_of_steps():
     """A table and its random exchanges for each of them: half a millisecond."""
     schedule = WeightSchedule(
@@ -383,6 +387,7 @@ def test_a_rare_source_gets_its_share_of_short_segments():
     assert np.bincount(children)[1:].tolist() in ([60, 40], [60, 39], [60, 41])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "random"])
 def test_linear_schedule_changes_in_every_step(mode):
     """10 steps of 100 had the first weights throughout, then jumped to the last."""

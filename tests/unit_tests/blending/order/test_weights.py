@@ -105,6 +105,7 @@ def test_schedules_are_refused(options, fault):
         WeightSchedule(**options)
 
 
+@pytest.mark.slow
 def test_linear_schedules_keep_rare_sources():
     """In 4096ths of all, one of 1e-5 was read 25 times too often, and of thousands each was up to
     49 times off.

@@ -63,6 +63,7 @@ def test_the_key_is_named(caplog):
     assert "KeyError: 'caption'" in caplog.text
 
 
+@pytest.mark.slow
 def test_few_lines_for_many_failures(caplog):
     loader = get_loader(source_of("a", 5000, bad=range(0, 5000, 2)), config(failure_tolerance=0))
     with caplog.at_level(logging.WARNING):

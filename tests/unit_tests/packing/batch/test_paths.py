@@ -82,6 +82,7 @@ def packed(samples: Samples, alignment: Alignment) -> list[Microbatch]:
     return pack(samples, number, layouts_of_samples(samples, number, alignment))
 
 
+@pytest.mark.slow
 @given(st.lists(PATHS, min_size=1, max_size=3), st.sampled_from([1, 4]), st.sampled_from([6, 40]))
 def test_sums_of_paths_are_those_of_each_alone(
     records: list[list[list[tuple[int, bool]]]], alignment: int, capacity: int

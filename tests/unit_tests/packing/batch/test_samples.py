@@ -143,6 +143,7 @@ def test_what_is_kept_in_full(changed: dict[str, Any], schema: Schema) -> None:
     assert parts_of(samples) == parts
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_take_split_and_join_move_whole_sequences(data: Any) -> None:
     """A sequence cut at another's end trains on its neighbour's tokens, and every count stays
@@ -211,6 +212,7 @@ def extra_of(samples: Samples) -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_extra_columns_go_wherever_their_sequences_go(data: Any) -> None:
     """An advantage that belongs to another token, or an id to another sample, trains another policy

@@ -70,6 +70,7 @@ PATHS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     st.lists(PATHS, min_size=1, max_size=3),
     st.sampled_from([1, 2, 4, 8]),

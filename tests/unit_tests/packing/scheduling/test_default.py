@@ -53,6 +53,7 @@ def check(asked: ScheduleRequest) -> None:
     assert asked.fewest_microbatches <= schedule.num_microbatches <= most
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(asked=requests(models=MODELS))
 def test_schedules_are_valid(asked):
@@ -62,6 +63,7 @@ def test_schedules_are_valid(asked):
     check(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scheduling is slower")
 @settings(max_examples=150)
 @given(asked=requests(models=MODELS))
@@ -127,6 +129,7 @@ def test_tiny_schedules_are_nearly_optimal(mode, least_share, masks):
     assert math.exp(max(logs)) < 1.15
 
 
+@pytest.mark.slow
 @needs_compiled
 def test_tiny_pipelines_are_quicker_than_any_of_even_packs():
     """By 1F1B, with small packs first and last; where packs can't be even, hardly slower."""
@@ -150,6 +153,7 @@ QUALITY = {
 }
 
 
+@pytest.mark.slow
 @needs_compiled
 @pytest.mark.parametrize("mode", QUALITY)
 def test_modelled_time_is_near_the_bound(mode):

@@ -147,6 +147,7 @@ class Played:
 LENGTHS = st.one_of(st.integers(1, 20), st.integers(1, 2**17))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.lists(st.lists(LENGTHS, min_size=1, max_size=12), min_size=1, max_size=8),

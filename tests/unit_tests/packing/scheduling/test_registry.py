@@ -8,6 +8,7 @@ from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 from tests.unit_tests.packing.requests import packs, request, requests
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(asked=requests())
 def test_dp_balanced_is_valid(asked):

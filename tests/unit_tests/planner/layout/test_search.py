@@ -70,6 +70,7 @@ MEASURES = Measures(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [20 * GIB, 30 * GIB, 45 * GIB, 80 * GIB, 400 * GIB])
 @pytest.mark.parametrize("cluster", [CLUSTER, SIX], ids=["4", "6"])
 def test_the_search_finds_what_brute_force_finds(cluster: list[Candidate], memory: int) -> None:
@@ -129,6 +130,7 @@ def test_refused_layouts_are_left_out_and_few_are_checked() -> None:
     assert len(set(checked)) == len(checked) < len(CLUSTER)
 
 
+@pytest.mark.slow
 def test_bounds_of_bubbles_spare_most_schedules() -> None:
     """Of 18,234 layouts 1,452 were scheduled, which took minutes."""
     layouts = enumerated(32, num_layers=32, num_experts=None, capacities=lambda tp, cp: [8192])

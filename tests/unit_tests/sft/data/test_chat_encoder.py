@@ -127,6 +127,7 @@ TURNS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(turns=TURNS, weight=st.sampled_from([None, 0.25, 2]))
 def test_masked_labels_are_the_answers(encoder, turns, weight):
     """Any other mask trains on words that are not the assistant's."""

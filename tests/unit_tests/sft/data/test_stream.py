@@ -162,8 +162,9 @@ def test_epochs_and_seeds_differ():
     assert first == names(next(stream_of(50, Share(0, 1, 50, 50))))
 
 
+@pytest.mark.slow
 @given(shares(), st.integers(0, 6), st.integers(1, 30))
-@settings(max_examples=50)
+@settings(max_examples=15)
 def test_consumed_samples_are_the_place(share, steps, size):
     """A run that is continued would train on records again, or skip some."""
     for rank in all_ranks(share):

@@ -361,6 +361,7 @@ def test_wrong_flags(save_tokenizer, tmp_path):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_without_torch(save_tokenizer):
     """transformers imports torch wherever it finds it: seconds for the planner, for nothing."""
     command = (

@@ -58,6 +58,7 @@ def test_collapses_runs(names, patterns):
     assert collapse_numbers(names) == patterns
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.from_regex(r"(s_|d/)?[0-9]{0,3}(_|\.tar)?[0-9]{0,2}", fullmatch=True), max_size=20)
 )

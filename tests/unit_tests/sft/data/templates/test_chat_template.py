@@ -236,6 +236,7 @@ def test_turns_have_weights(source):
     ).spans
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [CHATML, LLAMA31, QWEN25, QWEN3, MARKED])
 def test_one_rendering_for_any_number_of_turns(source, monkeypatch):
     """At two renderings for each turn, long conversations cost their square: a second for 400

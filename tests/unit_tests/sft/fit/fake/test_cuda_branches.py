@@ -53,6 +53,7 @@ def found() -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_no_device_branch_is_missing() -> None:
     """A new way of CUDA's would be estimated as a CPU's, and nobody would see it."""
     listed = {branch.where for branch in BRANCHES if not branch.where.startswith("torch.")}
