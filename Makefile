@@ -1,6 +1,6 @@
 # make run    train a small chat model on two processes, from nothing
 # make finetune  pretrain a tiny model, fine-tune it from its HuggingFace folder, let it answer held-out questions
-# make quick  under two minutes of it: format, lint, and the unit tests of a second and less
+# make quick  under two minutes: format, lint, and the unit tests of a second and less
 # make test   all that a submission must pass: format, lint, types, unit tests, real processes over gloo, and a part of them with the other megatron-core
 # make unit   unit tests alone
 # make functional  the others alone: real processes over gloo
