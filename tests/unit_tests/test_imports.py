@@ -154,6 +154,7 @@ FOLDERS = {
         "flag_faults",
         "flag_needs",
         "flags",
+        "rules",
         "layers",
         "stages",
         "batch",
