@@ -1,5 +1,5 @@
 """pure. A model's layers as data: one `LayerKind` per layer says what is computed there and how
-wide it is.
+wide it is; a mechanism with a file in `model.parts` is a `Part` of it.
 
 The assembler builds layers from it, the cost model counts their FLOPs from it, and the table of
 weights asks it which tensors a layer has. Example: four layers, of which the last sees all tokens
@@ -10,32 +10,101 @@ and the others a window of 512:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-Mixer = Literal["attention", "delta_net"]
+from megatron.packing.rules import Rule
+
+Sharding = Literal["whole", "columns", "rows", "sections", "heads", "vocabulary"]
+"""Ways in which tensor-parallel ranks share a parameter.
+
+whole: each rank has all of it.
+columns, rows: each rank has consecutive columns or rows.
+sections: each rank has consecutive rows of each section, [gate rows; up rows].
+heads: each rank has consecutive groups of heads, [queries; key; value] for each group.
+vocabulary: consecutive rows; the last rank may have padding.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeltaNetShape:
-    """Widths of a gated delta net (arXiv 2412.06464), under megatron-core's names."""
+class Parameter(NamedTuple):
+    """A parameter of a layer, as a single rank would have it."""
 
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_conv_kernel_dim: int = 4
+    name: str
+    """Logical name, such as attention.qkv.weight; see `model.names`."""
+    path: str
+    """megatron-core's name below the layer, such as self_attention.linear_qkv.weight."""
+    sharding: Sharding
+    shape: tuple[str, ...]
+    """Shape in named sizes (`Part.sizes`). If a size differs between sections it is listed for
+    each, separated by commas: `query,key,key`.
+    """
+    takes_adapter: bool = False
+    """True for the weight of a linear layer that LoRA may have an adapter beside."""
 
     @property
-    def key_size(self) -> int:
-        """Channels of all query heads, and of all key heads."""
-        return self.linear_num_key_heads * self.linear_key_head_dim
+    def linear(self) -> str:
+        """Name of the linear layer that it is the weight of: attention.qkv.weight -> qkv."""
+        return self.name.split(".")[-2]
 
-    @property
-    def value_size(self) -> int:
-        """Channels of all value heads."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
+
+class Work(NamedTuple):
+    """Forward work of a layer's mechanism."""
+
+    per_token: int
+    """Multiply-adds of each token."""
+    num_weights: int
+    per_square: int = 0
+    """Multiply-adds of each squared token of a sequence within the window: scores and their product
+    with the values, over half of the L^2 pairs.
+    """
+
+
+class Part(Protocol):
+    """A mechanism of layers, declared in one file. A subclass is a frozen dataclass whose fields
+    are options of the model; instances of layers that compute alike are equal.
+    """
+
+    name: ClassVar[str]
+    """First word of its parameters' logical names."""
+    title: ClassVar[str]
+    """Plural noun for messages and estimates of memory."""
+    layers_option: ClassVar[str]
+    """Option with a 1 for each layer that has it."""
+    parameters: ClassVar[tuple[Parameter, ...]]
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Over options (those of a model, or megatron-core's config) and layout."""
+    why_paths_apart: ClassVar[str] = ""
+    """Why a tree's paths cannot share the tokens of a prefix."""
+    described_kernels: ClassVar[str] = ""
+    """Kernels that `fit` describes, as tracing cannot see their memory."""
+
+    @classmethod
+    def is_in(cls, options: Any, layer: int) -> bool:
+        """Returns whether a layer, numbered over the whole model, has it."""
+        flags = getattr(options, cls.layers_option)
+        return bool(flags) and bool(flags[layer])
+
+    @classmethod
+    def of(cls, options: Any) -> Part:
+        """Returns it as the options of a model, or megatron-core's config, describe it."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})  # type: ignore[arg-type]
+
+    def sizes(self) -> Mapping[str, int]:
+        """Returns the sizes that its parameters' shapes name, beside `one` and `hidden`."""
+
+    def work(self, hidden_size: int) -> Work:
+        """Returns the work of one layer."""
+
+    @staticmethod
+    def module() -> type:
+        """Returns the module that takes the place of self-attention; imports megatron-core."""
+
+    @staticmethod
+    def kernel_stand_ins() -> Iterator[tuple[Any, str, Any]]:
+        """Yields (owner, name, replacement) of `described_kernels`, for tensors without values."""
+        return iter(())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,57 +130,28 @@ class LayerKind:
     """Width of a head."""
     window: int | None = None
     """Tokens that a token attends to, itself included; None for all before it."""
-    has_rope: bool = True
-    """True if queries and keys are rotated, in models with rotary embeddings."""
     has_output_gate: bool = False
     """True if a gate multiplies the attention's output."""
-    delta_net: DeltaNetShape | None = None
-    """Computed in place of attention."""
+    mixer: Part | None = None
+    """Mixes tokens in place of attention."""
     ffn_hidden_size: int
     """Width of the MLP, in layers without experts."""
     experts: ExpertsShape | None = None
 
-    @property
-    def mixer(self) -> Mixer:
-        """Layer that mixes tokens."""
-        return "attention" if self.delta_net is None else "delta_net"
-
-    def mixer_weights(self, hidden_size: int) -> int:
-        """Weights of the projections in and out of the mixer: multiply-adds of each token."""
-        if self.delta_net is not None:
-            shape = self.delta_net
-            inputs = 2 * shape.key_size + 2 * shape.value_size + 2 * shape.linear_num_value_heads
-            return hidden_size * (inputs + shape.value_size)
+    def mixer_work(self, hidden_size: int) -> Work:
+        """Returns the work of attention, or of what is in its place."""
+        if self.mixer is not None:
+            return self.mixer.work(hidden_size)
         query_size = self.num_attention_heads * self.kv_channels
         key_value_size = 2 * self.num_query_groups * self.kv_channels
         gate_size = query_size if self.has_output_gate else 0
-        return hidden_size * (query_size + key_value_size + gate_size) + query_size * hidden_size
-
-    def recurrence(self) -> int:
-        """Returns multiply-adds of each token in the recurrence of a delta net; 0 for attention.
-
-        Per value head the state [d_k, d_v] is multiplied by the key, updated, and multiplied by
-        the query; besides, each channel is convolved.
-        """
-        if self.delta_net is None:
-            return 0
-        shape = self.delta_net
-        state = shape.linear_num_value_heads * (
-            shape.linear_key_head_dim * shape.linear_value_head_dim
-        )
-        channels = 2 * shape.key_size + shape.value_size
-        return 3 * state + shape.linear_conv_kernel_dim * channels
+        weights = hidden_size * (query_size + key_value_size + gate_size + query_size)
+        return Work(weights, weights, query_size)
 
     def per_token(self, hidden_size: int, is_gated: bool) -> int:
         """Returns multiply-adds of each token, but for pairs of tokens."""
         used, _ = self.mlp_weights(hidden_size, is_gated)
-        return self.mixer_weights(hidden_size) + self.recurrence() + used
-
-    def per_square(self) -> int:
-        """Returns multiply-adds of each squared token of a sequence within the window: scores and
-        their product with the values, over half of the L^2 pairs.
-        """
-        return 0 if self.delta_net is not None else self.num_attention_heads * self.kv_channels
+        return self.mixer_work(hidden_size).per_token + used
 
     def mlp_weights(self, hidden_size: int, is_gated: bool) -> tuple[int, int]:
         """Returns (multiply-adds of each token, weights) of the MLP or the experts."""
@@ -124,6 +164,15 @@ class LayerKind:
         per_token = matrices * hidden_size * used + hidden_size * experts.num_experts
         idle = (experts.num_experts - experts.topk) * experts.width
         return per_token, per_token + matrices * hidden_size * idle
+
+
+EACH_LAYER = MappingProxyType({"layers": "each"})
+"""Metadata of an option that has a value for each layer, or () where the layers are alike in it."""
+
+
+def options_of_each_layer(options: Any) -> list[str]:
+    """Returns the names of the fields with a value for each layer."""
+    return [field.name for field in fields(options) if field.metadata.get("layers") == "each"]
 
 
 def flags_of_layers(flags: Sequence[int], num_layers: int, default: bool) -> list[bool]:

@@ -20,6 +20,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import unwrap_model
 
+from megatron.packing.model.parts import check_parts
+from megatron.packing.rules import Layout
 from megatron.packing.scheduling.registry import get_scheduler
 
 # `pipeline` and `data_schedule` are imported when they are needed, as in `plugin`: older
@@ -62,6 +64,7 @@ def check_config(config: Any) -> None:
         *(() if config.num_moe_experts is None else _demands_on_experts(config)),
     ]
     pipeline.require(demands)
+    check_parts(config, layout=Layout.of(config))
     pipeline.check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 

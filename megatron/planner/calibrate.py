@@ -36,7 +36,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import check_range, parse_flags
+from megatron.packing.flags import check_range, flag_of, parse_flags
+from megatron.packing.layers import options_of_each_layer
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.attention.kernels import triton_fault
 from megatron.packing.model.get_batch import packed_seq_params
@@ -177,7 +178,7 @@ def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
     """Measures the time of each pack through the whole model. Groups exist (see `one_process`)."""
     packs = [*packs_to_measure(options.max_seqlen_per_dp_cp_rank or options.seq_length), (1,)]
     config = transformer_config(options, 1, device)
-    spec = packed_block_spec(config)
+    spec = packed_block_spec(config, options=options)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -311,8 +312,8 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
         )
     if len(set(options.layer_kinds())) > 1:
         raise ValueError(
-            "--moe-layer-freq, --window-attn-skip-freq and --linear-attention-freq must be alike "
-            "for all layers, as one stands for all; leave --pack-cost out"
+            f"{' '.join(map(flag_of, options_of_each_layer(options)))} must be alike for all "
+            "layers, as one stands for all; leave --pack-cost out"
         )
     if device.type == "cpu" and (options.num_experts or options.recompute_granularity) is not None:
         raise ValueError(

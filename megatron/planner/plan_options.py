@@ -10,7 +10,9 @@ from pathlib import Path
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import check_range, flag_of
+from megatron.packing.model.parts import check_parts
 from megatron.packing.model.shape import ModelShape, Split, check_splits
+from megatron.packing.rules import Layout
 from megatron.packing.scheduling.cost import PackCost, layers_pack_cost, part_shares
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.problem import Scheduler
@@ -237,6 +239,15 @@ class LayoutOptions:
             experts=Split("--ep", self.ep),
             sequence_parallel=self.sequence_parallel,
             origin=model.origin,
+        )
+        check_parts(shape, layout=self.layout)
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the layout, for rules, under the flags of this program."""
+        flags = {"tensor": "--tp", "pipeline": "--pp", "context": "--cp", "experts": "--ep"}
+        return Layout(
+            tensor=self.tp, pipeline=self.pp, context=self.cp, experts=self.ep, flags=flags
         )
 
     @property

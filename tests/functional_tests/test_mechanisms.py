@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
-from megatron.packing.model.attention.delta_net import GatedDeltaNet
 from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.layers.norms import WholeWidthNorm
+from megatron.packing.model.parts.delta_net_module import GatedDeltaNet
 from megatron.sft.model import cpu_support
 from tests.functional_tests.ranks import run_ranks
 

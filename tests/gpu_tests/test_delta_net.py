@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.packing.model.attention.delta_rule import (
+from megatron.packing.model.parts.delta_rule import (
     Inputs,
     causal_convolution,
     gated_delta_rule,

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from megatron.packing.layers import options_of_each_layer
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.packing.model.options import Architecture
 
@@ -32,6 +33,7 @@ def architecture(options: Architecture) -> dict[str, Any]:
             for field in fields(options)
             if field.name in known
         },
+        **{name: list(getattr(options, name)) or None for name in options_of_each_layer(options)},
         "ffn_hidden_size": options.resolved_ffn_hidden_size,
         "gated_linear_unit": options.is_gated,
         "activation_func": _activation_func(options),
@@ -42,9 +44,6 @@ def architecture(options: Architecture) -> dict[str, Any]:
         "moe_router_pre_softmax": options.moe_router_pre_softmax or options.moe_router_topk == 1,
         "moe_layer_freq": list(options.moe_layer_freq) if 0 in options.moe_layer_freq else 1,
         "window_size": options.window_size or None,
-        "window_attn_skip_freq": list(options.window_attn_skip_freq) or None,
-        "linear_attention_freq": list(options.linear_attention_freq) or None,
-        "no_rope_freq": list(options.no_rope_freq) or None,
         "moe_router_bias_update_rate": 0.0,  # transformers never moves it; 1e-3 would, every step
         # megatron-core demands it of variable lengths, of dense models too
         "moe_token_dispatcher_type": "alltoall",

@@ -5,6 +5,7 @@ installed and without.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +22,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import is_te_min_version
 
+from megatron.packing.layers import Part
 from megatron.packing.model.attention.core_attention import PackedDotProductAttention
-from megatron.packing.model.attention.delta_net import GatedDeltaNet
-from megatron.packing.model.attention.rotary import PackedSelfAttention
+from megatron.packing.model.attention.self_attention import PackedSelfAttention
 from megatron.packing.model.get_batch import transformer_engine_installed
-from megatron.packing.model.layers.norms import TorchNorm
-from megatron.packing.model.layers.parts import PLAIN, Parts
+from megatron.packing.model.layers.norms import TorchNorm, WholeWidthNorm
+from megatron.packing.model.layers.residual import ResidualAdd
+from megatron.packing.model.parts import part_in, parts_in
+from megatron.packing.model.parts.attention import Engine, is_in_engine
 
 
 def packed_block_spec(
-    config: TransformerConfig, vp_stage: int | None = None, parts: Parts = PLAIN
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    options: Any = None,
+    of_attention: Callable[[int], dict[str, Any]] = lambda number: {},
 ) -> TransformerBlockSubmodules:
     """Returns the `transformer_layer_spec` for GPTModel that takes packs (and plain batches, also
     with context parallel).
@@ -40,8 +46,17 @@ def packed_block_spec(
     and sequence parallel. In both, rotary embeddings that no kernel fuses are applied to whole
     packs (see `rotary`). What Transformer Engine has no place for makes local layers, too (see
     `need_local_layers`).
+
+    Args:
+        options: the model's `Architecture`, for what megatron-core's config has no field for; None
+            for a model without any of that.
+        of_attention: function from a layer's number in the whole model to further arguments of its
+            `PackedSelfAttention`.
     """
-    use_transformer_engine = transformer_engine_installed() and not need_local_layers(config, parts)
+    options = options or config
+    use_transformer_engine = transformer_engine_installed() and not need_local_layers(
+        config, options
+    )
     asked = copy.copy(config)
     if not use_transformer_engine:  # see `grouped_experts`: its own wants a library for it
         asked.moe_grouped_gemm = False
@@ -50,10 +65,10 @@ def packed_block_spec(
     )
     layers = spec.layer_specs
     if not use_transformer_engine:
-        layers = [parts.in_layer(_takes_packs(layer), config) for layer in layers]
+        layers = [_residual_form(_takes_packs(layer, options), config, options) for layer in layers]
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        _turns_packs(_mixes_linearly(layer, config, number), parts.of_attention(number))
+        _mixes(layer, part_in(config, number), of_attention(number))
         for number, layer in enumerate(layers, first)
     ]
     if use_transformer_engine:
@@ -61,18 +76,16 @@ def packed_block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 
 
-def need_local_layers(config: TransformerConfig, parts: Parts) -> bool:
-    """Returns whether layers of Transformer Engine cannot compute the model: parts of ours, gated
-    delta nets, windows and sinks over context parallel, and sinks before its release 2.8.
+def need_local_layers(config: TransformerConfig, options: Any) -> bool:
+    """Returns whether layers of Transformer Engine cannot compute the model: their norms are within
+    attention's and the MLP's first products, and some of what attention may have is missing.
     """
-    has_sinks = config.softmax_type != "vanilla"
-    is_cut = config.context_parallel_size > 1
-    return (
-        parts.need_local_layers
-        or bool(config.linear_attention_freq)
-        or (is_cut and (has_sinks or config.window_size is not None))
-        or (has_sinks and not is_te_min_version("2.8.0"))
+    has_other_residuals = (
+        getattr(options, "norm_position", "before") != "before"
+        or getattr(options, "residual_multiplier", 1.0) != 1.0
     )
+    engine = Engine(config.context_parallel_size, is_te_min_version)
+    return has_other_residuals or bool(parts_in(config)) or not is_in_engine(options, engine)
 
 
 def packed_mtp_block_spec(
@@ -94,17 +107,25 @@ def packed_mtp_block_spec(
     return replace(spec, layer_specs=layers)
 
 
-def _takes_packs(layer: ModuleSpec) -> ModuleSpec:
+def _takes_packs(layer: ModuleSpec, options: Any) -> ModuleSpec:
+    """Returns a local layer with norms and a core attention that take packs."""
     attention = layer.submodules.self_attention
-    parts = attention.submodules
-    norms = {
-        name: TorchNorm
-        for name in ("q_layernorm", "k_layernorm")
-        if getattr(parts, name) not in (None, IdentityOp)
+    softcap = getattr(options, "attn_logit_softcapping", None)
+    inner: dict[str, Any] = {
+        "core_attention": PackedDotProductAttention
+        if softcap is None
+        else ModuleSpec(module=PackedDotProductAttention, params={"softcap": softcap})
     }
-    attention = replace(
-        attention, submodules=replace(parts, core_attention=PackedDotProductAttention, **norms)
-    )
+    heads = {
+        "q_layernorm": options.num_attention_heads,
+        "k_layernorm": options.num_query_groups or options.num_attention_heads,
+    }
+    is_wide = getattr(options, "qk_layernorm_over_heads", False)
+    for name, num_heads in heads.items():
+        if getattr(attention.submodules, name) not in (None, IdentityOp):
+            wide = ModuleSpec(module=WholeWidthNorm, params={"num_heads": num_heads})
+            inner[name] = wide if is_wide else TorchNorm
+    attention = replace(attention, submodules=replace(attention.submodules, **inner))
     return replace(
         layer,
         submodules=replace(
@@ -116,19 +137,27 @@ def _takes_packs(layer: ModuleSpec) -> ModuleSpec:
     )
 
 
-def _mixes_linearly(layer: ModuleSpec, config: TransformerConfig, number: int) -> ModuleSpec:
-    """Puts a gated delta net in the place of attention where `linear_attention_freq` has a 1."""
-    if not config.linear_attention_freq or not config.linear_attention_freq[number]:
-        return layer
-    net = ModuleSpec(module=GatedDeltaNet)
-    return replace(layer, submodules=replace(layer.submodules, self_attention=net))
+def _residual_form(layer: ModuleSpec, config: TransformerConfig, options: Any) -> ModuleSpec:
+    """Returns a local layer with norms where the model has them, and a factor of what is added."""
+    position = getattr(options, "norm_position", "before")
+    factor = getattr(options, "residual_multiplier", 1.0)
+    changes: dict[str, Any] = {}
+    if position == "behind":
+        changes |= {"input_layernorm": IdentityOp, "pre_mlp_layernorm": IdentityOp}
+    if position != "before" or factor != 1.0:
+        params = {"config": config, "has_norm": position != "before", "factor": factor}
+        added = ModuleSpec(module=ResidualAdd, params=params)
+        changes |= {"self_attn_bda": added, "mlp_bda": added}
+    return replace(layer, submodules=replace(layer.submodules, **changes))
 
 
-def _turns_packs(layer: ModuleSpec, arguments: dict[str, Any]) -> ModuleSpec:
-    attention = layer.submodules.self_attention
+def _mixes(layer: ModuleSpec, part: type[Part] | None, arguments: dict[str, Any]) -> ModuleSpec:
+    """Returns a layer with the part that mixes its tokens, or with attention of packs."""
+    mixer = layer.submodules.self_attention
+    if part is not None:
+        mixer = ModuleSpec(module=part.module())
     # Latent attention applies its own rotary embedding, to a part of each head.
-    if attention.module is not SelfAttention:
-        return layer
-    params = {**(attention.params or {}), **arguments}
-    turning = replace(attention, module=PackedSelfAttention, params=params)
-    return replace(layer, submodules=replace(layer.submodules, self_attention=turning))
+    elif mixer.module is SelfAttention:
+        params = {**(mixer.params or {}), **arguments}
+        mixer = replace(mixer, module=PackedSelfAttention, params=params)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=mixer))

@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from megatron.packing.model.parts import attention, parameters
+
 EMBEDDING = "embedding.weight"
 OUTPUT = "output.weight"
 FINAL_NORM = "final_norm.weight"
@@ -33,21 +35,15 @@ _MODULES = {
     "mlp.router": "router",
     "mlp.linear_fc1": "mlp.fc1",
     "mlp.linear_fc2": "mlp.fc2",
-    "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.linear_proj": "attention.proj",
-    "self_attention.q_layernorm": "attention.q_norm",
-    "self_attention.k_layernorm": "attention.k_norm",
-    "self_attention.core_attention": "attention",  # sinks: softmax_offset
-    "self_attention.in_proj": "delta_net.in_proj",
-    "self_attention.conv1d": "delta_net.conv1d",
-    "self_attention.out_norm": "delta_net.out_norm",
-    "self_attention.out_proj": "delta_net.out_proj",
-    "self_attention": "delta_net",  # A_log, dt_bias
     "input_layernorm": "mixer_norm",
     "pre_mlp_layernorm": "mlp_norm",
     "self_attn_bda.norm": "mixer_norm_behind",
     "mlp_bda.norm": "mlp_norm_behind",
 }
+_MIXERS = (*attention.PARAMETERS, *parameters())
+_PARAMETERS = {parameter.path: parameter.name for parameter in _MIXERS}
+"""megatron-core's parameters of attention and of the parts in its place -> logical names."""
+_LINEARS = {"fc1", "fc2", *(p.linear for p in _MIXERS if p.takes_adapter)}
 _ALIASES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
     (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -83,6 +79,8 @@ def logical_name(name: str) -> LogicalName:
     expert = None
     if found := _EXPERT.fullmatch(rest):
         expert, rest = int(found[1]), f"mlp.experts.{found[2]}"
+    if rest in _PARAMETERS:
+        return LogicalName(_PARAMETERS[rest], layer, expert)
     for module, logical in _MODULES.items():
         if rest.startswith(f"{module}."):
             return LogicalName(logical + rest[len(module) :], layer, expert)
@@ -91,11 +89,10 @@ def logical_name(name: str) -> LogicalName:
 
 def linear_of(name: str) -> str | None:
     """Returns the kind of a linear layer that adapters may stand beside, by its module's name: qkv,
-    proj, fc1 or fc2, or a delta net's in_proj or out_proj; None for other modules.
+    proj, fc1, fc2 or one of a part; None for other modules.
     """
     kind = name.rsplit(".", 1)[-1].removeprefix("linear_")
-    is_one = kind in ("qkv", "proj", "fc1", "fc2", "in_proj", "out_proj")
-    return kind if is_one and name.startswith("decoder.layers.") else None
+    return kind if kind in _LINEARS and name.startswith("decoder.layers.") else None
 
 
 def layer_prefix(name: str) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.packing.flags import check_range, flag_of
+from megatron.packing.layers import EACH_LAYER
 from megatron.packing.model.shape import ModelShape
 
 _ABOVE_ZERO = (
@@ -55,7 +56,7 @@ class Architecture(ModelShape):
     norm_position: Literal["before", "behind", "both"] = "before"
     """Norms before attention and MLP, behind them (before their output is added), or both."""
     no_rope_freq: tuple[int, ...] = field(
-        default=(), metadata={"idle_without": "position_embedding_type=rope"}
+        default=(), metadata={**EACH_LAYER, "idle_without": "position_embedding_type=rope"}
     )
     """1 for each layer whose queries and keys are not rotated, else 0 (default: all are)."""
     window_rotary_base: float | None = None
@@ -128,7 +129,6 @@ class Architecture(ModelShape):
         super().__post_init__()
         check_range(self, 1, None, "make_vocab_size_divisible_by")
         check_range(self, 1, None, "moe_router_num_groups", "moe_router_group_topk")
-        self.check_per_layer("no_rope_freq")
         for name in _ABOVE_ZERO:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{flag_of(name)} must be above 0, but is {getattr(self, name)}")

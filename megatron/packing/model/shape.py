@@ -8,21 +8,22 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron.packing.flags import check_range, flag_of
-from megatron.packing.layers import DeltaNetShape, ExpertsShape, LayerKind, flags_of_layers
-from megatron.packing.stages import StageLayers
-
-_DELTA_NET = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
+from megatron.packing.layers import (
+    EACH_LAYER,
+    ExpertsShape,
+    LayerKind,
+    flags_of_layers,
+    options_of_each_layer,
 )
-"""Options without which there is no gated delta net."""
+from megatron.packing.model.parts import PARTS, part_in
+from megatron.packing.model.parts.delta_net import DeltaNetOptions
+from megatron.packing.rules import check_rules
+from megatron.packing.stages import StageLayers
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Model: what decides the FLOPs of a token. What the planner may leave open is None."""
+class TransformerShape:
+    """Shape of a transformer of attention and MLPs or experts."""
 
     num_layers: int | None = None
     """Transformer layers."""
@@ -46,7 +47,7 @@ class ModelShape:
     """Gated x sigmoid(1.702 x) instead of GeLU."""
     num_experts: int | None = None
     """Experts of each MoE layer."""
-    moe_layer_freq: tuple[int, ...] = ()
+    moe_layer_freq: tuple[int, ...] = field(default=(), metadata=EACH_LAYER)
     """1 for each layer with experts, else 0 (default: all have)."""
     moe_router_topk: int = field(default=2, metadata={"idle_without": "num_experts"})
     """Experts that each token goes to."""
@@ -60,32 +61,17 @@ class ModelShape:
     """Sliding attention window: tokens to the left, and 0 to the right. `1023 0` lets a token
     attend to itself and the 1,023 before it (default: no window).
     """
-    window_attn_skip_freq: tuple[int, ...] = ()
+    window_attn_skip_freq: tuple[int, ...] = field(default=(), metadata=EACH_LAYER)
     """1 for each layer with the window of --window-size, else 0 (default: all have)."""
     attention_output_gate: bool = False
     """Multiply the attention's output by a sigmoid gate."""
-    linear_attention_freq: tuple[int, ...] = ()
-    """1 for each layer with a gated delta net in place of attention, else 0 (default: none)."""
-    linear_num_key_heads: int | None = field(
-        default=None, metadata={"idle_without": "linear_attention_freq"}
-    )
-    """Key heads of the gated delta net."""
-    linear_num_value_heads: int | None = field(
-        default=None, metadata={"idle_without": "linear_attention_freq"}
-    )
-    """Value heads of the gated delta net."""
-    linear_key_head_dim: int | None = field(
-        default=None, metadata={"idle_without": "linear_attention_freq"}
-    )
-    """Width of a key head of the gated delta net."""
-    linear_value_head_dim: int | None = field(
-        default=None, metadata={"idle_without": "linear_attention_freq"}
-    )
-    """Width of a value head of the gated delta net."""
-    linear_conv_kernel_dim: int = field(
-        default=4, metadata={"idle_without": "linear_attention_freq"}
-    )
-    """Tokens that the gated delta net's convolution sees."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(DeltaNetOptions, TransformerShape):
+    """Model: what decides the FLOPs of a token, parts of layers included. What the planner may
+    leave open is None.
+    """
 
     def __post_init__(self) -> None:
         check_range(
@@ -112,6 +98,8 @@ class ModelShape:
             )
         self._check_expert_shape()
         self._check_layers()
+        for part in PARTS:
+            check_rules(part.rules, options=self)
 
     def _check_layers(self) -> None:
         """Checks the options that have a number for each layer, and what they need."""
@@ -126,27 +114,13 @@ class ModelShape:
             )
         if self.window_attn_skip_freq and not self.window_size:
             raise ValueError("--window-attn-skip-freq needs --window-size; pass it")
-        check_range(self, 1, None, *_DELTA_NET)
-        missing = [name for name in _DELTA_NET if getattr(self, name) is None]
-        if self.linear_attention_freq and missing:
-            raise ValueError(f"--linear-attention-freq needs {flag_of(missing[0])}; pass it")
-        if not missing and self.linear_num_value_heads % self.linear_num_key_heads:  # type: ignore[operator]
-            raise ValueError(
-                f"--linear-num-value-heads {self.linear_num_value_heads} must be a multiple of "
-                f"--linear-num-key-heads {self.linear_num_key_heads}"
-            )
-        for name in ("window_attn_skip_freq", "linear_attention_freq"):
-            self.check_per_layer(name)
-
-    def check_per_layer(self, name: str) -> None:
-        """Checks an option that has a 0 or 1 for each layer."""
-        flags = getattr(self, name)
-        if not flags or self.num_layers is None:
-            return
-        if len(flags) != self.num_layers or not set(flags) <= {0, 1}:
-            raise ValueError(
-                f"{flag_of(name)} must be a 0 or 1 for each of --num-layers {self.num_layers}"
-            )
+        for name in options_of_each_layer(self):
+            flags = getattr(self, name)
+            is_known = bool(flags) and self.num_layers is not None
+            if is_known and (len(flags) != self.num_layers or not set(flags) <= {0, 1}):
+                raise ValueError(
+                    f"{flag_of(name)} must be a 0 or 1 for each of --num-layers {self.num_layers}"
+                )
 
     def _check_expert_shape(self) -> None:
         if self.num_experts is None and (
@@ -161,12 +135,7 @@ class ModelShape:
                 f"--moe-router-topk {self.moe_router_topk} must be at most --num-experts "
                 f"{self.num_experts}; lower it"
             )
-        if not self.moe_layer_freq or self.num_layers is None:
-            return
-        if len(self.moe_layer_freq) != self.num_layers or set(self.moe_layer_freq) not in (
-            {1},
-            {0, 1},
-        ):
+        if set(self.moe_layer_freq) == {0}:
             raise ValueError(
                 f"--moe-layer-freq must be a 0 or 1 for each of --num-layers {self.num_layers}, "
                 "with a 1 among them"
@@ -201,7 +170,6 @@ class ModelShape:
         has_window = flags_of_layers(
             self.window_attn_skip_freq, num_layers, default=bool(self.window_size)
         )
-        is_linear = flags_of_layers(self.linear_attention_freq, num_layers, default=False)
         dense = LayerKind(
             num_attention_heads=self.num_attention_heads,
             num_query_groups=self.num_query_groups or self.num_attention_heads,
@@ -213,8 +181,9 @@ class ModelShape:
         kinds = []
         for layer in range(num_layers):
             kind = with_experts if has_experts[layer] else dense
-            if is_linear[layer]:
-                kind = replace(kind, delta_net=self._delta_net_shape(), has_output_gate=False)
+            part = part_in(self, layer)
+            if part is not None:
+                kind = replace(kind, mixer=part.of(self), has_output_gate=False)
             elif has_window[layer]:
                 kind = replace(kind, window=self.window_size[0] + 1)
             kinds.append(kind)
@@ -228,12 +197,6 @@ class ModelShape:
             topk=self.moe_router_topk,
             width=self.moe_ffn_hidden_size or self.resolved_ffn_hidden_size,
             shared_width=self.moe_shared_expert_intermediate_size or 0,
-        )
-
-    def _delta_net_shape(self) -> DeltaNetShape:
-        return DeltaNetShape(
-            linear_conv_kernel_dim=self.linear_conv_kernel_dim,
-            **{name: getattr(self, name) for name in _DELTA_NET},
         )
 
 

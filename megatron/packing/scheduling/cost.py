@@ -263,13 +263,13 @@ def layers_pack_cost(
     of_window: dict[int, int] = {}
     for kind in (*layers, *further):
         used, all_weights = kind.mlp_weights(hidden_size, is_gated)
-        mixer = kind.mixer_weights(hidden_size)
-        per_token += mixer + kind.recurrence() + used
-        num_weights += mixer + all_weights  # one output layer, used several times
+        mixer = kind.mixer_work(hidden_size)
+        per_token += mixer.per_token + used
+        num_weights += mixer.num_weights + all_weights  # one output layer, used several times
         if kind.window is None:
-            per_square += kind.per_square()
+            per_square += mixer.per_square
         else:
-            of_window[kind.window] = of_window.get(kind.window, 0) + kind.per_square()
+            of_window[kind.window] = of_window.get(kind.window, 0) + mixer.per_square
     per_token += len(further) * head
     return PackCost(
         linear=float(_FLOPS_PER_MULTIPLY_ADD * per_token),

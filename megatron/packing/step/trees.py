@@ -17,9 +17,9 @@ def why_paths_stay_apart(config: Any) -> str:
     """Returns why each path of a tree becomes a sequence, which is exact and saves nothing; ""
     where prefixes are computed once: where each layer is attention of ours.
     """
-    kinds = getattr(config, "layer_kinds", None) or ()
-    if any(kind.mixer != "attention" for kind in kinds):
-        return "a recurrent layer would have to begin a node with its parent's state"
+    for kind in getattr(config, "layer_kinds", None) or ():
+        if kind.mixer is not None and kind.mixer.why_paths_apart:
+            return kind.mixer.why_paths_apart
     if transformer_engine_installed():
         return "attention is transformer-engine's, which takes no list of keys"
     return ""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range
+from megatron.packing.model.parts import parts_in
 from megatron.sft.arguments.defaults import chosen_options
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_run_options
@@ -263,9 +264,8 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
     plain = ""
     if config.optimizer.use_precision_aware_optimizer:
         plain = "; the optimizer's state in float32 on the GPU, so that less is needed"
-    kernels = ""
-    if any(model.linear_attention_freq) and config.training.bf16:
-        kernels = "; delta nets by flash-linear-attention, whose memory is described"
+    described = [part.described_kernels for part in parts_in(model) if config.training.bf16]
+    kernels = "".join(f"; {one}, whose memory is described" for one in described if one)
     stages = ""
     if len(set(config.layers_of_parts)) > 1:
         stages = f"; stages of {' '.join(map(str, config.layers_of_parts))} layers"

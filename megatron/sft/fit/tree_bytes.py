@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron.packing.model.parts import parts_in
 from megatron.sft.fit.stages import Stage, layers_of
 from megatron.sft.options.config import SFTConfig
 
@@ -28,6 +29,7 @@ def tree_bytes(config: SFTConfig, stages: list[Stage]) -> TreeBytes | None:
     """Returns them; None where no sample is a tree, or may be one."""
     data, model, parallel = config.data, config.model, config.parallel
     has_none = data.mock_data or data.train_turns in ("all", "last")
+    has_none |= any(part.why_paths_apart for part in parts_in(model))  # each is a sequence
     if has_none or not config.packing.sequence_packing or model.mtp_num_layers is not None:
         return None
     groups = model.num_query_groups or model.num_attention_heads
@@ -48,6 +50,4 @@ def _num_kept(config: SFTConfig, stage: Stage) -> int:
     )
     if again or model.recompute_granularity == "full":
         return 1  # of the layer that is computed again
-    flags = model.linear_attention_freq
-    layers = [layer for part in layers_of(config, stage) for layer in part]
-    return stage.in_flight * sum(not (flags and flags[layer]) for layer in layers)
+    return stage.in_flight * sum(len(part) for part in layers_of(config, stage))

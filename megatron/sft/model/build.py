@@ -42,7 +42,12 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered
 from megatron.sft.model.checkpoints.weights import CheckpointWeights
-from megatron.sft.model.gpt_additions import add_to_gpt, logit_rule, parts_of, prepare_config
+from megatron.sft.model.gpt_additions import (
+    add_to_gpt,
+    arguments_of_attention,
+    logit_rule,
+    prepare_config,
+)
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
 from megatron.sft.model.kernels import has_fused_permutation, kernels_for
 from megatron.sft.model.lora.adapters import add_adapters
@@ -279,7 +284,9 @@ def build_gpt(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     vp_stage = number if config.num_virtual_stages is not None else None
-    block_spec = packed_block_spec(transformer_config, vp_stage, parts_of(model))
+    block_spec = packed_block_spec(
+        transformer_config, vp_stage, model, arguments_of_attention(model)
+    )
     gpt = GPTModel(
         config=transformer_config,
         transformer_layer_spec=block_spec,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.packing.model.attention.rotary import LayerRotary, QueryScale
-from megatron.packing.model.layers.parts import Parts
+from megatron.packing.model.attention.rotary import LayerRotary
+from megatron.packing.model.attention.self_attention import QueryScale
 from megatron.packing.model.multipliers import LogitRule, adjust_logits, multiply_embeddings
 from megatron.sft.model.rope import inverse_frequencies, plain_frequencies
 from megatron.sft.options.model import ModelConfig
@@ -64,28 +65,23 @@ def logit_rule(model: ModelConfig) -> LogitRule:
     return LogitRule(scale=1.0 / model.logits_scaling, softcap=model.final_logit_softcapping)
 
 
-def parts_of(model: ModelConfig) -> Parts:
-    """Returns the parts of layers that megatron-core's config has no field for."""
-    query_scale = None
+def arguments_of_attention(model: ModelConfig) -> Callable[[int], dict[str, Any]]:
+    """Returns the function from a layer, numbered over the whole model, to the arguments of its
+    `PackedSelfAttention`.
+    """
+    shared: dict[str, Any] = {"has_proj_bias": model.add_proj_bias}
     if model.query_scale_beta is not None:
         assert model.rope_scaling is not None
         length = parse_rope_scaling(model.rope_scaling).original_max_position_embeddings
-        query_scale = QueryScale(model.query_scale_beta, int(length))
-    return Parts(
-        norm_position=model.norm_position,
-        residual_multiplier=model.residual_multiplier,
-        softcap=model.attn_logit_softcapping,
-        has_whole_width_qk_norms=model.qk_layernorm_over_heads,
-        rotary_of_layers=_rotary_of_layers(model),
-        query_scale=query_scale,
-        has_proj_bias=model.add_proj_bias,
-    )
+        shared["query_scale"] = QueryScale(model.query_scale_beta, int(length))
+    rotary_of_layers = _rotary_of_layers(model)
+    return lambda number: {**shared, "rotary": rotary_of_layers[number]}
 
 
 def _rotary_of_layers(model: ModelConfig) -> tuple[LayerRotary | None, ...]:
     """Layers with a window may have a base of their own; layers without rotary embedding none."""
     if model.window_rotary_base is None:
-        return ()
+        return (None,) * model.num_layers
     dim = int(model.resolved_kv_channels * model.rotary_percent)
     rotary = LayerRotary(
         plain_frequencies(dim, model.window_rotary_base), is_interleaved=model.rotary_interleaved

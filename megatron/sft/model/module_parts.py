@@ -10,11 +10,11 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.packing.model.attention.delta_net import GatedDeltaNet
+from megatron.packing.model.parts import PARTS
 
 _PARTS: tuple[tuple[type, str], ...] = (
     (Attention, "attention"),
-    (GatedDeltaNet, "delta nets"),
+    *((part.module(), part.title) for part in PARTS),
     (SharedExpertMLP, "experts"),
     (MLP, "MLP"),
     (BaseMoELayer, "experts"),

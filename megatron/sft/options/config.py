@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import FlagError, flag_of
+from megatron.packing.model.parts import check_parts
 from megatron.packing.model.shape import Split, check_splits
 from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.sft.options.data import DataConfig
@@ -173,6 +174,7 @@ class SFTConfig:
             experts=Split("--expert-model-parallel-size", experts),
             sequence_parallel=parallel.sequence_parallel,
         )
+        check_parts(model, layout=parallel.layout)
         run = (model.recompute_num_layers or 1) if model.recompute_method != "block" else 1
         uneven = [layers for layers in self.layers_of_parts if layers % run]
         if uneven:

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.packing.flags import check_range, flag_of
+from megatron.packing.model.parts import PARTS
 
 LINEARS: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -32,7 +34,11 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
 """Linear layer -> HuggingFace's names of several of these modules in one layer, where a family has
 them so, in order.
 """
-_OF_DELTA_NETS = (*LINEARS["in_proj"], *LINEARS["out_proj"])
+_OF_PARTS = {
+    part.name: [one for p in part.parameters if p.takes_adapter for one in LINEARS[p.linear]]
+    for part in PARTS
+}
+"""Part in the place of attention -> its modules."""
 _EVERY = tuple(module for modules in LINEARS.values() for module in modules)
 _ALL = "all-linear"
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
@@ -152,27 +158,36 @@ class LoraConfig:
     def identity(
         self,
         *,
-        has_delta_nets: bool = False,
+        parts: Collection[str] = (),
         has_experts: bool = False,
         has_shared_experts: bool = False,
     ) -> dict[str, Any]:
-        """Returns what a checkpoint of such a model must share with the run that loads it."""
+        """Returns what a checkpoint of such a model must share with the run that loads it.
+
+        parts: names of those that stand in the place of attention in some layers.
+        """
         if not self.lora:
             return {"lora": False}
         # All experts of a model without shared ones are routed.
         is_all = self.lora_experts == "routed" and not has_shared_experts
         experts = "all" if is_all else self.lora_experts
-        # Apart, since older checkpoints of all linear layers do not name these.
-        of_delta_nets = [module for module in self.targets if module in _OF_DELTA_NETS]
+        # Apart, since checkpoints from before a part had adapters do not name its modules.
+        others = {module for modules in _OF_PARTS.values() for module in modules}
         return {
             "lora": True,
-            **({"lora_delta_net_modules": of_delta_nets} if has_delta_nets else {}),
+            **{
+                modules_of_part(part): [one for one in self.targets if one in _OF_PARTS[part]]
+                for part in parts
+            },
             **({"lora_experts": experts} if has_experts else {}),
             "lora_rank": self.lora_rank,
             "lora_alpha": self.lora_alpha,
             "lora_rslora": self.lora_rslora,
-            "lora_target_modules": [
-                module for module in self.targets if module not in _OF_DELTA_NETS
-            ],
+            "lora_target_modules": [one for one in self.targets if one not in others],
             "lora_modules_to_save": sorted(self.lora_modules_to_save),
         }
+
+
+def modules_of_part(name: str) -> str:
+    """Returns the key of a checkpoint for a part's modules among --lora-target-modules."""
+    return f"lora_{name}_modules"

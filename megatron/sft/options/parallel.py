@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import Split
+from megatron.packing.rules import Layout
 from megatron.packing.stages import StageLayers
 
 
@@ -153,6 +154,11 @@ class ParallelConfig:
             counts_embedding=self.account_for_embedding_in_pipeline_split,
             counts_loss=self.account_for_loss_in_pipeline_split,
         )
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the layout, for rules."""
+        return Layout.of(self)
 
     @property
     def least_world_size(self) -> int:

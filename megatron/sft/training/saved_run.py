@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
+from megatron.packing.model.parts import parts_in
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.user_files import disk_fault
 from megatron.sft.data.datasets import Datasets
@@ -53,7 +54,7 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     if not sharded:  # sharded, the state is float32 in both precisions, under the same keys
         options["bf16"] = config.training.bf16
     options |= config.lora.identity(
-        has_delta_nets=any(config.model.linear_attention_freq),
+        parts=[part.name for part in parts_in(config.model)],
         has_experts=config.model.num_experts is not None,
         has_shared_experts=bool(config.model.moe_shared_expert_intermediate_size),
     )

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from megatron.packing.layers import DeltaNetShape, ExpertsShape, LayerKind
+from megatron.packing.layers import ExpertsShape, LayerKind, Work
+from megatron.packing.model.parts.delta_net import DeltaNet
 from megatron.packing.model.shape import ModelShape
 
 SHAPE: dict[str, Any] = {
@@ -44,30 +45,31 @@ def test_layers_differ_as_the_options_say():
     )
     first, second, third = shape.layer_kinds()
     assert (first.window, first.experts, first.has_output_gate) == (4, None, True)
-    assert (second.mixer, second.window, second.has_output_gate) == ("delta_net", None, False)
-    assert second.delta_net == DeltaNetShape(**DELTA_NET)
-    assert (third.mixer, third.window) == ("attention", None)
+    assert (second.window, second.has_output_gate) == (None, False)
+    assert second.mixer == DeltaNet(**DELTA_NET)
+    assert (third.mixer, third.window) == (None, None)
     assert third.experts == ExpertsShape(num_experts=4, topk=2, width=6)
 
 
 def test_multiply_adds():
     """Counted by hand for a hidden size of 10."""
     kind = LayerKind(num_attention_heads=4, num_query_groups=2, kv_channels=5, ffn_hidden_size=7)
-    assert kind.mixer_weights(10) == 10 * (20 + 20) + 20 * 10
-    assert kind.per_square() == 20  # two products of 20 channels over half of the pairs
+    weights = 10 * (20 + 20) + 20 * 10
+    # two products of 20 channels over half of the pairs
+    assert kind.mixer_work(10) == Work(weights, weights, 20)
     assert kind.mlp_weights(10, is_gated=True) == (210, 210)
     linear = LayerKind(
         num_attention_heads=4,
         num_query_groups=2,
         kv_channels=5,
-        delta_net=DeltaNetShape(**DELTA_NET),
+        mixer=DeltaNet(**DELTA_NET),
         ffn_hidden_size=7,
         experts=ExpertsShape(num_experts=3, topk=2, width=6, shared_width=1),
     )
     # queries and keys of 6 channels each, values and gates of 20, two numbers per value head
-    assert linear.mixer_weights(10) == 10 * (6 + 6 + 20 + 20 + 4 + 4) + 20 * 10
-    assert linear.recurrence() == 3 * 4 * 15 + 4 * (6 + 6 + 20)
-    assert linear.per_square() == 0
+    weights = 10 * (6 + 6 + 20 + 20 + 4 + 4) + 20 * 10
+    recurrence = 3 * 4 * 15 + 4 * (6 + 6 + 20)
+    assert linear.mixer_work(10) == Work(weights + recurrence, weights, 0)
     assert linear.mlp_weights(10, is_gated=False) == (20 * 13 + 30, 20 * 19 + 30)
 
 

@@ -21,10 +21,10 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron.packing.model import grouped_experts
-from megatron.packing.model.attention import delta_rule, zigzag
 from megatron.packing.model.attention import kernels as attention_kernels
+from megatron.packing.model.attention import zigzag
 from megatron.packing.model.loss import cross_entropy
-from megatron.sft.fit.fake import delta_kernels
+from megatron.packing.model.parts import PARTS
 from megatron.sft.model import build, kernels
 
 How = Literal["run", "described", "none"]
@@ -72,7 +72,7 @@ BRANCHES = (
         "none",
     ),
     Branch(
-        "packing.model.attention.delta_rule.has_kernels",
+        "packing.model.parts.delta_rule.has_kernels",
         "kernels of flash-linear-attention: what they keep and make is described; "
         "in float32 plain torch",
         "described",
@@ -174,9 +174,8 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
         its = getattr(module, zigzag.to_device.__name__, None)
         if name.startswith("megatron.packing.model.") and its is zigzag.to_device:
             yield module, zigzag.to_device.__name__, _copy
-    yield delta_rule, "has_kernels", lambda device, dtype: dtype in _HALF
-    yield delta_rule, "rule_kernel", lambda: delta_kernels.rule
-    yield delta_rule, "convolution_kernel", lambda: delta_kernels.convolution
+    for part in PARTS:
+        yield from part.kernel_stand_ins()
     grouped = grouped_experts._is_for_grouped_mm
     yield (
         grouped_experts,

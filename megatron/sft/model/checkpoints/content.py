@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies import common as common_strateg
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
+from megatron.packing.model.parts import PARTS
 from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.files import CheckpointError, check_sound
@@ -27,6 +28,7 @@ from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iterat
 from megatron.sft.model.checkpoints.own_state import own_state_alone
 from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
 from megatron.sft.model.cpu_offload import make_adam_state
+from megatron.sft.options.lora import modules_of_part
 from megatron.sft.options.model import ModelConfig
 
 METADATA = {
@@ -39,7 +41,7 @@ METADATA = {
 # Checkpoints from before an option existed do not record it. Their runs had its default.
 _DEFAULTS_OF_OLD = {
     field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING
-} | {"lora": False, "lora_delta_net_modules": [], "lora_experts": "all"}
+} | {"lora": False, "lora_experts": "all", **{modules_of_part(part.name): [] for part in PARTS}}
 
 
 class Progress(NamedTuple):
@@ -174,8 +176,7 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
     saved = _DEFAULTS_OF_OLD | saved
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
     names["base"] = f"the base model (then {saved.get('base_folder')})"
-    # A part of --lora-target-modules that is recorded under a key of its own.
-    names["lora_delta_net_modules"] = "--lora-target-modules of gated delta nets"
+    names |= {modules_of_part(p.name): f"--lora-target-modules of {p.title}" for p in PARTS}
     differing = {
         name: f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
         for name, value in model_options.items()

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from megatron.packing.layers import Parameter, Sharding
 from megatron.packing.model import names
-from megatron.sft.model.huggingface.tensors import Sharding, View
+from megatron.packing.model.parts import attention
+from megatron.sft.model.huggingface.tensors import View
 
 Sizes = Mapping[str, int]
 
@@ -42,6 +44,19 @@ class Row(NamedTuple):
     sources: Callable[[Sizes], tuple[Source, ...]] | None = None
     """Function from sizes to the place of each part; None if each part is a tensor of its own."""
 
+    @classmethod
+    def of(
+        cls,
+        parameter: Parameter,
+        tensors: tuple[str, ...],
+        sources: Callable[[Sizes], tuple[Source, ...]] | None = None,
+    ) -> Row:
+        """Returns the row of a parameter that is declared in `packing.model.parts`. The layers that
+        have it are said there, too: its name is the condition.
+        """
+        name, _, sharding, shape, _ = parameter
+        return cls(name, sharding, shape, tensors, name, sources)
+
 
 MODEL_ROWS: tuple[Row, ...] = (
     Row(names.EMBEDDING, "vocabulary", ("vocab", "hidden"), ("embed_tokens.weight",)),
@@ -50,31 +65,13 @@ MODEL_ROWS: tuple[Row, ...] = (
 )
 QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
 ATTENTION_ROWS: tuple[Row, ...] = (
-    Row(
-        "attention.qkv.weight",
-        "heads",
-        ("query,key,key", "hidden"),
-        tuple(f"{name}.weight" for name in QKV),
-        "attention",
-    ),
-    Row(
-        "attention.qkv.bias",
-        "heads",
-        ("query,key,key",),
-        tuple(f"{name}.bias" for name in QKV),
-        "qkv_bias",
-    ),
-    Row("attention.q_norm.weight", "whole", ("q_norm",), ("self_attn.q_norm.weight",), "qk_norms"),
-    Row("attention.k_norm.weight", "whole", ("k_norm",), ("self_attn.k_norm.weight",), "qk_norms"),
-    Row(
-        "attention.proj.weight",
-        "columns",
-        ("hidden", "query"),
-        ("self_attn.o_proj.weight",),
-        "attention",
-    ),
-    Row("attention.proj.bias", "whole", ("hidden",), ("self_attn.o_proj.bias",), "proj_bias"),
-    Row("attention.softmax_offset", "rows", ("query_heads",), ("self_attn.sinks",), "sinks"),
+    Row.of(attention.QKV, tuple(f"{name}.weight" for name in QKV)),
+    Row.of(attention.QKV_BIAS, tuple(f"{name}.bias" for name in QKV)),
+    Row.of(attention.Q_NORM, ("self_attn.q_norm.weight",)),
+    Row.of(attention.K_NORM, ("self_attn.k_norm.weight",)),
+    Row.of(attention.PROJ, ("self_attn.o_proj.weight",)),
+    Row.of(attention.PROJ_BIAS, ("self_attn.o_proj.bias",)),
+    Row.of(attention.SINKS, ("self_attn.sinks",)),
 )
 MLP_ROWS: tuple[Row, ...] = (
     Row(

@@ -11,15 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
-Sharding = Literal["whole", "columns", "rows", "sections", "heads", "vocabulary"]
-"""Ways in which tensor-parallel ranks share a parameter.
-
-whole: each rank has all of it.
-columns, rows: each rank has consecutive columns or rows.
-sections: each rank has consecutive rows of each part, [gate rows; up rows].
-heads: each rank has consecutive groups of heads, [queries; key; value] for each group.
-vocabulary: consecutive rows; the last rank may have padding.
-"""
+from megatron.packing.layers import Sharding
 
 Stack = Literal["matrices", "rows", "columns"]
 """Ways to stack the matrices [n, m] of experts in one tensor.

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from megatron.packing.layers import LayerKind
 from megatron.packing.model.names import LogicalName, is_of_adapter, logical_name
+from megatron.packing.model.parts import attention
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.names import is_of_language_model
 from megatron.sft.model.huggingface.rows import LAYER_ROWS, MODEL_ROWS, Row, Source
@@ -147,57 +148,36 @@ def _of_part(sizes: str, number: int) -> str:
 
 def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
     """Returns the conditions of `Row.when` that hold for a layer."""
-    is_attention, has_experts = kind.mixer == "attention", kind.experts is not None
+    has_experts = kind.experts is not None
     biases = not model.disable_bias_linear
     holds = {
         "always": True,
         "norms_before": model.norm_position != "behind",
         "norms_behind": model.norm_position != "before",
-        "sinks": model.softmax_type == "learnable" and is_attention,
-        "attention": is_attention,
-        "qk_norms": model.qk_layernorm and is_attention,
-        "qkv_bias": (model.add_qkv_bias or biases) and is_attention,
-        "proj_bias": (model.add_proj_bias or biases) and is_attention,
         "dense": not has_experts,
         "dense_bias": biases and not has_experts,
         "experts": has_experts,
         "router_bias": biases and has_experts,
         "experts_linear_bias": biases and has_experts,
-        "delta_net": not is_attention,
         "router_correction_bias": has_experts and model.moe_router_enable_expert_bias,
         "shared": kind.experts is not None and kind.experts.shared_width > 0,
         "shared_gate": has_experts and model.moe_shared_expert_gate,
     }
-    return frozenset(name for name, is_true in holds.items() if is_true)
+    of_mixer = attention.parameters(model) if kind.mixer is None else kind.mixer.parameters
+    return frozenset(
+        [parameter.name for parameter in of_mixer]
+        + [name for name, is_true in holds.items() if is_true]
+    )
 
 
 def sizes_of(model: ModelConfig, kind: LayerKind) -> Mapping[str, int]:
     """Returns the sizes of a layer, by their names in `Row.shape`."""
-    query, key = (
-        heads * kind.kv_channels for heads in (kind.num_attention_heads, kind.num_query_groups)
-    )
-    is_wide = model.qk_layernorm_over_heads
     sizes = {
         "one": 1,
         "hidden": model.hidden_size,
-        "head": kind.kv_channels,
-        "query": query,
-        "key": key,
-        "q_norm": query if is_wide else kind.kv_channels,
-        "k_norm": key if is_wide else kind.kv_channels,
-        "query_heads": kind.num_attention_heads,
         "ffn": kind.ffn_hidden_size,
+        **(attention.sizes(kind, model) if kind.mixer is None else kind.mixer.sizes()),
     }
-    if kind.delta_net is not None:
-        net = kind.delta_net
-        sizes |= {
-            "dn_key": net.key_size,
-            "dn_value": net.value_size,
-            "dn_key_heads": net.linear_num_key_heads,
-            "dn_value_heads": net.linear_num_value_heads,
-            "dn_value_head": net.linear_value_head_dim,
-            "dn_kernel": net.linear_conv_kernel_dim,
-        }
     if kind.experts is not None:
         sizes |= {
             "experts": kind.experts.num_experts,

@@ -30,10 +30,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron.packing.model.attention.delta_net import by_section
+from megatron.packing.layers import Sharding
 from megatron.packing.model.names import linear_of, logical_name
+from megatron.packing.model.parts import parts_in
+from megatron.packing.model.sections import by_section
 from megatron.sft.model.huggingface.read import global_name
-from megatron.sft.model.huggingface.tensors import Part, Sharding, Tensors, Weight
+from megatron.sft.model.huggingface.tensors import Part, Tensors, Weight
 from megatron.sft.model.lora.adapter import Adapter
 from megatron.sft.model.lora.layers import Adapted, adapted_layers
 from megatron.sft.options.lora import LINEARS, LoraConfig
@@ -137,24 +139,28 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
     """
     modules = LINEARS[linear_name]
     sizes: tuple[int, ...] = (output_size,)
+    sharding: Sharding = "whole"
     groups = 1
     if linear_name == "qkv":
         head, groups = config.kv_channels, config.num_query_groups
         sizes = (config.num_attention_heads * head, groups * head, groups * head)
         if config.attention_output_gate:  # queries and gates are one layer
-            modules, sizes = (modules[0], *modules), (sizes[0], *sizes)
+            sizes = (sizes[0], *sizes)
+        sharding = "heads"
     elif linear_name == "fc1":
-        is_gated = config.gated_linear_unit
-        sizes = (output_size // 2,) * 2 if is_gated else (0, output_size)
-    elif linear_name == "in_proj":
-        heads = config.linear_num_value_heads
-        keys = config.linear_num_key_heads * config.linear_key_head_dim
-        values = heads * config.linear_value_head_dim
-        modules = (*(modules[0],) * 3, *modules[1:])
-        sizes = (keys, keys, values, values, heads, heads)
-    sharding: dict[str, Sharding] = {"qkv": "heads", "fc1": "sections", "in_proj": "sections"}
+        sizes = (output_size // 2,) * 2 if config.gated_linear_unit else (0, output_size)
+        sharding = "sections"
+    for part in parts_in(config):
+        for parameter in part.parameters:
+            is_meant = parameter.takes_adapter and parameter.linear == linear_name
+            if is_meant and parameter.sharding != "columns":  # of which each rank has all rows
+                named = {**part.of(config).sizes(), "hidden": config.hidden_size}
+                sizes = tuple(named[size] for size in parameter.shape[0].split(","))
+                sharding = parameter.sharding
+    # Of a layer with more sections than modules, the first module has those beyond one for each.
+    modules = (modules[0],) * (len(sizes) - len(modules)) + modules
     parts = tuple(Part(module, (size,)) for module, size in zip(modules, sizes, strict=True))
-    return Weight(sharding.get(linear_name, "whole"), parts, num_groups=groups)
+    return Weight(sharding, parts, num_groups=groups)
 
 
 def _add_update(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron.packing.layers import Sharding
 from megatron.packing.model.names import ADAPTER, EMBEDDING, OUTPUT, is_of_adapter, logical_name
-from megatron.sft.model.huggingface.tensors import Part, Sharding, View, Weight
+from megatron.sft.model.huggingface.tensors import Part, View, Weight
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.layers import adapted_layers
 from megatron.sft.options.lora import LINEARS, LoraConfig

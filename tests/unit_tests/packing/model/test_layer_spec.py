@@ -7,7 +7,6 @@ import pytest
 
 from megatron.packing.model import layer_spec
 from megatron.packing.model.layer_spec import need_local_layers
-from megatron.packing.model.layers.parts import PLAIN, Parts
 
 WINDOW = {"window_size": (7, 0)}
 SINKS = {"softmax_type": "learnable"}
@@ -15,22 +14,24 @@ SPLIT = {"context_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("options", "parts", "release", "is_local"),
+    ("options", "ours", "release", "is_local"),
     [
-        ({}, PLAIN, "2.9", False),
-        (SPLIT, PLAIN, "2.9", False),
-        (WINDOW, PLAIN, "2.9", False),
-        (WINDOW | SPLIT, PLAIN, "2.9", True),
-        (SINKS, PLAIN, "2.9", False),
-        (SINKS, PLAIN, "2.7", True),
-        (SINKS | SPLIT, PLAIN, "2.9", True),
-        ({"linear_attention_freq": [1, 0]}, PLAIN, "2.9", True),
-        ({}, Parts(softcap=50.0), "2.9", True),
-        ({}, Parts(norm_position="both"), "2.9", True),
+        ({}, {}, "2.9", False),
+        (SPLIT, {}, "2.9", False),
+        (WINDOW, {}, "2.9", False),
+        (WINDOW | SPLIT, {}, "2.9", True),
+        (SINKS, {}, "2.9", False),
+        (SINKS, {}, "2.7", True),
+        (SINKS | SPLIT, {}, "2.9", True),
+        ({"linear_attention_freq": [1, 0]}, {}, "2.9", True),
+        ({}, {"attn_logit_softcapping": 50.0}, "2.9", True),
+        ({}, {"qk_layernorm_over_heads": True}, "2.9", True),
+        ({}, {"norm_position": "both"}, "2.9", True),
+        ({}, {"residual_multiplier": 0.5}, "2.9", True),
     ],
 )
 def test_what_transformer_engine_does_not_compute_is_ours(
-    monkeypatch, options, parts, release, is_local
+    monkeypatch, options, ours, release, is_local
 ):
     """It would leave a cap or a window out, or end the run in its first layer."""
     plain = {
@@ -38,7 +39,9 @@ def test_what_transformer_engine_does_not_compute_is_ours(
         "softmax_type": "vanilla",
         "context_parallel_size": 1,
         "linear_attention_freq": None,
+        "num_layers": 2,
     }
     config: Any = SimpleNamespace(**plain | options)
     monkeypatch.setattr(layer_spec, "is_te_min_version", lambda least: release >= least[:3])
-    assert need_local_layers(config, parts) == is_local
+    model: Any = SimpleNamespace(**vars(config), **ours)
+    assert need_local_layers(config, model) == is_local

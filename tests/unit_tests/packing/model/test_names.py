@@ -42,9 +42,18 @@ def test_names_of_both_kinds_of_layers(name, logical):
     assert logical_name(name) == logical
 
 
-@pytest.mark.parametrize("name", ["mtp.layers.0.eh_proj.weight", "decoder.layers.0.other.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.layers.0.eh_proj.weight",
+        "decoder.layers.0.other.weight",
+        "decoder.layers.0.self_attention.head_temperature",
+    ],
+)
 def test_what_is_in_no_table(name):
-    """A parameter without a place must not be taken for another."""
+    """A parameter without a place must not be taken for another: one of attention was a delta
+    net's by default.
+    """
     with pytest.raises(KeyError):
         logical_name(name)
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.packing.layers import DeltaNetShape, LayerKind
+from megatron.packing.layers import LayerKind
+from megatron.packing.model.parts.delta_net import DeltaNet
 from megatron.packing.scheduling.cost import (
     PackCost,
     gpt_layers,
@@ -180,7 +181,7 @@ def test_a_batch_costs_what_its_sequences_cost():
 
 def test_layers_of_a_delta_net_cost_no_pairs():
     """Three of four layers of Qwen3.5."""
-    shape = DeltaNetShape(
+    shape = DeltaNet(
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=3,
@@ -191,7 +192,7 @@ def test_layers_of_a_delta_net_cost_no_pairs():
         num_query_groups=2,
         kv_channels=5,
         ffn_hidden_size=7,
-        delta_net=shape,
+        mixer=shape,
     )
     cost = layers_pack_cost([kind], hidden_size=10, vocab_size=0, is_gated=True)
     assert cost.quadratic == 0

@@ -12,25 +12,26 @@ import pytest
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import ShapedSamples
+from megatron.packing.model.parts.delta_net import DeltaNet
 from megatron.packing.step import trees
 from tests.unit_tests.packing.batch.test_reading import TREE
 
 
-def config_of(*mixers: str) -> Any:
+def config_of(*mixers: Any) -> Any:
     return SimpleNamespace(layer_kinds=[SimpleNamespace(mixer=mixer) for mixer in mixers])
 
 
 def test_recurrent_layers_keep_paths_apart() -> None:
     """A node would begin with the state of the node before it in the pack."""
-    assert trees.why_paths_stay_apart(config_of("attention", "attention")) == ""
+    assert trees.why_paths_stay_apart(config_of(None, None)) == ""
     assert trees.why_paths_stay_apart(SimpleNamespace()) == ""
-    assert "recurrent" in trees.why_paths_stay_apart(config_of("attention", "delta"))
+    assert "recurrent" in trees.why_paths_stay_apart(config_of(None, DeltaNet))
 
 
 def test_attention_of_transformer_engine_keeps_paths_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would let each node attend to itself alone."""
     monkeypatch.setattr(trees, "transformer_engine_installed", lambda: True)
-    reason = trees.why_paths_stay_apart(config_of("attention"))
+    reason = trees.why_paths_stay_apart(config_of(None))
     assert reason
     assert "Transformer Engine" not in reason, "the trainer hides its import-time notices"
 

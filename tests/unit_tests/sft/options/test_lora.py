@@ -104,7 +104,7 @@ def test_what_a_checkpoint_must_share():
     )
     assert one.identity() == other.identity()
     assert one.identity()["lora_target_modules"] == ["q_proj", "v_proj"]
-    assert LoraConfig().identity(has_delta_nets=True) == {"lora": False}
+    assert LoraConfig().identity(parts=["delta_net"]) == {"lora": False}
 
 
 def test_checkpoints_from_before_delta_nets_had_adapters_are_continued():
@@ -115,7 +115,7 @@ def test_checkpoints_from_before_delta_nets_had_adapters_are_continued():
     assert every.identity()["lora_target_modules"] == seven
     assert "lora_delta_net_modules" not in every.identity()
     of_next = LoraConfig(lora=True, lora_target_modules=("in_proj_ba", "q_proj"))
-    assert of_next.identity(has_delta_nets=True)["lora_delta_net_modules"] == [
+    assert of_next.identity(parts=["delta_net"])["lora_delta_net_modules"] == [
         "in_proj_b",
         "in_proj_a",
     ]

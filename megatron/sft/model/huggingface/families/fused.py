@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.packing.model.parts import attention
 from megatron.sft.model.huggingface.rows import Row, joined
 
 GATE_UP = Row(
@@ -13,12 +14,9 @@ GATE_UP = Row(
     lambda sizes: joined(sizes["ffn"], sizes["ffn"], columns=(sizes["hidden"],)),
 )
 """All gates, then all that they multiply."""
-QKV = Row(
-    "attention.qkv.weight",
-    "heads",
-    ("query,key,key", "hidden"),
+QKV = Row.of(
+    attention.QKV,
     ("self_attn.qkv_proj.weight",) * 3,
-    "attention",
     lambda sizes: joined(sizes["query"], sizes["key"], sizes["key"], columns=(sizes["hidden"],)),
 )
 """All queries, then all keys, then all values."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.packing.model.parts import attention
+from megatron.packing.model.parts.delta_net import DeltaNet
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.families.mixture import (
@@ -16,15 +18,7 @@ from megatron.sft.model.huggingface.families.mixture import (
 from megatron.sft.model.huggingface.rows import Row, Sizes, Source, alternating, joined
 from megatron.sft.options.model import ModelConfig
 
-_DELTA_NET = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
-_SECTIONS = "dn_key,dn_key,dn_value,dn_value,dn_value_heads,dn_value_heads"
-"""Rows of queries, keys, values, gates, betas and alphas."""
+_NET = {parameter.name: parameter for parameter in DeltaNet.parameters}
 
 
 def _gated_queries(sizes: Sizes) -> tuple[Source, ...]:
@@ -57,76 +51,56 @@ def _convolution(sizes: Sizes) -> tuple[Source, ...]:
     return joined(key, key, value, columns=(1, sizes["dn_kernel"]))
 
 
-_QKV = Row(
-    "attention.qkv.weight",
-    "heads",
-    ("query,query,key,key", "hidden"),
+_QKV = Row.of(
+    attention.GATED_QKV,
     (
         *("self_attn.q_proj.weight",) * 2,
         "self_attn.k_proj.weight",
         "self_attn.v_proj.weight",
     ),
-    "attention",
     _gated_queries,
 )
 _OTHERS = (
-    Row(
-        "delta_net.conv1d.weight",
-        "sections",
-        ("dn_key,dn_key,dn_value", "one", "dn_kernel"),
-        ("linear_attn.conv1d.weight",) * 3,
-        "delta_net",
-        _convolution,
-    ),
-    Row("delta_net.A_log", "rows", ("dn_value_heads",), ("linear_attn.A_log",), "delta_net"),
-    Row("delta_net.dt_bias", "rows", ("dn_value_heads",), ("linear_attn.dt_bias",), "delta_net"),
-    Row(
-        "delta_net.out_norm.weight",
-        "whole",
-        ("dn_value_head",),
-        ("linear_attn.norm.weight",),
-        "delta_net",
-    ),
-    Row(
-        "delta_net.out_proj.weight",
-        "columns",
-        ("hidden", "dn_value"),
-        ("linear_attn.out_proj.weight",),
-        "delta_net",
-    ),
+    Row.of(_NET["delta_net.conv1d.weight"], ("linear_attn.conv1d.weight",) * 3, _convolution),
+    Row.of(_NET["delta_net.A_log"], ("linear_attn.A_log",)),
+    Row.of(_NET["delta_net.dt_bias"], ("linear_attn.dt_bias",)),
+    Row.of(_NET["delta_net.out_norm.weight"], ("linear_attn.norm.weight",)),
+    Row.of(_NET["delta_net.out_proj.weight"], ("linear_attn.out_proj.weight",)),
 )
 _ROWS_NEXT = (
     _QKV,
-    Row(
-        "delta_net.in_proj.weight",
-        "sections",
-        (_SECTIONS, "hidden"),
+    Row.of(
+        _NET["delta_net.in_proj.weight"],
         (
             *("linear_attn.in_proj_qkvz.weight",) * 4,
             *("linear_attn.in_proj_ba.weight",) * 2,
         ),
-        "delta_net",
         _two_projections,
     ),
     *_OTHERS,
 )
 _ROWS = (
     _QKV,
-    Row(
-        "delta_net.in_proj.weight",
-        "sections",
-        (_SECTIONS, "hidden"),
+    Row.of(
+        _NET["delta_net.in_proj.weight"],
         (
             *("linear_attn.in_proj_qkv.weight",) * 3,
             "linear_attn.in_proj_z.weight",
             "linear_attn.in_proj_b.weight",
             "linear_attn.in_proj_a.weight",
         ),
-        "delta_net",
         _three_projections,
     ),
     *_OTHERS,
 )
+# transformers has megatron-core's names for the sizes of a delta net.
+_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def _options(config: ConfigFields) -> dict[str, Any]:
@@ -138,7 +112,7 @@ def _options(config: ConfigFields) -> dict[str, Any]:
         "apply_layernorm_1p": True,
         "attention_output_gate": True,
         "linear_attention_freq": is_linear if any(is_linear) else (),
-        **{name: config.number(name) for name in _DELTA_NET},
+        **{name: config.number(name) for name in _SIZES},
     }
 
 
@@ -147,7 +121,7 @@ def _config(model: ModelConfig) -> dict[str, Any]:
     return {
         "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
         "partial_rotary_factor": model.rotary_percent,
-        **{name: getattr(model, name) or 1 for name in _DELTA_NET},
+        **{name: getattr(model, name) or 1 for name in _SIZES},
     }
 
 
@@ -182,13 +156,6 @@ def _moe_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-_SIZES = {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
 _PREFIX = Prefix("model.language_model.", "lm_head.")
 QWEN3_NEXT = Family(
     model_type="qwen3_next",

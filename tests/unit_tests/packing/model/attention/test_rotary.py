@@ -8,7 +8,6 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,14 +17,13 @@ from megatron.packing.batch.reading import read_samples
 from megatron.packing.model.attention import core_attention as attention
 from megatron.packing.model.attention.rotary import (
     LayerRotary,
-    PackedSelfAttention,
     Places,
-    QueryScale,
     _Turn,
     frequencies_of_tokens,
     give_whole_packs,
     turns_of,
 )
+from megatron.packing.model.attention.self_attention import QueryScale
 from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.layer_spec import packed_block_spec
@@ -208,18 +206,6 @@ def test_what_is_kept_is_of_nodes_of_the_same_depths():
         torch.testing.assert_close(its_factors[-2:], 1 + 0.1 * (1 + positions // 2).log())
 
 
-def test_query_scale_is_that_of_transformers():
-    """It starts at 1 and steps at each multiple of the original length, within each sequence."""
-    from transformers.models.ministral3 import modeling_ministral3
-
-    lengths, query = (5, 40, 1), torch.zeros(46, 1, HEADS, WIDTH, dtype=torch.float64)
-    factors = QueryScale(0.1, 16).factors(Places(lengths, 1, 0), query)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    expected = modeling_ministral3.get_llama_4_attn_scale(positions, 0.1, 16)
-    assert torch.equal(factors.flatten(), expected.flatten().double())
-    assert len(factors.unique()) == 3
-
-
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("is_pack", [False, True])
 @pytest.mark.parametrize("options", [{}, {"rotary_interleaved": True}, {"no_rope_freq": [1, 0]}])
@@ -319,18 +305,3 @@ def test_a_rotary_embedding_that_cut_the_pack_is_refused():
     positions = torch.arange(4).expand(3, 1, 4)
     with pytest.raises(ValueError, match=r"pack of 8 tokens .* has 4; call plugin.install"):
         model(tokens, positions, None, labels=tokens, packed_seq_params=params)
-
-
-@pytest.mark.parametrize("num_gates", [2, 4], ids=["cut", "whole_group"])
-def test_each_rank_has_the_gates_of_its_own_heads(monkeypatch, num_gates):
-    """With fewer groups of queries than ranks 0.16.1 gives those of the whole group: it fails, and
-    those of other heads would train without a word.
-    """
-    gates = torch.arange(4.0).view(1, 1, 4, 1)
-    parts = (torch.zeros(1, 1, 2, 1), *torch.zeros(2, 1, 1, 1, 1), gates[:, :, -num_gates:])
-    monkeypatch.setattr(SelfAttention, "get_query_key_value_tensors", lambda *_, **__: parts)
-    layer = PackedSelfAttention.__new__(PackedSelfAttention)
-    layer.__dict__["_turned_by"] = None
-    layer.__dict__["pg_collection"] = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 1))
-    *_, gate = layer.get_query_key_value_tensors(None)
-    assert gate.flatten().tolist() == [2.0, 3.0]

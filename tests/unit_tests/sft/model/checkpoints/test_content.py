@@ -120,7 +120,7 @@ BYTES = {"num_layers": 2, "vocab_size": 264, "tokenizer": "ByteLevelTokenizer 26
         (
             BYTES,
             {**BYTES, "lora_delta_net_modules": ["in_proj_a", "out_proj"]},
-            "(--lora-target-modules of gated delta nets was none, is in_proj_a out_proj)",
+            "(--lora-target-modules of delta nets was none, is in_proj_a out_proj)",
         ),
         (
             BYTES,

@@ -1,7 +1,7 @@
 """The gated delta net of a pack: transformers' module on each sequence alone, exactly."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
-from megatron.packing.model.attention import delta_rule
-from megatron.packing.model.attention.delta_net import GatedDeltaNet, check_delta_net
-from megatron.packing.model.attention.delta_rule import Inputs, causal_convolution, gated_delta_rule
 from megatron.packing.model.get_batch import packed_seq_params
+from megatron.packing.model.parts import delta_rule
+from megatron.packing.model.parts.delta_net import DeltaNet
+from megatron.packing.model.parts.delta_net_module import GatedDeltaNet
+from megatron.packing.model.parts.delta_rule import Inputs, causal_convolution, gated_delta_rule
 from megatron.planner.calibrate import one_process
 
 CPU = torch.device("cpu")
@@ -214,6 +215,21 @@ def test_module_is_that_of_transformers(monkeypatch):
 
 
 @pytest.mark.usefixtures("single_process")
+def test_its_parameters_are_declared(monkeypatch):
+    """Weights in and out, checkpoints and adapters see those that are."""
+    net, _ = net_and_transformers(monkeypatch)
+    sizes = DeltaNet(**SHAPE).sizes() | {"one": 1, "hidden": HIDDEN}
+    declared = {
+        parameter.path: tuple(
+            sum(sizes[one] for one in size.split(",")) for size in parameter.shape
+        )
+        for parameter in DeltaNet.parameters
+    }
+    built = {f"self_attention.{name}": tuple(x.shape) for name, x in net.named_parameters()}
+    assert declared == built
+
+
+@pytest.mark.usefixtures("single_process")
 def test_rows_of_a_batch_are_sequences():
     """Runs without packing give [s, b]."""
     config = TransformerConfig(
@@ -231,15 +247,16 @@ def test_rows_of_a_batch_are_sequences():
         torch.testing.assert_close(whole[:, row : row + 1], alone, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout", "message"),
-    [
-        ((2, 3), (1, 1), "--linear-num-value-heads 3 must be a multiple of"),
-        ((2, 4), (2, 2), "--linear-num-key-heads 2 must be a multiple of --tensor-model-parallel"),
-    ],
-)
-def test_heads_that_do_not_divide_are_refused(shape, layout, message):
-    config: Any = type("Config", (), {})()
-    config.linear_num_key_heads, config.linear_num_value_heads = shape
-    with pytest.raises(ValueError, match=message):
-        check_delta_net(config, *layout)
+def test_the_module_refuses_heads_that_do_not_divide(monkeypatch):
+    """A script of its own may build it under options that nobody has checked."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        **SHAPE,
+    )
+    ranks: Any = SimpleNamespace(size=lambda: 2)
+    groups: Any = SimpleNamespace(tp=ranks, cp=ranks)
+    with pytest.raises(ValueError, match=r"--linear-num-key-heads 2 must be .* whose ranks share"):
+        GatedDeltaNet(config, 1, groups)

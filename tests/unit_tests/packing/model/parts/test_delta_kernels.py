@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron.packing.model.parts.delta_kernels import convolution, rule
 from megatron.sft.fit.counter import ByteCounter
-from megatron.sft.fit.fake.delta_kernels import convolution, rule
 
 TOKENS, HEADS, WIDTH = 256, 2, 16
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -35,11 +33,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron.packing.model.attention.delta_rule import Inputs, causal_convolution, gated_delta_rule
 from megatron.packing.model.attention.tree_keys import tree_of
 from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, sequence_order
-
-Offsets = tuple[tuple[int, int, int], ...]
+from megatron.packing.model.parts.delta_net import DeltaNet
+from megatron.packing.model.parts.delta_rule import Inputs, causal_convolution, gated_delta_rule
+from megatron.packing.model.sections import Offsets, by_section
+from megatron.packing.rules import Layout, check_rules
 
 
 class GatedDeltaNet(MegatronModule):
@@ -63,7 +62,8 @@ class GatedDeltaNet(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp
         size = self.tp_group.size()
-        check_delta_net(config, size, self.cp_group.size())
+        layout = Layout(tensor=size, context=self.cp_group.size())
+        check_rules(DeltaNet.rules, options=config, layout=layout)
         self.key_heads = config.linear_num_key_heads // size
         self.value_heads = config.linear_num_value_heads // size
         self.key_width, self.value_width = config.linear_key_head_dim, config.linear_value_head_dim
@@ -238,52 +238,6 @@ class _GatedNorm(torch.nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = torch.nn.functional.rms_norm(wide, self.weight.shape, eps=self.eps)
         return (weight * normed.to(x.dtype) * silu(z.to(wide.dtype))).to(x.dtype)
-
-
-def check_delta_net(config: TransformerConfig, tensor: int, context: int) -> None:
-    """Raises ValueError where heads do not divide by the layout."""
-    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    if values % keys:
-        raise ValueError(
-            f"--linear-num-value-heads {values} must be a multiple of --linear-num-key-heads {keys}"
-        )
-    if keys % (tensor * context):
-        raise ValueError(
-            f"--linear-num-key-heads {keys} must be a multiple of --tensor-model-parallel-size "
-            f"{tensor} times --context-parallel-size {context}, whose ranks share the heads; lower "
-            "one"
-        )
-
-
-def by_section(
-    whole: ShardedTensor, sections: dict[str, int], place: tuple[int, int], offsets: Offsets
-) -> ShardedTensorFactory:
-    """Returns rows of a sharded tensor as one tensor per section, cut over tensor parallel each.
-
-    place: rank and size of tensor parallel.
-    """
-    axis = len(offsets)
-
-    @torch.no_grad()
-    def build(key: str, rows: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
-        parts = zip(sections, rows.split(tuple(sections.values())), strict=True)
-        return [
-            ShardedTensor.from_rank_offsets(
-                f"{key}.{name}",
-                part,
-                *offsets,
-                (axis, *place),
-                replica_id=replica_id,
-                prepend_axis_num=axis,
-            )
-            for name, part in parts
-        ]
-
-    @torch.no_grad()
-    def merge(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts)
-
-    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)
 
 
 def _cut_parameter(whole: Tensor, config: TransformerConfig, tp_group: Any) -> torch.nn.Parameter:
