@@ -22,6 +22,7 @@ from megatron.core import tensor_parallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.benchmarks.data_path import print_row
+from megatron.packing.device import CPU
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.distributed import make_groups
 from megatron.sft.fit.fake.host_reads import HostReads
@@ -51,7 +52,7 @@ def ours(depth: int) -> Callable[[], None]:
         make_groups(config)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
     packs = prepare(config, StepData(lengths=((TOKENS,),) * MICROBATCHES))
-    training = build_training(config, VOCAB_SIZE, torch.device("cpu"))
+    training = build_training(config, VOCAB_SIZE, CPU)
 
     def step() -> None:
         forward_backward(config, training, [iterated(packs, HostReads())], packs)

@@ -20,6 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import unwrap_model
 
+from megatron.packing.device import Device
 from megatron.packing.scheduling.registry import get_scheduler
 
 # `pipeline` and `data_schedule` are imported when they are needed, as in `plugin`: older
@@ -62,7 +63,7 @@ def check_config(config: Any) -> None:
         *(() if config.num_moe_experts is None else _demands_on_experts(config)),
     ]
     pipeline.require(demands)
-    pipeline.check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    pipeline.check_config(config, Device.of(config))
 
 
 def _demands_on_attention(config: Any, has_transformer_engine: bool) -> list[tuple[bool, str]]:

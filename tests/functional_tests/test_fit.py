@@ -17,6 +17,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import MLP
 
+from megatron.packing.device import CPU
 from megatron.sft.__main__ import main as train
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import fit
@@ -24,6 +25,7 @@ from megatron.sft.distributed import make_groups
 from megatron.sft.fit import estimate, ways_out
 from megatron.sft.fit.counter import SettledCounter
 from megatron.sft.fit.estimate import Request, Shared, StageEstimate, estimates
+from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from megatron.sft.fit.report import GIB
 from megatron.sft.fit.save_bytes import save_bytes
 from megatron.sft.fit.step import run_step
@@ -45,12 +47,17 @@ from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.ranks import run_ranks
 
 
-def request_of(flags: str, world_size: int, num_layers: int, *, like_cuda: bool = True) -> Request:
+def request_of(flags: str, world_size: int, num_layers: int, *, is_gpu: bool = True) -> Request:
     """Returns the request of a tiny model."""
     config = parse_config(
         f"--num-layers {num_layers} {COMMON} {PACKED} {flags}".split(), world_size
     )
-    return Request(config=config, vocab_size=VOCAB_SIZE, world_size=world_size, like_cuda=like_cuda)
+    return Request(
+        config=config,
+        vocab_size=VOCAB_SIZE,
+        world_size=world_size,
+        device=DescribedGPU() if is_gpu else CPU,
+    )
 
 
 def bytes_of(found: list[StageEstimate]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.packing.device import CPU
 from megatron.sft.distributed import make_groups
 from megatron.sft.fit.counter import SettledCounter
 from megatron.sft.fit.fake.host_reads import HostReads
@@ -68,7 +69,7 @@ def operations(case: Case) -> Counter[str]:
     make_groups(config)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
     prepared = prepare(config, case.data)
-    training = build_training(config, VOCAB_SIZE, torch.device("cpu"))
+    training = build_training(config, VOCAB_SIZE, CPU)
     found = []
     for packs in (prepared, prepared[:2], prepared):  # the first step makes what is kept
         with _Counted() as counted:
@@ -134,7 +135,7 @@ def bytes_left(case: Case) -> tuple[list[int], int]:
         prepare(config, StepData(lengths=tuple((n,) for n in lengths), loss_share=0.7))
         for lengths in OTHER_LENGTHS
     ]
-    training = build_training(config, VOCAB_SIZE, torch.device("cpu"))
+    training = build_training(config, VOCAB_SIZE, CPU)
     with SettledCounter() as counter:
         for packs in (prepared, prepared[:2], prepared, *others):
             with counter.phase("step"):

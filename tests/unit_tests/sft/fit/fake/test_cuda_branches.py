@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.sft.fit.fake.cuda_branches import BRANCHES, flash_backward_bytes
 
 from megatron.packing.model.loss import cross_entropy
 from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.fake import cuda_branches
-from megatron.sft.fit.fake.cuda_branches import BRANCHES, flash_backward_bytes
 
 ROOT = Path(__file__).parents[5] / "megatron"
 OWN = ("sft/fit", "planner", "blending")
