@@ -25,8 +25,7 @@ from examples.benchmarks.data_path import print_row
 from megatron.packing.device import CPU
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.distributed import make_groups
-from megatron.sft.fit.fake.host_reads import HostReads
-from megatron.sft.fit.step import StepData, forward_backward, iterated, prepare
+from megatron.sft.fit.step import StepData, forward_backward, on_device, prepare
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import build_training
 
@@ -55,7 +54,7 @@ def ours(depth: int) -> Callable[[], None]:
     training = build_training(config, VOCAB_SIZE, CPU)
 
     def step() -> None:
-        forward_backward(config, training, [iterated(packs, HostReads())], packs)
+        forward_backward(config, training, [on_device(packs, CPU)], packs)
 
     return step
 

@@ -63,9 +63,8 @@ class Device:
     @property
     def place(self) -> torch.device:
         """Where its tensors are."""
-        if self.index is not None:
-            return torch.device(self.kind, self.index)
-        return torch.device(self.kind, torch.cuda.current_device()) if self.is_gpu else _HOST
+        index = torch.cuda.current_device() if self.is_gpu and self.index is None else self.index
+        return torch.device(self.kind) if index is None else torch.device(self.kind, index)
 
     @property
     def name(self) -> str:
@@ -92,7 +91,7 @@ class Device:
 
     def initial_place(self, config: Any) -> torch.device:
         """Returns where weights are made: on the host where the config of megatron-core says so."""
-        return _HOST if config.use_cpu_initialization else self.place
+        return CPU.place if config.use_cpu_initialization else self.place
 
     def entry(self) -> Callable[[], None]:
         """Returns the function by which another thread begins to work on this thread's GPU."""
@@ -100,7 +99,6 @@ class Device:
 
 
 CPU = Device("cpu")
-_HOST = torch.device("cpu")
 
 
 def pinned(tensor: Tensor) -> Tensor:
