@@ -50,8 +50,8 @@ class Device:
         """Returns the device that models of `config` are built for: its attribute `device`, which
         the trainer sets. Without one it is the device of `x`, or `here` if no tensor is given.
         """
-        device: Device | None = getattr(config, "device", None)
-        if device is not None:
+        device = getattr(config, "device", None)
+        if isinstance(device, Device):
             return device
         return cls.here() if x is None else cls.at(x.device)
 

@@ -95,7 +95,8 @@ def test_a_device_is_the_configs_else_the_tensors_else_the_processs(
     after the plug-in is installed.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    gpu, config, x = Device("cuda", 1), SimpleNamespace(), torch.zeros(1)
+    gpu, x = Device("cuda", 1), torch.zeros(1)
+    config = SimpleNamespace(device="cuda")  # a script's own
     assert Device.of(SimpleNamespace(device=gpu), x) is gpu
     assert Device.of(config, x) == CPU
     assert Device.of(config, torch.zeros(1, device="meta")).place == torch.device("meta")

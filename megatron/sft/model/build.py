@@ -157,7 +157,7 @@ def build_transformer_config(
         "attention_backend": AttnBackend[model.attention_backend],
         "bias_activation_fusion": kernels.bias_swiglu_fusion,
         "moe_grouped_gemm": kernels.moe_grouped_gemm,
-        "moe_permute_fusion": kernels.moe_permute_fusion and has_fused_permutation(),
+        "moe_permute_fusion": kernels.moe_permute_fusion and has_fused_permutation(device),
         "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
     }
     if model.recompute_granularity == "full":

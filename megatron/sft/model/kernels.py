@@ -51,8 +51,9 @@ def kernels_for(config: SFTConfig, device: Device) -> KernelConfig:
     return replace(config.kernels, **chosen)
 
 
-def has_fused_permutation() -> bool:
+def has_fused_permutation(device: Device) -> bool:
     """Returns whether Transformer Engine's kernels that sort tokens by expert are installed: those
     of 2.1 or later.
     """
-    return all(getattr(moe_utils, name, None) for name in _OF_PERMUTATION)
+    is_there = device.has_package("transformer_engine")
+    return is_there and all(getattr(moe_utils, name, None) for name in _OF_PERMUTATION)

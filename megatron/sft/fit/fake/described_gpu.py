@@ -49,8 +49,8 @@ class DescribedGPU(Device):
         return CPU.place
 
     def has_package(self, name: str) -> bool:
-        """Returns True: kernels that are described need not be installed."""
-        return True
+        """Returns whether its kernels are described here; they need not be installed."""
+        return any(module.startswith(f"{name}.") for module in _KERNELS)
 
     def kernels(self, module: str) -> Any:
         """Returns what takes the place of a module of kernels."""
@@ -76,7 +76,8 @@ def _to(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Copies where the host does not wait: from host to device, which are both the CPU here."""
 
     def to(self: Tensor, *arguments: Any, non_blocking: bool = False, **options: Any) -> Tensor:
-        return self.clone() if non_blocking else plain(self, *arguments, **options)
+        moved = plain(self, *arguments, **options)
+        return moved.clone() if non_blocking and moved is self else moved
 
     return to
 

@@ -11,6 +11,7 @@ Everything that is replaced meanwhile is listed in `_replaced`; it is put back a
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -64,6 +65,9 @@ def fake_world(
     with ExitStack() as stack:
         _forget_tensors()
         stack.callback(_forget_tensors)
+        stack.enter_context(warnings.catch_warnings())
+        # Of slow kernels: the run will say so, and the estimate does not wait for them.
+        warnings.filterwarnings("ignore", module=r"megatron\.packing\.model\.")
         others = described_gpu.replaced() if device.is_gpu else ()
         for owner, name, replacement in (*_replaced(reads), *others):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -161,6 +161,7 @@ def test_fused_kernels_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None
     assert not without_engine.moe_permute_fusion  # megatron-core would refuse it
     for name in kernels._OF_PERMUTATION:
         monkeypatch.setattr(moe_utils, name, object(), raising=False)
+    monkeypatch.setattr(Device, "has_package", lambda self, name: name == "transformer_engine")
     built = build_transformer_config(parse(f"{EXPERTS} --swiglu {flags}"), CPU)
     plain = build_transformer_config(parse(f"{EXPERTS} --swiglu"), CPU)
     for name in ("bias_activation_fusion", "moe_permute_fusion", "gradient_accumulation_fusion"):
