@@ -22,10 +22,10 @@ from megatron.core import tensor_parallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.benchmarks.data_path import print_row
+from megatron.packing.device import CPU
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.distributed import make_groups
-from megatron.sft.fit.fake.host_reads import HostReads
-from megatron.sft.fit.step import StepData, forward_backward, iterated, prepare
+from megatron.sft.fit.step import StepData, forward_backward, on_device, prepare
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import build_training
 
@@ -51,10 +51,10 @@ def ours(depth: int) -> Callable[[], None]:
         make_groups(config)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
     packs = prepare(config, StepData(lengths=((TOKENS,),) * MICROBATCHES))
-    training = build_training(config, VOCAB_SIZE, torch.device("cpu"))
+    training = build_training(config, VOCAB_SIZE, CPU)
 
     def step() -> None:
-        forward_backward(config, training, [iterated(packs, HostReads())], packs)
+        forward_backward(config, training, [on_device(packs, CPU)], packs)
 
     return step
 

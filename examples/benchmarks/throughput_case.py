@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.packing.device import Device
 from megatron.packing.model import architecture, get_batch, layer_spec
 from megatron.packing.model.attention import blocks as attention_blocks
 from megatron.packing.model.attention import core_attention as attention
@@ -53,7 +54,7 @@ def main() -> None:
     config = parse_config(
         [*asked["flags"].split(), "--train-iters", str(num_steps), "--run-dir", str(folder)], 1
     )
-    with attention_by(case.kernel) as kernel, process_groups(config) as (device, _):
+    with attention_by(case.kernel) as kernel, process_groups(config) as (here, _):
         ways: dict[str, Any] = {
             "transformers": by_transformers,
             "matrix products": by_matrix_products,
@@ -61,6 +62,7 @@ def main() -> None:
         if case.data == "answers":
             ways = import_module("examples.benchmarks.throughput_trees").WAYS
         measure = ways.get(case.way, by_trainer)
+        device = here.place
         result = measure(config, device, case, folder)
         if device.type == "cuda":
             result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
@@ -115,7 +117,7 @@ def by_trainer(config: SFTConfig, device: torch.device, case: Any, folder: Path)
     with mock.patch.object(
         saved_run, "model_options", return_value={}
     ):  # no folder to stand beside
-        trainer = Trainer(config, build_datasets(config), device, folder)
+        trainer = Trainer(config, build_datasets(config), Device.at(device), folder)
     take_step: Any = trainer._step
     profiler = Profiler(device)
 
@@ -248,7 +250,11 @@ def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path)
     )
     num_steps = WARM_UPS + case.num_steps
     batches = StepBatches(
-        config, build_transformer_config(config, device), datasets.train, share, num_steps
+        config,
+        build_transformer_config(config, Device.at(device)),
+        datasets.train,
+        share,
+        num_steps,
     )
     seconds, tokens = 0.0, 0
     for number in range(num_steps):
@@ -256,7 +262,7 @@ def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path)
         batch = next(batches)
         assert batch.packed is not None
         # mock data has no masked tokens
-        model.step(batch.iterators(None, device), batch.counts.num_tokens)
+        model.step(batch.iterators(None, Device.at(device)), batch.counts.num_tokens)
         if number >= WARM_UPS:
             seconds += time.perf_counter() - start
             tokens += batch.counts.num_tokens

@@ -16,6 +16,7 @@ from examples.benchmarks.throughput_case import WARM_UPS, TransformersModel, by_
 from megatron.packing.batch.microbatches import layouts_of_samples, pack
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.tree import Path, merge
+from megatron.packing.device import Device
 from megatron.sft.fit.step import Prepared, forward_backward, on_device
 from megatron.sft.model.build import build_training
 from megatron.sft.options.config import SFTConfig
@@ -67,10 +68,12 @@ def by_answers(config: SFTConfig, device: torch.device, case: Any, _: Folder) ->
     """Tokens of paths per second of the product's own passes and optimizer, as trees or paths."""
     step = step_of(config, as_trees=case.way == "trees")
     assert config.data.vocab_size is not None
-    training = build_training(config, config.data.vocab_size, device)
+    training = build_training(config, config.data.vocab_size, Device.at(device))
 
     def train() -> None:
-        forward_backward(config, training, [on_device(step.prepared, device)], step.prepared)
+        forward_backward(
+            config, training, [on_device(step.prepared, Device.at(device))], step.prepared
+        )
         training.optimizer.step()
 
     return {"tokens_per_second": speed(train, case.num_steps, device) * step.path_tokens}
@@ -86,7 +89,7 @@ def by_transformers(
     batches: Sequence[Prepared] = step.prepared
 
     def train() -> None:
-        microbatches: Iterator[Any] = on_device(batches, device)
+        microbatches: Iterator[Any] = on_device(batches, Device.at(device))
         model.step(microbatches, num_items)
 
     return {"tokens_per_second": speed(train, case.num_steps, device) * step.path_tokens}

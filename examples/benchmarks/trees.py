@@ -25,6 +25,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.microbatches import layouts_of_samples, pack
 from megatron.packing.batch.reading import read_samples
 from megatron.packing.batch.tree import Path, merge
+from megatron.packing.device import Device
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.layer_spec import packed_block_spec
 from megatron.packing.model.loss.head import skip_masked_tokens
@@ -117,7 +118,7 @@ def main() -> None:
         use_cpu_initialization=True,
     )
     torch.manual_seed(1)
-    with one_process(CPU):
+    with one_process(Device.at(CPU)):
         model = GPTModel(
             config, packed_block_spec(config), WORDS, 1 << 16, position_embedding_type="rope"
         )

@@ -10,7 +10,7 @@ and the others a window of 512:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -102,9 +102,11 @@ class Part(Protocol):
         """Returns the module that takes the place of self-attention; imports megatron-core."""
 
     @staticmethod
-    def kernel_stand_ins() -> Iterator[tuple[Any, str, Any]]:
-        """Yields (owner, name, replacement) of `described_kernels`, for tensors without values."""
-        return iter(())
+    def kernel_stand_ins() -> Mapping[str, Any]:
+        """Returns what takes the place of the modules of `described_kernels`, by their names, for
+        tensors without values.
+        """
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

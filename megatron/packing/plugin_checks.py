@@ -20,6 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import unwrap_model
 
+from megatron.packing.device import Device
 from megatron.packing.model.parts import check_parts
 from megatron.packing.rules import Layout
 from megatron.packing.scheduling.registry import get_scheduler
@@ -65,7 +66,7 @@ def check_config(config: Any) -> None:
     ]
     pipeline.require(demands)
     check_parts(config, layout=Layout.of(config))
-    pipeline.check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    pipeline.check_config(config, Device.of(config))
 
 
 def _demands_on_attention(config: Any, has_transformer_engine: bool) -> list[tuple[bool, str]]:

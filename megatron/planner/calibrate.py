@@ -35,11 +35,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
+from megatron.packing.device import Device
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import check_range, flag_of, parse_flags
 from megatron.packing.layers import options_of_each_layer
 from megatron.packing.model.architecture import architecture
-from megatron.packing.model.attention.kernels import triton_fault
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.grouped_experts import group_experts
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
@@ -145,10 +145,10 @@ def packs_to_measure(largest: int) -> list[tuple[int, ...]]:
 
 
 def transformer_config(
-    options: CalibrateOptions, num_layers: int, device: torch.device
+    options: CalibrateOptions, num_layers: int, device: Device
 ) -> TransformerConfig:
     """Returns megatron-core's config of the model as training builds it, on one rank."""
-    is_bf16 = device.type == "cuda" if options.bf16 is None else options.bf16
+    is_bf16 = device.is_gpu if options.bf16 is None else options.bf16
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     described = {
         **architecture(options),
@@ -163,18 +163,18 @@ def transformer_config(
         attention_dropout=0.0,
         moe_router_load_balancing_type="none",
         params_dtype=dtype,
-        use_cpu_initialization=device.type == "cpu",
+        use_cpu_initialization=not device.is_gpu,
         variable_seq_lengths=True,
     )
 
 
-def _takes(kernel: str, options: CalibrateOptions, device: torch.device) -> bool:
+def _takes(kernel: str, options: CalibrateOptions, device: Device) -> bool:
     """Returns whether training on `device` takes that fused kernel by itself."""
-    runs = kernel == "moe_grouped_gemm" or (device.type == "cuda" and triton_fault() is None)
-    return device.type == "cuda" and runs and kernel not in options.refused_kernels()
+    runs = kernel == "moe_grouped_gemm" or device.triton_fault is None
+    return device.is_gpu and runs and kernel not in options.refused_kernels()
 
 
-def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
+def measure(options: CalibrateOptions, device: Device) -> list[Point]:
     """Measures the time of each pack through the whole model. Groups exist (see `one_process`)."""
     packs = [*packs_to_measure(options.max_seqlen_per_dp_cp_rank or options.seq_length), (1,)]
     config = transformer_config(options, 1, device)
@@ -187,13 +187,13 @@ def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
         max_sequence_length=max(map(max, packs)),
         share_embeddings_and_output_weights=True,
         position_embedding_type=options.position_embedding_type,
-    ).to(device)
-    layer = TransformerBlock(config=config, spec=spec, post_layer_norm=False).to(device)
+    ).to(device.place)
+    layer = TransformerBlock(config=config, spec=spec, post_layer_norm=False).to(device.place)
     if config.moe_grouped_gemm:
         group_experts(model)
         group_experts(layer)
     skip_masked_tokens(model, is_fused=_takes("cross_entropy_loss_fusion", options, device))
-    passes = [_passes(model, layer, lengths, device) for lengths in packs]
+    passes = [_passes(model, layer, lengths, device.place) for lengths in packs]
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in passes]
     for repeat in range(_WARM_UPS + options.repeats):
         for (whole, alone), (whole_times, alone_times) in zip(passes, times):
@@ -255,8 +255,8 @@ def _passes(
     return whole, alone
 
 
-def _seconds(run: Pass, device: torch.device) -> float:
-    if device.type == "cpu":
+def _seconds(run: Pass, device: Device) -> float:
+    if not device.is_gpu:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
@@ -269,38 +269,38 @@ def _seconds(run: Pass, device: torch.device) -> float:
 
 
 @contextmanager
-def one_process(device: torch.device) -> Iterator[None]:
+def one_process(device: Device) -> Iterator[None]:
     """Makes groups of one rank. Without CUDA, dense layers receive the CPU as current device."""
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore()
+        "nccl" if device.is_gpu else "gloo", rank=0, world_size=1, store=dist.HashStore()
     )
     parallel_state.initialize_model_parallel()
     try:
-        if device.type == "cuda":
+        if device.is_gpu:
             tensor_parallel.model_parallel_cuda_manual_seed(1234)
             yield
         else:
-            with mock.patch.object(torch.cuda, "current_device", return_value=device):
+            with mock.patch.object(torch.cuda, "current_device", return_value=device.place):
                 yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-def circumstances(device: torch.device) -> dict[str, Any]:
+def circumstances(device: Device) -> dict[str, Any]:
     """Returns device, versions and date, for the file."""
     packages = ("torch", "megatron-core", "transformer-engine")
     versions = {name: package_version(name) for name in packages}
     versions = {name: number for name, number in versions.items() if number != UNKNOWN}
     cpu = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "device": device.name if device.is_gpu else cpu,
         "versions": {"python": platform.python_version(), **versions},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def calibrate(options: CalibrateOptions, device: torch.device) -> None:
+def calibrate(options: CalibrateOptions, device: Device) -> None:
     """Measures, fits, writes `options.output` and prints the fit.
 
     Raises ValueError for a model or device that cannot be measured.
@@ -315,7 +315,7 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
             f"{' '.join(map(flag_of, options_of_each_layer(options)))} must be alike for all "
             "layers, as one stands for all; leave --pack-cost out"
         )
-    if device.type == "cpu" and (options.num_experts or options.recompute_granularity) is not None:
+    if not device.is_gpu and (options.num_experts or options.recompute_granularity) is not None:
         raise ValueError(
             "experts and recomputation are measured on a GPU only; leave --pack-cost out on a CPU"
         )
@@ -346,11 +346,7 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
 
 def calibrate_here(options: CalibrateOptions) -> None:
     """Measures on this machine's GPU, else on its CPU; see `calibrate`."""
-    has_gpu = torch.cuda.is_available()
     try:
-        calibrate(
-            options,
-            torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"),
-        )
+        calibrate(options, Device.here())
     except torch.OutOfMemoryError as failure:
         raise ValueError(str(failure)) from None

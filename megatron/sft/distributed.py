@@ -20,8 +20,8 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from megatron.packing.device import CPU, Device
 from megatron.packing.flags import flag_of
-from megatron.packing.model.attention.kernels import triton_fault
 from megatron.packing.versions import package_version
 from megatron.sft.agreement import AgreedError, check_agreement, differences, gathered
 from megatron.sft.environment import keep_launch_order, local_rank, world_from_environment
@@ -43,7 +43,7 @@ _KERNELS = {
 @contextmanager
 def process_groups(
     config: SFTConfig, read: Mapping[str, str] | None = None
-) -> Iterator[tuple[torch.device, dist.Store]]:
+) -> Iterator[tuple[Device, dist.Store]]:
     """Makes megatron-core's groups for the parallel layout and seeds random states; yields this
     rank's device, and the store at which all ranks met.
 
@@ -61,7 +61,7 @@ def process_groups(
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     store = _store(rank, world_size, timeout)
     _check_gpus(device, rank, world_size, store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.is_gpu else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
     # Files come first: other records are other numbers of steps, too.
     # Before groups are made: ranks with other options would wait in other groups.
@@ -185,17 +185,17 @@ def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
     return options | versions | kernels
 
 
-def _warn_of_other_ranks(device: torch.device) -> None:
+def _warn_of_other_ranks(device: Device) -> None:
     """Warns of what makes some ranks slower than others; collective. Only rank 0 shows warnings."""
-    if device.type == "cuda":
-        own = {"GPU": torch.cuda.get_device_name(device), "fault of Triton": triton_fault()}
+    if device.is_gpu:
+        own = {"GPU": device.name, "fault of Triton": device.triton_fault}
         for difference in differences(gathered(own)):
             warnings.warn(f"the slowest rank sets the speed: {difference}", stacklevel=2)
 
 
-def _device() -> torch.device:
+def _device() -> Device:
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return CPU
     num_gpus = torch.cuda.device_count()
     # A single visible GPU, as by `srun --gpus-per-task=1` or Ray, is this process's own.
     index = local_rank() if num_gpus > 1 else 0
@@ -205,15 +205,15 @@ def _device() -> torch.device:
             f"--nproc-per-node {num_gpus}"
         )
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return Device("cuda", index)
 
 
-def _check_gpus(device: torch.device, rank: int, world_size: int, store: dist.Store) -> None:
+def _check_gpus(device: Device, rank: int, world_size: int, store: dist.Store) -> None:
     """Raises AgreedError unless each rank has a GPU of its own, or none has one. The store
     compares them, since no collective could: NCCL fails for ranks that share a GPU.
     """
-    on_gpu = device.type == "cuda"
-    store.set(f"gpu {rank}", str(torch.cuda.get_device_properties(device).uuid) if on_gpu else "-")
+    own = str(torch.cuda.get_device_properties(device.place).uuid) if device.is_gpu else "-"
+    store.set(f"gpu {rank}", own)
     gpus = store.multi_get([f"gpu {number}" for number in range(world_size)])  # type: ignore[attr-defined]  # waits for all
     if set(gpus) == {b"-"}:
         return

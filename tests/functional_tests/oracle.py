@@ -53,6 +53,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import register_parametrization
 
+from megatron.packing.device import CPU
 from megatron.packing.model.layers.experts import mend_expert_biases
 from megatron.packing.model.loss import cross_entropy as loss_of_rows
 from megatron.packing.model.pipeline import PackedPasses
@@ -78,7 +79,6 @@ CLIP_GRAD = 0.25
 """Below the norms of most steps' gradients (1 to 1.5 in the layouts' batches), so that clipping
 shows.
 """
-CPU = torch.device("cpu")
 
 
 class Sample(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron.packing.versions import package_version
@@ -22,6 +21,7 @@ from megatron.sft.__main__ import main
 from megatron.sft.agreement import AgreedError, check_agreement, gathered
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.environment import silence_warnings
+from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from megatron.sft.model.checkpoints import save
 from megatron.sft.model.checkpoints.checksums import file_names, sum_of, write_checksums
 from megatron.sft.model.checkpoints.files import (
@@ -100,11 +100,10 @@ def warnings_of(faults: list[str | None]) -> list[str]:
     rank = dist.get_rank()
     silence_warnings(rank)
     found: Any = distributed
-    found.triton_fault = lambda: faults[rank]
-    found.torch.cuda.get_device_name = lambda _: "H100" if rank == 2 else "H200"
+    device = DescribedGPU(name="H100" if rank == 2 else "H200", triton_fault=faults[rank])
     shown: list[str] = []
     found.warnings.showwarning = lambda message, *_, **__: shown.append(str(message))
-    distributed._warn_of_other_ranks(torch.device("cuda", 0))
+    distributed._warn_of_other_ranks(device)
     return shown
 
 

@@ -12,10 +12,10 @@ import torch
 from megatron.core import tensor_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.packing.device import CPU
 from megatron.sft.distributed import make_groups
 from megatron.sft.fit.counter import SettledCounter
-from megatron.sft.fit.fake.host_reads import HostReads
-from megatron.sft.fit.step import StepData, forward_backward, iterated, prepare
+from megatron.sft.fit.step import StepData, forward_backward, on_device, prepare
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import build_training
 from tests.functional_tests.fit_check import CP2, PACKED, ROPE, VOCAB_SIZE, Case
@@ -68,11 +68,11 @@ def operations(case: Case) -> Counter[str]:
     make_groups(config)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
     prepared = prepare(config, case.data)
-    training = build_training(config, VOCAB_SIZE, torch.device("cpu"))
+    training = build_training(config, VOCAB_SIZE, CPU)
     found = []
     for packs in (prepared, prepared[:2], prepared):  # the first step makes what is kept
         with _Counted() as counted:
-            forward_backward(config, training, [iterated(packs, HostReads())], packs)
+            forward_backward(config, training, [on_device(packs, CPU)], packs)
         found.append(counted.found)
     return found[2] - found[1]
 
@@ -134,11 +134,11 @@ def bytes_left(case: Case) -> tuple[list[int], int]:
         prepare(config, StepData(lengths=tuple((n,) for n in lengths), loss_share=0.7))
         for lengths in OTHER_LENGTHS
     ]
-    training = build_training(config, VOCAB_SIZE, torch.device("cpu"))
+    training = build_training(config, VOCAB_SIZE, CPU)
     with SettledCounter() as counter:
         for packs in (prepared, prepared[:2], prepared, *others):
             with counter.phase("step"):
-                forward_backward(config, training, [iterated(packs, HostReads())], packs)
+                forward_backward(config, training, [on_device(packs, CPU)], packs)
     left = [phase.end for phase in counter.phases]
     return left[:3], left[-1] - left[2]
 

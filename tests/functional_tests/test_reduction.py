@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.packing.device import CPU
 from megatron.sft.training.reduction import SlotReduction
 from tests.functional_tests.ranks import run_ranks
 
@@ -18,9 +19,9 @@ def reduced() -> dict[str, list[float]]:
             "loss": torch.tensor([rank / 8, 1.0]),
         },
         {"longest": 7.0 - rank, "negative": -1.0 - rank},
-        torch.device("cpu"),
+        CPU,
     )
-    sums_alone = SlotReduction({"one": 1.0}, {}, torch.device("cpu")).result()
+    sums_alone = SlotReduction({"one": 1.0}, {}, CPU).result()
     return {name: values.tolist() for name, values in {**slots.result(), **sums_alone}.items()}
 
 

@@ -155,6 +155,7 @@ def compare(num_experts: int | None = None) -> None:
 
     from megatron.packing.batch.layout import Alignment, PackLayout
     from megatron.packing.batch.microbatches import layout_microbatches
+    from megatron.packing.device import CPU
     from megatron.packing.model import get_batch, layer_spec
     from megatron.packing.model.grouped_experts import group_experts
     from megatron.packing.model.names import logical_name
@@ -165,7 +166,7 @@ def compare(num_experts: int | None = None) -> None:
         mcore_fixes.install()
         cpu_support.install()
 
-    device, tokens = torch.device("cpu"), torch.arange(16)[None]
+    tokens = torch.arange(16)[None]
     alignment = Alignment(sequence=4, pack=16)  # padding after sequences, and after the last one
     microbatch = layout_microbatches([PackLayout.of([3, 6], alignment)])[0]
     config = TransformerConfig(
@@ -188,7 +189,7 @@ def compare(num_experts: int | None = None) -> None:
     losses: list[Tensor] = []
     weights: dict[Any, Tensor] = {}
     gradients: list[dict[Any, Tensor]] = []
-    with one_process(device):
+    with one_process(CPU):
         for is_there in (True, False):
             with (
                 mock.patch.object(
@@ -210,7 +211,7 @@ def compare(num_experts: int | None = None) -> None:
                 for name, parameter in named.items():
                     parameter.data = weights.setdefault(name, parameter.data)
                 model.double()
-                params = get_batch.packed_seq_params(microbatch, device)
+                params = get_batch.packed_seq_params(microbatch, CPU.place)
                 losses.append(model(tokens, tokens, None, labels=tokens, packed_seq_params=params))
                 model.zero_grad()
                 losses[-1].sum().backward()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.packing.device import Device
 from megatron.packing.model.loss import cross_entropy
 from megatron.packing.model.loss.cross_entropy import CrossEntropy, Words
 from megatron.packing.model.multipliers import LogitRule
@@ -54,9 +55,9 @@ def test_the_weights_gradient_is_rounded_once(is_fused, device, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_CHUNK_LOGITS", 64 * NUM_ROWS_OF_WEIGHT)
     add, factors = cross_entropy._add_product, list[tuple[Tensor, Tensor]]()
 
-    def noting(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    def noting(total: Tensor | None, left: Tensor, right: Tensor, *how: Any) -> Tensor:
         factors.append((left.double(), right.double()))
-        return add(total, left, right, dtype)
+        return add(total, left, right, *how)
 
     monkeypatch.setattr(cross_entropy, "_add_product", noting)
     states, weight, labels = states_weight_labels(device)
@@ -89,12 +90,12 @@ def test_a_product_is_added_in_place(device):
     if device.type == "cpu":
         pytest.skip("a CPU writes each product")
     left, right = (torch.ones(64, n, dtype=torch.bfloat16, device=device) for n in (4096, 512))
-    total = None
+    total, how = None, (torch.float32, Device.at(device))
     for _ in range(2):  # cuBLAS's workspace, once
-        total = cross_entropy._add_product(total, left.t(), right, torch.float32)
+        total = cross_entropy._add_product(total, left.t(), right, *how)
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
-    again = cross_entropy._add_product(total, left.t(), right, torch.float32)
+    again = cross_entropy._add_product(total, left.t(), right, *how)
     assert again is total
     assert torch.cuda.max_memory_allocated(device) == held
     assert again.unique().tolist() == [3 * 64.0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.packing.device import Device
 from megatron.packing.model.parts.delta_rule import (
     Inputs,
     causal_convolution,
@@ -21,7 +22,7 @@ HEADS, WIDTH = 4, 64
 
 @pytest.fixture(autouse=True)
 def kernels(device: torch.device) -> None:
-    if device.type == "cuda" and not has_kernels(device, torch.bfloat16):
+    if device.type == "cuda" and not has_kernels(Device.at(device), torch.bfloat16):
         pytest.skip("flash-linear-attention is not installed")
 
 

@@ -7,9 +7,11 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from megatron.packing.device import CPU
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.estimate import Request, estimates
+from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from megatron.sft.fit.verify import AllocatorCounter, comparison, measured
 
 COMMON = (
@@ -36,7 +38,9 @@ def test_an_estimate_is_what_is_held(
     """A run that is said to fit must fit; one that is said not to must not."""
     is_dry = device.type == "cpu"
     config = parse_config(f"{COMMON} {TINY * is_dry} {flags}".split(), 1)
-    request = Request(config=config, vocab_size=32000, world_size=1, like_cuda=not is_dry)
+    request = Request(
+        config=config, vocab_size=32000, world_size=1, device=CPU if is_dry else DescribedGPU()
+    )
     counter = ByteCounter() if is_dry else AllocatorCounter()
     found = measured(request, counter)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the child, as a fake world is a CPU's

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.packing.model.attention.kernels import triton_fault
+from megatron.packing.device import triton_fault
 from megatron.packing.model.attention.rotary import _is_fused, _Turn, turns_of
 
 TOKENS, GROUPS, SHARED = 1000, 4, 3

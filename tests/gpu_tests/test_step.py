@@ -18,6 +18,7 @@ import torch
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.microbatches import FIELDS, layouts_of, pack
 from megatron.packing.batch.reading import read_samples
+from megatron.packing.device import Device
 from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
@@ -44,7 +45,7 @@ def train(
     datasets = build_datasets(config)
     config = config.for_records(len(datasets.train))
     with process_groups(config) as (found, _):
-        assert found.type == device.type
+        assert found.kind == device.type
         trainer = Trainer(config, datasets, found, folder)
         take_step: Any = trainer._step
 
@@ -153,7 +154,7 @@ def test_microbatches_arrive_whole_beside_a_busy_device(device: torch.device) ->
         samples, num_sequences, layouts_of(samples.lengths, num_sequences, Alignment())
     )
     sums = []
-    for microbatch in PackedIterator(microbatches, device):
+    for microbatch in PackedIterator(microbatches, Device.at(device)):
         if device.type == "cuda":
             torch.cuda._sleep(2_000_000)  # about a millisecond: the host runs ahead
         weights = {

@@ -155,6 +155,7 @@ FOLDERS = {
         "flag_faults",
         "flag_needs",
         "flags",
+        "device",
         "rules",
         "layers",
         "stages",

@@ -45,6 +45,7 @@ from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.nodes import Nodes
 from megatron.packing.batch.paths import trained_by
 from megatron.packing.batch.samples import Samples
+from megatron.packing.device import pinned
 
 Microbatch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
@@ -320,9 +321,7 @@ def _padded(
 
 
 def _split(values: npt.NDArray[Any], layouts: Sequence[PackLayout]) -> Sequence[Tensor]:
-    tensor = torch.from_numpy(values)
-    if torch.cuda.is_available():  # one pinned buffer for all microbatches, which are views of it
-        tensor = tensor.pin_memory()
+    tensor = pinned(torch.from_numpy(values))  # one for all microbatches, which are views of it
     return tensor.split([layout.num_tokens for layout in layouts])
 
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from megatron.packing.model.attention.kernels import triton_fault
+from megatron.packing.device import takes_triton
 
 
 def gather_tokens(model: torch.nn.Module) -> None:
@@ -112,7 +112,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64 and triton_fault() is None
+    return x.dtype != torch.float64 and takes_triton(x)
 
 
 class GatheringDispatcher(MoEAlltoAllTokenDispatcher):

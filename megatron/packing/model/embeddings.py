@@ -19,7 +19,7 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
-from megatron.packing.model.attention.zigzag import to_device
+from megatron.packing.device import to_device
 
 
 class Placeholders(NamedTuple):

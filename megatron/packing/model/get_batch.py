@@ -15,8 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron.packing.batch.paths import PATH_TOKENS
+from megatron.packing.device import to_device
 from megatron.packing.model.attention.tree_keys import PackTree
-from megatron.packing.model.attention.zigzag import shard_index, to_device
+from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.embeddings import BatchPayloads
 from megatron.packing.step.groups import device_of
 from megatron.packing.step.transformer_engine import transformer_engine_installed
@@ -187,8 +188,7 @@ def _loss_rows(
     wait for the device to find them. None where the mask is on the model's device alone.
     """
     mask: Tensor | None = microbatch.get("host_loss_mask", microbatch.get("loss_mask"))
-    is_on_host = mask is not None and mask.device.type == "cpu"
-    if mask is None or not is_on_host or device.type == "cpu":
+    if mask is None or mask.device == device:
         return None
     local = mask if host_index is None else mask[host_index]
     return to_device(local.nonzero().squeeze(1), device)

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from megatron.packing.model.attention.zigzag import to_device
+from megatron.packing.device import Device, to_device
 
 _ALIGNMENT = 16
 """Bytes of which a row's length must be a multiple: grouped_mm refuses others."""
@@ -103,7 +103,8 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: [experts on this rank], int, on the device or the host.
         permuted_probs: [tokens], the router's weight of each token.
         """
-        groups = Groups(tokens_per_expert, permuted_local_hidden_states.device)
+        device = Device.of(self.config, permuted_local_hidden_states)
+        groups = Groups(tokens_per_expert, permuted_local_hidden_states.device, device)
         experts = cast("list[MLP]", list(self.local_experts))
         # An expert's own forward is run once for all tokens; only its linear layers are replaced.
         together = copy.copy(experts[0])
@@ -137,11 +138,13 @@ class Groups:
     num_rows: [groups], int, of each.
     ends: [groups], int32: the number of rows up to the end of each.
     Both are on the rows' device.
+    device: whose kernels multiply them.
     """
 
-    def __init__(self, num_rows: Tensor, device: torch.device) -> None:
+    def __init__(self, num_rows: Tensor, place: torch.device, device: Device | None = None) -> None:
         self._num_rows = num_rows  # may be on the host
-        self.num_rows = to_device(num_rows, device)
+        self.device = device or Device.at(place)
+        self.num_rows = to_device(num_rows, place)
         self.ends = self.num_rows.cumsum(0, dtype=torch.int32)
 
     @cached_property
@@ -243,7 +246,7 @@ def _add_to_main_grads(weights: Sequence[Any], gradients: Tensor) -> None:
 
 def _product(x: Tensor, weights: Sequence[Tensor], groups: Groups, *, transposed: bool) -> Tensor:
     """Returns [rows, in] x transposed weights [out, in], or [rows, out] x the weights."""
-    if _is_for_grouped_mm(x, *weights[0].shape):
+    if _is_for_grouped_mm(groups.device, x, *weights[0].shape):
         stacked = _side_by_side(weights)
         if stacked is None:
             stacked = torch.stack(list(weights))
@@ -271,17 +274,17 @@ def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def _weight_gradients(gradient: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """[rows, out] and [rows, in] -> for each group [out, in]: [groups, out, in]."""
-    if _is_for_grouped_mm(gradient, gradient.shape[-1], x.shape[-1]):
+    if _is_for_grouped_mm(groups.device, gradient, gradient.shape[-1], x.shape[-1]):
         return grouped_mm(gradient.mT, x, offs=groups.ends)
     parts = zip(gradient.split(groups.sizes), x.split(groups.sizes))
     return torch.stack([left.mT @ right for left, right in parts])
 
 
-def _is_for_grouped_mm(operand: Tensor, *widths: int) -> bool:
+def _is_for_grouped_mm(device: Device, operand: Tensor, *widths: int) -> bool:
     """Returns whether `grouped_mm` takes matrices with rows of these lengths: in bfloat16 (and in
-    float32 where no GPU is), and not none.
+    float32 on a CPU), and not none.
     """
-    dtypes = (torch.bfloat16,) if operand.is_cuda else (torch.bfloat16, torch.float32)
+    dtypes = (torch.bfloat16,) if device.is_gpu else (torch.bfloat16, torch.float32)
     return (
         operand.dtype in dtypes
         and len(operand) > 0

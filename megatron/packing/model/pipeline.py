@@ -9,12 +9,12 @@ from functools import update_wrapper
 from typing import Any
 
 import megatron.core
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from megatron.packing.device import Device
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
 from megatron.packing.step.groups import data_groups, device_of
 from megatron.packing.step.prefetch import Prefetcher
@@ -64,7 +64,7 @@ class PackedPasses:
     ) -> PackedLosses:
         config = get_model_config(model[0] if isinstance(model, list) else model)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)
-        device = device_of(groups.pp)
+        device = Device.at(device_of(groups.pp))
         check_config(config, device)
         if forward_only:
             if self._training is not None:
@@ -124,6 +124,7 @@ class _Training:
             self._ahead,
             size_of=None if store is None else _payload_bytes,
             max_waiting=0 if store is None else store.max_waiting_bytes,
+            device=Device.of(config),
         )
 
     def next(self, data_iterator: object, num_fetches: int) -> GlobalBatch:
@@ -173,7 +174,7 @@ def _only(data_iterator: object) -> Any:
     return data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
 
 
-def check_config(config: TransformerConfig, device: torch.device) -> None:
+def check_config(config: TransformerConfig, device: Device) -> None:
     """Raises ValueError for a config under which packs would be weighted wrongly, mixed up, or hang
     on `device`.
     """
@@ -199,7 +200,7 @@ def check_config(config: TransformerConfig, device: torch.device) -> None:
             "tensors or hang",
         ),
         (
-            not interleaved or device.type == "cuda" or not config.deallocate_pipeline_outputs,
+            not interleaved or device.is_gpu or not config.deallocate_pipeline_outputs,
             "deallocate_pipeline_outputs=False on CPU: gloo would send memory that is freed "
             "meanwhile",
         ),

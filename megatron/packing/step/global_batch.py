@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,6 +44,7 @@ from megatron.packing.batch.payload_bytes import payloads_of_packs
 from megatron.packing.batch.payloads import Payload
 from megatron.packing.batch.samples import Samples
 from megatron.packing.batch.tree_shapes import ShapedSamples, shaped
+from megatron.packing.device import CPU, Device
 from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport
 from megatron.packing.step.delay import Delayed, DelayQueue, LocalSamples
 from megatron.packing.step.exchange import (
@@ -74,18 +74,16 @@ class PackedIterator(Iterator[Microbatch]):
     It is a type of its own, so that it is not taken for the user's data.
     """
 
-    def __init__(
-        self, microbatches: Sequence[Microbatch], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, microbatches: Sequence[Microbatch], device: Device = CPU) -> None:
         """Takes the microbatches.
 
         Args:
-            device: a CUDA device to which tensors of tokens are copied on a stream of their own,
-                each microbatch while the one before it is computed. None leaves them on the host.
+            device: a GPU to which tensors of tokens are copied on a stream of their own, each
+                microbatch while the one before it is computed; the CPU leaves them on the host.
         """
         self._microbatches: Iterator[Microbatch] = iter(microbatches)
-        if device is not None and device.type == "cuda":
-            self._microbatches = copied_ahead(self._microbatches, device)
+        if device.is_gpu:
+            self._microbatches = copied_ahead(self._microbatches, device.place)
 
     def __next__(self) -> Microbatch:
         return next(self._microbatches)
@@ -104,7 +102,7 @@ class GlobalBatch:
     """Sequences that this rank loaded and that wait for a later batch."""
 
     def iterators(
-        self, num_virtual_stages: int | None, device: torch.device | None = None
+        self, num_virtual_stages: int | None, device: Device = CPU
     ) -> PackedIterator | list[PackedIterator]:
         """Returns the iterator for megatron-core's schedules: with virtual stages a list of them.
 

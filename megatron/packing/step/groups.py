@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.packing.device import CPU, Device
+
 T = TypeVar("T")
 
 
@@ -119,6 +121,5 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     """Returns where tensors for this group's collectives must live."""
     # A group of several backends, or of the default ones, has a name of its own. Only gloo alone
     # stays on the CPU.
-    if not torch.cuda.is_available() or dist.get_backend(group) in ("gloo", "cpu:gloo"):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    is_on_host = dist.get_backend(group) in ("gloo", "cpu:gloo")
+    return (CPU if is_on_host else Device.here()).place

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-import torch
+from megatron.packing.device import CPU, Device
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         *,
         size_of: Callable[[T], int] | None = None,
         max_waiting: int = 0,
+        device: Device = CPU,
     ) -> None:
         """Takes the function.
 
@@ -48,6 +49,7 @@ class Prefetcher(Iterator[T], Generic[T]):
             limit: `next` calls at most; no more is prepared.
             size_of: bytes of a value, the same on all ranks. Another value is prepared ahead only
                 while those that wait have at most `max_waiting` of them.
+            device: the one that `prepare` works for.
         """
         if ahead < 0:
             raise ValueError(f"--prefetch-global-batches must be at least 0, but is {ahead}")
@@ -65,7 +67,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._num_asked = self._num_prepared = 0
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._enter_device = device.entry()
 
     def __next__(self) -> T:
         start = time.perf_counter()
@@ -135,8 +137,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         return self._failure is not None or self._num_prepared >= permitted
 
     def _run(self) -> None:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)  # a thread begins with device 0
+        self._enter_device()  # a thread begins with GPU 0
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or not self._is_idle())

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, OverLengthPolicy
 from megatron.packing.batch.tree_cuts import TreeRules
+from megatron.packing.device import Device
 from megatron.packing.layers import LayerKind
 from megatron.packing.scheduling.cost import (
     FLOPS_PER_SECOND,
@@ -234,7 +234,7 @@ def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
         mtp_num_layers=config.mtp_num_layers or 0,
     )
     least = 0.0
-    if torch.cuda.is_available():
+    if Device.of(config).is_gpu:
         parts = config.pipeline_model_parallel_size * (
             config.virtual_pipeline_model_parallel_size or 1
         )

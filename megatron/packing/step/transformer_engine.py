@@ -6,8 +6,9 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
-import torch
 from packaging.version import Version
+
+from megatron.packing.device import Device
 
 
 @cache
@@ -17,7 +18,7 @@ def transformer_engine_installed() -> bool:
 
     ValueError for one before 2.9, under which packs are known not to converge.
     """
-    if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
+    if not Device.here().is_gpu or find_spec("transformer_engine") is None:
         return False
     found = import_module("transformer_engine").__version__
     if Version(found) < Version("2.9"):

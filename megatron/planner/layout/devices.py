@@ -23,8 +23,8 @@ tokens it was 0.13 to 0.15 on an H200.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """One GPU, and its links to others."""
+class GPUSpec:
+    """Data sheet of a GPU, and of its links to others."""
 
     name: str
     memory_bytes: int
@@ -53,7 +53,7 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device(
+        GPUSpec(
             name="a100",
             memory_bytes=80 * GIB,
             flops=312e12,
@@ -61,7 +61,7 @@ DEVICES = {
             node_bandwidth=300e9,
             network_bandwidth=25e9,
         ),
-        Device(
+        GPUSpec(
             name="h100",
             memory_bytes=80 * GIB,
             flops=989e12,
@@ -69,7 +69,7 @@ DEVICES = {
             node_bandwidth=450e9,
             network_bandwidth=50e9,
         ),
-        Device(
+        GPUSpec(
             name="h200",
             memory_bytes=141 * 10**9,
             flops=989e12,
@@ -77,7 +77,7 @@ DEVICES = {
             node_bandwidth=450e9,
             network_bandwidth=50e9,
         ),
-        Device(
+        GPUSpec(
             name="b200",
             memory_bytes=180 * 10**9,
             flops=2250e12,

@@ -27,7 +27,7 @@ from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import modelled_cost
-from megatron.planner.layout.devices import ATTENTION_SHARE, Device
+from megatron.planner.layout.devices import ATTENTION_SHARE, GPUSpec
 from megatron.planner.layout.search import Candidate
 from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout
@@ -62,7 +62,7 @@ class TimeModel:
 
     shape: ModelShape
     vocab_size: int
-    device: Device
+    device: GPUSpec
     batches: Sequence[Sequences]
     scheduler: Scheduler
     has_adapters: bool = False

@@ -176,6 +176,8 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     import torch
     import transformers
 
+    from megatron.packing.device import Device
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(options.seed)
@@ -193,7 +195,7 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
         raise
     except Exception as error:  # of many kinds: shapes of another model, a damaged pickle
         raise ValueError(f"{folder} cannot be loaded: {error}") from None
-    if torch.cuda.is_available():
+    if Device.here().is_gpu:
         model = model.cuda()
     variables = read_variables(options.chat_template_kwargs)
     choice = TemplateChoice(today=date.today(), variables=variables)

@@ -81,8 +81,7 @@ def export(
     no HuggingFace family.
     """
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    import torch
-
+    from megatron.packing.device import CPU
     from megatron.sft.distributed import process_groups
     from megatron.sft.model.build import build_gpt, build_transformer_config
     from megatron.sft.model.checkpoints.content import read_common
@@ -122,8 +121,7 @@ def export(
     vocab_size = language_model(model_config).config.number("vocab_size")
     config = _config(saved_options)
     with process_groups(config):
-        cpu = torch.device("cpu")
-        transformer_config = build_transformer_config(config, cpu)
+        transformer_config = build_transformer_config(config, CPU)
         gpt = build_gpt(config, transformer_config, vocab_size, 0)
         checkpoint_weights = CheckpointWeights(path, gpt)
         write_folder(

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from megatron.packing.device import Device
 from megatron.sft.fit.affine import NotAffineError, fitted
 from megatron.sft.fit.counter import ByteCounter, Phase
-from megatron.sft.fit.fake import cuda_branches
+from megatron.sft.fit.fake import described_gpu
 from megatron.sft.fit.fake.host_reads import HostReads, Routing
 from megatron.sft.fit.fake.world import fake_world
 from megatron.sft.fit.save_bytes import save_bytes
@@ -75,7 +76,8 @@ class Request:
     world_size: int
     loss_share: float = 1.0
     routing: Routing = "balanced"
-    like_cuda: bool = True
+    device: Device = field(default_factory=described_gpu.DescribedGPU)
+    """A GPU, or the CPU."""
 
     def data(self, num_microbatches: int) -> StepData:
         """Returns the largest microbatches that the options allow."""
@@ -106,12 +108,12 @@ def trace(request: Request, rank: int, num_microbatches: int, *, passes: bool = 
     two, of which the second has its state.
     """
     counter = ByteCounter(
-        unit=cuda_branches.ALLOCATION_BYTES if request.like_cuda else 1,
-        workspaces=cuda_branches.workspaces() if request.like_cuda else {},
+        unit=described_gpu.ALLOCATION_BYTES if request.device.is_gpu else 1,
+        workspaces=described_gpu.workspaces() if request.device.is_gpu else {},
     )
     reads = HostReads(routing=request.routing)
     config = one_step(request.config)
-    world = fake_world(config, rank, request.world_size, reads, like_cuda=request.like_cuda)
+    world = fake_world(config, rank, request.world_size, reads, request.device)
     with world as mode:
         training = run_step(
             config,
@@ -120,7 +122,7 @@ def trace(request: Request, rank: int, num_microbatches: int, *, passes: bool = 
             counter,
             (mode, reads),
             num_steps=1 if passes else 2,
-            like_cuda=request.like_cuda,
+            device=request.device,
             passes=passes,
         )
         return Trace(counter.phases, save_bytes(training))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
 from megatron.packing.batch.samples import Samples
+from megatron.packing.device import CPU, Device
 from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.fit.counter import ByteCounter
@@ -31,8 +31,6 @@ from megatron.sft.model.build import Training, build_training
 from megatron.sft.model.forward import PaddedBatch, forward_step, padded_batches
 from megatron.sft.model.module_parts import part_of_module
 from megatron.sft.options.config import SFTConfig
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +61,22 @@ class Prepared(NamedTuple):
     """Tokens of this context-parallel rank."""
 
 
-def iterated(
-    prepared: Sequence[Prepared], reads: HostReads, *, like_cuda: bool = False
-) -> Iterator[Any]:
-    """Yields microbatches; notes for `HostReads` how many tokens of each count here.
-
-    like_cuda: they are copied to the device, each while the one before it is computed.
+def iterated(prepared: Sequence[Prepared], reads: HostReads, device: Device) -> Iterator[Any]:
+    """Yields microbatches of a fake world; notes for `HostReads` how many tokens of each count
+    here. They are copied to a GPU, each while the one before it is computed.
     """
     copied: Any = None
     for one, following in zip(prepared, (*prepared[1:], None)):
         batch = one.batch
-        if like_cuda:
+        if device.is_gpu:
             batch = copied or _copied(batch)
             copied = None if following is None else _copied(following.batch)
         reads.num_loss_tokens = one.num_loss_tokens
         yield batch
 
 
-def on_device(prepared: Sequence[Prepared], device: torch.device) -> Iterator[Any]:
-    """Yields microbatches on a GPU, as the trainer's iterators do."""
+def on_device(prepared: Sequence[Prepared], device: Device) -> Iterator[Any]:
+    """Yields microbatches on a device, as the trainer's iterators do."""
     if isinstance(prepared[0].batch, PaddedBatch):
         return (one.batch.on(device) for one in prepared)
     return PackedIterator([one.batch for one in prepared], device)
@@ -164,18 +159,15 @@ def run_step(
     world: tuple[FakeTensorMode, HostReads] | None = None,
     *,
     num_steps: int = 2,
-    like_cuda: bool = False,
     passes: bool = True,
-    device: torch.device = CPU,
+    device: Device = CPU,
 ) -> Training:
     """Returns what it has built and trained for `num_steps` on the same data; what was alive is in
     `counter.phases`.
 
-    From the second step on there is the optimizer's state. world: where this runs in a fake one,
-    which may be `like_cuda`.
-    passes: without, only the optimizer steps. device: that of a real run.
+    From the second step on there is the optimizer's state. world: where this runs in a fake one.
+    passes: without, only the optimizer steps.
     """
-    reads = HostReads() if world is None else world[1]
     with _disable_current_modes():
         prepared = prepare(config, data)
     if world is not None:
@@ -189,8 +181,8 @@ def run_step(
         for number in range(1, num_steps + 1):
             iterators = [
                 on_device(prepared, device)
-                if device != CPU
-                else iterated(prepared, reads, like_cuda=like_cuda)
+                if world is None
+                else iterated(prepared, world[1], device)
                 for _ in range(config.num_virtual_stages or 1)
             ]
             if passes:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.packing.device import Device
 from megatron.sft.environment import let_memory_grow, quick_imports, silence_warnings
 from megatron.sft.fit.counter import ByteCounter, Phase
 from megatron.sft.launch import child_environment
@@ -104,7 +105,7 @@ def main() -> None:
     silence_warnings(0)
     let_memory_grow()  # torch reads it when it first uses the GPU
     request = pickle.load(sys.stdin.buffer)
-    if not torch.cuda.is_available():
+    if not Device.here().is_gpu:
         raise SystemExit(_NO_GPU)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.packing.batch.columns import IntArray
 from megatron.packing.batch.microbatches import Microbatch, layouts_of, pack
 from megatron.packing.batch.samples import Samples
+from megatron.packing.device import Device
 from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.data.chat_encoder import Tokenizer
@@ -45,7 +46,7 @@ class PromptBatch(NamedTuple):
         """Number of microbatches of every replica."""
         return len(self.microbatches)
 
-    def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
+    def iterators(self, num_virtual_stages: int | None, device: Device) -> Any:
         """Returns the data iterator for megatron-core's schedules, or one per virtual stage."""
 
         def one() -> Iterator[Any]:
@@ -69,7 +70,7 @@ class Answers:
         self,
         model: Sequence[torch.nn.Module],
         run: Callable[[PromptBatch], object],
-        device: torch.device,
+        device: Device,
     ) -> list[tuple[str, str]]:
         """Returns (prompt, answer) for each prompt, the same on every rank; collective.
 
@@ -100,7 +101,7 @@ class Answers:
         asked: Sequence[Sequence[int]],
         model: Sequence[torch.nn.Module],
         run: Callable[[PromptBatch], object],
-        device: torch.device,
+        device: Device,
     ) -> list[int]:
         batch = prompt_batch(self._config, asked)
         head = getattr(unwrap_model(model[-1]), "masked_tokens_head", None)
@@ -110,10 +111,10 @@ class Answers:
         run(batch)
         if head is not None:
             head.likeliest = None
-        found = torch.zeros(len(asked), dtype=torch.int64, device=device)
+        found = torch.zeros(len(asked), dtype=torch.int64, device=device.place)
         is_first = parallel_state.get_data_parallel_rank() == 0
         if likeliest and is_first and parallel_state.get_tensor_model_parallel_rank() == 0:
-            found[torch.tensor(batch.asked, dtype=torch.int64, device=device)] = torch.cat(
+            found[torch.tensor(batch.asked, dtype=torch.int64, device=device.place)] = torch.cat(
                 likeliest
             )
         dist.all_reduce(found)

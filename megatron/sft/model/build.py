@@ -22,6 +22,7 @@ from megatron.core.transformer.enums import AttnBackend, ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.packing.device import Device
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.attention.frequencies import keep_frequencies
 from megatron.packing.model.dispatcher import gather_tokens
@@ -59,19 +60,20 @@ from megatron.sft.peers import wait_for_all
 
 
 class Training(NamedTuple):
-    """Model chunks (one per virtual stage), optimizer, learning rate schedule and FLOPs."""
+    """Model chunks (one per virtual stage), optimizer, learning rate schedule, FLOPs and device."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     flops: PackCost
     """FLOPs of a pack, for the TFLOP/s of metrics, and without --pack-cost also for balancing."""
+    device: Device
 
 
 def build_training(
     config: SFTConfig,
     vocab_size: int,
-    device: torch.device,
+    device: Device,
     pretrained: Pretrained | MegatronCheckpoint | None = None,
 ) -> Training:
     """Builds model, optimizer and schedule. Collective: initial weights are broadcast over
@@ -91,7 +93,7 @@ def build_training(
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
-    return Training(model, optimizer, build_scheduler(config, optimizer), flops)
+    return Training(model, optimizer, build_scheduler(config, optimizer), flops, device)
 
 
 def flops_of(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost:
@@ -141,7 +143,7 @@ def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
 
 
 def build_transformer_config(
-    config: SFTConfig, device: torch.device, params_dtype: torch.dtype = torch.float32
+    config: SFTConfig, device: Device, params_dtype: torch.dtype = torch.float32
 ) -> TransformerConfig:
     """Returns megatron-core's config of the model, with the values that packing requires (see
     `pipeline.check_config`).
@@ -160,7 +162,7 @@ def build_transformer_config(
         "attention_backend": AttnBackend[model.attention_backend],
         "bias_activation_fusion": kernels.bias_swiglu_fusion,
         "moe_grouped_gemm": kernels.moe_grouped_gemm,
-        "moe_permute_fusion": kernels.moe_permute_fusion and has_fused_permutation(),
+        "moe_permute_fusion": kernels.moe_permute_fusion and has_fused_permutation(device),
         "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
     }
     if model.recompute_granularity == "full":
@@ -187,19 +189,21 @@ def build_transformer_config(
         pipeline_dtype=dtype,
         bf16=config.training.bf16,
         deterministic_mode=config.training.deterministic_mode,
-        use_cpu_initialization=device.type == "cpu",
+        use_cpu_initialization=not device.is_gpu,
         # A pretrained checkpoint overwrites all weights.
         perform_initialization=config.output.pretrained_checkpoint is None,
         variable_seq_lengths=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         # Outputs of a stage are freed once they are sent. On CPU gloo may still be sending them.
-        deallocate_pipeline_outputs=device.type == "cuda",
+        deallocate_pipeline_outputs=device.is_gpu,
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     prepare_config(transformer_config, model)
-    # None of these is a field of megatron-core's dataclass. `cost_of` reads the first, `build_gpt`
-    # the second, the third is one of later Megatron-LM's, and `build_training` completes the last.
+    # None of these is a field of megatron-core's dataclass. `Device.of` reads the first, `cost_of`
+    # the second, `build_gpt` the third, the fourth is one of later Megatron-LM's, and
+    # `build_training` completes the last.
+    transformer_config.device = device  # type: ignore[attr-defined]
     transformer_config.layer_kinds = model.layer_kinds()  # type: ignore[attr-defined]
     transformer_config.kernels = kernels  # type: ignore[attr-defined]
     if packing.sequence_packing:
@@ -218,7 +222,7 @@ def build_model(
     config: SFTConfig,
     transformer_config: TransformerConfig,
     vocab_size: int,
-    device: torch.device,
+    device: Device,
     pretrained: Pretrained | MegatronCheckpoint | None = None,
 ) -> list[DistributedDataParallel]:
     """Returns the model chunks of this rank under megatron-core's DistributedDataParallel, with
@@ -232,7 +236,7 @@ def build_model(
         use_distributed_optimizer=config.shards_optimizer,
     )
     gpts = [
-        build_gpt(config, transformer_config, vocab_size, number).to(device)
+        build_gpt(config, transformer_config, vocab_size, number).to(device.place)
         for number in range(config.num_virtual_stages or 1)
     ]
     adapter = pretrained.adapter if isinstance(pretrained, Pretrained) else None

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.packing.device import Device
 from megatron.packing.model.mcore_versions import check_version
 
 _MODULES = (
@@ -90,7 +91,7 @@ def install() -> list[Change]:
 
     Raises RuntimeError for a megatron-core that was not checked.
     """
-    if torch.cuda.is_available() or _installed:
+    if Device.here().is_gpu or _installed:
         return list(_installed)
     check_version("megatron-core on CPU", "or run where CUDA is available")
     changed: list[Change] = []

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.packing.batch.columns import NUM_PATHS, PARENTS, expand_ranges
 from megatron.packing.batch.reading import read_samples
+from megatron.packing.device import Device, pinned
 from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.get_batch import (
     Batch,
@@ -144,11 +145,11 @@ class PaddedBatch(NamedTuple):
     lengths: tuple[int, ...] = ()
     """Tokens of each row without padding."""
 
-    def on(self, device: torch.device) -> PaddedBatch:
+    def on(self, device: Device) -> PaddedBatch:
         """Returns the batch on `device`, except for `sources`."""
         fields = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
         return self._replace(
-            **{name: getattr(self, name).to(device, non_blocking=True) for name in fields}
+            **{name: getattr(self, name).to(device.place, non_blocking=True) for name in fields}
         )
 
 
@@ -165,7 +166,7 @@ def padded_batches(
     def shard(rows: Tensor) -> Tensor:
         index = shard_index((rows.shape[1],), size, rank)
         rows = rows if index is None else rows[:, index]
-        return rows.pin_memory() if torch.cuda.is_available() else rows
+        return pinned(rows)
 
     for fetch in fetches:
         samples = read_samples(fetch)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
-import torch
 from megatron.core.transformer.moe import moe_utils
 
-from megatron.packing.model.attention.kernels import triton_fault
+from megatron.packing.device import Device
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
@@ -23,14 +22,13 @@ _OF_PERMUTATION = (
 )
 
 
-def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
+def kernels_for(config: SFTConfig, device: Device) -> KernelConfig:
     """Returns the kernels of a run on `device`, each True or False: what the user chose, and else
     on CUDA each that computes the same as torch's operations for this model. Warns where Triton's
     do not run there.
     """
-    on_cuda = device.type == "cuda"
-    fault = triton_fault() if on_cuda else "no GPU"
-    if on_cuda and fault is not None:
+    fault = device.triton_fault
+    if device.is_gpu and fault is not None:
         warnings.warn(
             "loss, SwiGLU and rotary embeddings are not fused, which costs up to a fifth of the "
             f"speed: {NEEDS_OF_TRITON} ({fault})",
@@ -46,15 +44,16 @@ def kernels_for(config: SFTConfig, device: torch.device) -> KernelConfig:
     }
     refused = config.refused_kernels()
     chosen = {
-        name: on_cuda and possible and name not in refused
+        name: device.is_gpu and possible and name not in refused
         for name, possible in can_be.items()
         if getattr(config.kernels, name) is None
     }
     return replace(config.kernels, **chosen)
 
 
-def has_fused_permutation() -> bool:
+def has_fused_permutation(device: Device) -> bool:
     """Returns whether Transformer Engine's kernels that sort tokens by expert are installed: those
     of 2.1 or later.
     """
-    return all(getattr(moe_utils, name, None) for name in _OF_PERMUTATION)
+    is_there = device.has_package("transformer_engine")
+    return is_there and all(getattr(moe_utils, name, None) for name in _OF_PERMUTATION)

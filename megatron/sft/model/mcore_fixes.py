@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.packing.device import Device
 from megatron.packing.model.layers.routers import define_te_general_gemm
 from megatron.packing.model.loss import auxiliary_losses
 from megatron.sft.model import cpu_offload, host_time, weight_gradients
@@ -76,16 +77,13 @@ def _recompute_without_a_compiler() -> None:
     from megatron.core.tensor_parallel import random
 
     get_compiled = getattr(random, "_get_share_storage", None)
-    if get_compiled is None or hasattr(get_compiled, "copies_on_cpu"):
+    if get_compiled is None or hasattr(get_compiled, "copies_on_cpu") or Device.here().is_gpu:
         return
 
     def share(output: Tensor, recomputed: Tensor) -> None:
-        if output.device.type == "cpu":
-            storage, source = output.untyped_storage(), recomputed.untyped_storage()
-            storage.resize_(source.size())
-            storage.copy_(source)
-        else:
-            get_compiled()(output, recomputed)
+        storage, source = output.untyped_storage(), recomputed.untyped_storage()
+        storage.resize_(source.size())
+        storage.copy_(source)
 
     def get_share_storage() -> Callable[[Tensor, Tensor], None]:
         return share

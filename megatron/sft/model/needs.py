@@ -8,8 +8,7 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-import torch
-
+from megatron.packing.device import Device
 from megatron.packing.flags import flag_of
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.sft.model import kernels
@@ -18,7 +17,7 @@ from megatron.sft.options.config import SFTConfig
 _OF_FUSED_ADAM = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
 
 
-def check_needs(config: SFTConfig, device: torch.device) -> None:
+def check_needs(config: SFTConfig, device: Device) -> None:
     """Raises ValueError for an option that needs what is not here, with the way out."""
     if config.optimizer.use_precision_aware_optimizer:
         _check_optimizer(config, device)
@@ -27,16 +26,16 @@ def check_needs(config: SFTConfig, device: torch.device) -> None:
             f"--attention-dropout {config.model.attention_dropout} needs a GPU with Transformer "
             "Engine; pass 0, and for dropout after attention --hidden-dropout"
         )
-    if config.kernels.cross_entropy_loss_fusion and device.type != "cuda":
+    if config.kernels.cross_entropy_loss_fusion and not device.is_gpu:
         raise ValueError("--cross-entropy-loss-fusion needs a GPU; drop it")
     of_triton = ("cross_entropy_loss_fusion", "bias_swiglu_fusion")
     asked = [name for name in of_triton if getattr(config.kernels, name)]
-    if asked and device.type == "cuda" and (fault := kernels.triton_fault()) is not None:
+    if asked and device.is_gpu and (fault := device.triton_fault) is not None:
         raise ValueError(f"{flag_of(asked[0])}: {kernels.NEEDS_OF_TRITON} ({fault}); drop it")
 
 
-def _check_optimizer(config: SFTConfig, device: torch.device) -> None:
-    if device.type != "cuda":
+def _check_optimizer(config: SFTConfig, device: Device) -> None:
+    if not device.is_gpu:
         raise ValueError("--use-precision-aware-optimizer needs a GPU; drop it")
     if config.optimizer.optimizer_cpu_offload:
         return

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.sft.data.datasets import Datasets
@@ -35,7 +34,6 @@ class Evaluator:
         share: Share,
         training: Training,
         passes: Passes,
-        device: torch.device,
         settle: Callable[[], None],
     ) -> None:
         """Args:
@@ -49,7 +47,7 @@ class Evaluator:
         self._share = share
         self._model = training.model
         self._passes = passes
-        self._device = device
+        self._device = training.device
         self._settle = settle
         self._answers: Answers | None = None
         if datasets.prompts and datasets.tokenizer is not None:

@@ -20,10 +20,10 @@ from megatron.sft.training.step_batches import StepBatch
 class Passes:
     """Runs global batches through the model of a run; each call is collective."""
 
-    def __init__(self, config: SFTConfig, training: Training, device: torch.device) -> None:
+    def __init__(self, config: SFTConfig, training: Training) -> None:
         self._config = config
         self._model = training.model
-        self._device = device
+        self._device = training.device
         self._schedule = get_forward_backward_func()
 
     def forward_backward(

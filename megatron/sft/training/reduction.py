@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.packing.device import Device, to_device
+
 Value = float | npt.NDArray[np.float64] | Tensor
 FloatArray = npt.NDArray[np.float64]
 
@@ -27,15 +29,15 @@ class SlotReduction:
     """
 
     def __init__(
-        self, sums: Mapping[str, Value], maxima: Mapping[str, Value], device: torch.device
+        self, sums: Mapping[str, Value], maxima: Mapping[str, Value], device: Device
     ) -> None:
         """Takes this rank's part of each slot: a number, an array, or a tensor on `device`."""
         # Sums before maxima on every rank: ranks must enter collectives in the same order.
         self._sums = _Vector(sums, dist.ReduceOp.SUM, device)
         self._maxima = _Vector(maxima, dist.ReduceOp.MAX, device) if maxima else None
         self._is_there: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._is_there = torch.cuda.current_stream(device).record_event()
+        if device.is_gpu:
+            self._is_there = torch.cuda.current_stream(device.place).record_event()
 
     def result(self) -> dict[str, FloatArray]:
         """Returns each slot over all ranks, float64 [size]."""
@@ -49,7 +51,7 @@ class _Vector:
     """Slots one after the other in one tensor."""
 
     def __init__(
-        self, slots: Mapping[str, Value], operation: dist.ReduceOp.RedOpType, device: torch.device
+        self, slots: Mapping[str, Value], operation: dist.ReduceOp.RedOpType, device: Device
     ) -> None:
         sizes = [_size(value) for value in slots.values()]
         self._ends = dict(zip(slots, np.cumsum(sizes).tolist()))
@@ -60,16 +62,14 @@ class _Vector:
             if not isinstance(value, Tensor):
                 end = self._ends[name]
                 own[end - size : end] = torch.as_tensor(value, dtype=torch.float64).flatten()
-        if device.type == "cuda":
-            own = own.pin_memory()
-        numbers = own.to(device, non_blocking=True)
+        numbers = to_device(own, device.place)
         for (name, value), size in zip(slots.items(), sizes):
             if isinstance(value, Tensor):
                 numbers[self._ends[name] - size : self._ends[name]] = value.double().flatten()
         dist.all_reduce(numbers, op=operation)
         self._numbers = numbers
         # Start the copy back to the host. `result` waits for it, after most work of the step.
-        if device.type == "cuda":
+        if device.is_gpu:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
 

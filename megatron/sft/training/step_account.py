@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.packing.device import Device
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.global_batch import GlobalBatch
 from megatron.packing.step.groups import is_data_rank
@@ -117,7 +118,7 @@ class Reduction:
         losses: list[Any],
         stop: bool,
         counts: Counts,
-        device: torch.device,
+        device: Device,
         is_written: bool = False,
         num_padded_tokens: int = 0,
         figures: StepFigures = NO_FIGURES,
@@ -184,7 +185,7 @@ class Stopwatch:
     On a GPU `seconds` waits for that work, which is done already after the step's reduction.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._start = self._mark()
 
@@ -200,10 +201,10 @@ class Stopwatch:
         return start.elapsed_time(end) / 1000
 
     def _mark(self) -> float | torch.cuda.Event:
-        if self._device.type != "cuda":
+        if not self._device.is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._device.place))
         return event
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.packing.batch.microbatches import Microbatch
+from megatron.packing.device import Device
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
@@ -67,7 +68,7 @@ class StepBatch(NamedTuple):
         """Tokens that this context-parallel rank computes without packing, padding included."""
         return sum(row.tokens.numel() for row in self.rows)
 
-    def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
+    def iterators(self, num_virtual_stages: int | None, device: Device) -> Any:
         """Returns the data iterator for megatron-core's schedules; with virtual stages a list of
         them, one for each.
         """
@@ -149,7 +150,12 @@ class StepBatches(Iterator[StepBatch]):
         self._rows = padded_batches(
             self._stream, config.training.micro_batch_size, config.alignment.pack
         )
-        self._prefetcher = Prefetcher(prepare, data.prefetch_global_batches, num_batches)
+        self._prefetcher = Prefetcher(
+            prepare,
+            data.prefetch_global_batches,
+            num_batches,
+            device=Device.of(model_config),
+        )
         self.settle = self._prefetcher.settle
 
     def __next__(self) -> StepBatch:

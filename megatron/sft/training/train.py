@@ -14,11 +14,11 @@ import logging
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.packing.device import Device
 from megatron.packing.model.pipeline import check_config
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.sft.data.counts import Counts
@@ -57,7 +57,7 @@ class Trainer:
         self,
         config: SFTConfig,
         datasets: Datasets,
-        device: torch.device,
+        device: Device,
         run_dir: Path,
         pretrained: Pretrained | MegatronCheckpoint | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class Trainer:
             check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
-        self._passes = Passes(config, self._training, device)
+        self._passes = Passes(config, self._training)
 
     def _restore(self) -> None:
         """Loads the checkpoint of --load, if there is one; collective. It comes before
@@ -144,7 +144,6 @@ class Trainer:
             self._share,
             self._training,
             self._passes,
-            self._device,
             self._batches.settle,
         )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.packing.device import CPU
 from megatron.packing.flags import FlagError
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.step.settings import model_of
@@ -14,6 +15,7 @@ from megatron.planner import calibrate
 from megatron.planner.calibrate import packs_to_measure, parse_arguments
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.commands import calibrate as command
+from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from megatron.sft.model import kernels
 
 pytestmark = [
@@ -25,7 +27,6 @@ MODEL = (
     "--num-layers 6 --hidden-size 16 --num-attention-heads 2 --seq-length 256 "
     "--position-embedding-type rope"
 ).split()
-CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
@@ -94,18 +95,16 @@ def test_model_is_the_one_that_training_builds(arguments):
         "--final-logit-softcapping 30",
     ],
 )
-def test_kernels_are_those_of_training(flags: str, monkeypatch) -> None:
+def test_kernels_are_those_of_training(flags: str) -> None:
     """Experts one by one would be measured, where training runs them together."""
-    for module in (calibrate, kernels):
-        monkeypatch.setattr(module, "triton_fault", lambda: None)
     arguments = [*NEEDED, *flags.split(), "--bf16"]
     run = parse_config(
         [*arguments, *"--mock-data --train-iters 1 --global-batch-size 8 --lr 1".split()], 1
     )
-    trained = kernels.kernels_for(run, torch.device("cuda"))
+    trained = kernels.kernels_for(run, DescribedGPU())
     options = parse_arguments(arguments)
     for name in ("bias_swiglu_fusion", "moe_grouped_gemm", "cross_entropy_loss_fusion"):
-        taken = calibrate._takes(name, options, torch.device("cuda"))
+        taken = calibrate._takes(name, options, DescribedGPU())
         assert taken == getattr(trained, name), name
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.packing.device import Device
 from megatron.sft.agreement import AgreedError
 from tests.unit_tests.sft.command_line import parse
 
@@ -172,7 +173,7 @@ def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, num_visible, local_ra
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    assert distributed._device() == torch.device("cuda", index)
+    assert distributed._device() == Device("cuda", index)
     assert taken == [index]
 
 
@@ -208,7 +209,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch, gpus, fault):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=gpus[0])
     )
-    device = torch.device("cpu" if gpus[0] == "-" else "cuda")
+    device = Device("cpu") if gpus[0] == "-" else Device("cuda", 0)
     with pytest.raises(AgreedError, match=fault) if fault else contextlib.nullcontext():
         distributed._check_gpus(device, 0, 3, store)
     assert store.get("gpu 0").decode() == gpus[0]

@@ -28,6 +28,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from megatron.packing.device import Device
 from megatron.packing.model.attention.blocks import Scores, Segments
 from megatron.packing.model.attention.kernels import causal_attention
 from megatron.packing.model.attention.tree_keys import PackTree, tree_keys, tree_of
@@ -94,7 +95,7 @@ class PackedDotProductAttention(MegatronModule):
     def _sinks(self) -> torch.nn.Parameter:
         """Returns this rank's heads' part, initialised as Transformer Engine does: at zero."""
         heads = self.config.num_attention_heads // self.groups.tp.size()
-        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        device = Device.of(self.config).initial_place(self.config)
         sinks = torch.nn.Parameter(
             torch.zeros(heads, dtype=self.config.params_dtype, device=device)
         )
@@ -146,7 +147,10 @@ class PackedDotProductAttention(MegatronModule):
             )
             key, value = gathered.index_select(0, seen.key_index).chunk(2, dim=-1)
             segments = Segments(seen.query_lengths, seen.key_lengths)
-        return causal_attention(query, key, value, segments, self.scores, self.softmax_offset)
+        device = Device.of(self.config, query)
+        return causal_attention(
+            query, key, value, segments, self.scores, self.softmax_offset, device
+        )
 
     def sharded_state_dict(
         self,

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megatron.packing.device import Device, to_device
 from megatron.packing.model.attention.blocks import BlockKernel, Scores, Segments, attend
-from megatron.packing.model.attention.zigzag import Lengths, to_device
+from megatron.packing.model.attention.zigzag import Lengths
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, Scores, Tensor | None], Tensor]
 
@@ -40,16 +40,17 @@ def causal_attention(
     segments: Segments,
     scores: Scores,
     sinks: Tensor | None = None,
+    device: Device | None = None,
 ) -> Tensor:
     """Returns attention of packed segments: the last query of each segment sees all its keys, the
     one before all but one, and so on, as far back as the window of `scores`.
 
     query: [sum(query_lengths), heads, d]; key, value: [sum(key_lengths), groups, d]; sinks:
     [heads], scores of one more key without a value (see `attend`) -> [sum(query_lengths), heads,
-    d].
+    d]. device: whose kernels compute it; None for that of the tensors.
     """
     kernel = kernel_for(
-        query.device,
+        device or Device.at(query.device),
         query.dtype,
         query.shape[-1],
         torch.are_deterministic_algorithms_enabled(),
@@ -69,7 +70,7 @@ class Needs:
 
 @cache
 def kernel_for(
-    device: torch.device,
+    device: Device,
     dtype: torch.dtype,
     width: int,
     is_deterministic: bool,
@@ -79,19 +80,17 @@ def kernel_for(
 
     is_deterministic: torch's own kernel has a backward pass that is the same to the bit each time.
     """
-    if device.type != "cuda":
+    if not device.is_gpu:
         return _by_sequence
-    capability = torch.cuda.get_device_capability(device)
     # FlashAttention 4 is for Hopper and later; its backward pass adds in no fixed order. With heads
     # of 80 channels 4.0.0b36 gave wrong gradients of queries on an H200.
-    is_new = capability >= (9, 0) and width in (64, 96, 128) and not is_deterministic
+    is_new = device.capability >= (9, 0) and width in (64, 96, 128) and not is_deterministic
     takes_flash_4 = is_new and not needs.sinks and _flash_4_installed()
     reasons = {
         f"heads of {width} channels: it takes 256 at most": width > 256,
         f"{str(dtype).removeprefix('torch.')}: it takes bfloat16; pass --bf16": dtype
         not in (torch.bfloat16, torch.float16),
-        f"{torch.cuda.get_device_name(device)}: it takes compute capability 8.0 and "
-        "later": capability < (8, 0),
+        f"{device.name}: it takes compute capability 8.0 and later": device.capability < (8, 0),
         "soft caps of scores: FlashAttention 4 takes them; install flash-attn-4 on compute "
         "capability 9.0 or later": needs.softcap and not takes_flash_4,
         "windows or sinks in this torch; install torch 2.11 or later": (
@@ -298,20 +297,3 @@ def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
     return to_device(
         torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32), device
     )
-
-
-@cache
-def triton_fault() -> str | None:
-    """Returns why kernels in Triton do not run on this GPU; None if they do.
-
-    One is tried: images for running alone lack a C compiler or headers of Python, and homes may
-    refuse to be written to, in more ways than could be asked for.
-    """
-    try:
-        rotary = import_module("megatron.packing.model.attention.fused_rotary")
-        x = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16, device="cuda")
-        turns = torch.ones(1, 1, 1, 64, device="cuda")
-        rotary.turned(x, turns, turns[..., :32].contiguous(), is_interleaved=False)
-    except Exception as error:  # of Triton, of the compiler's process, of files
-        return next(iter(f"{type(error).__name__}: {error}".splitlines()))
-    return None

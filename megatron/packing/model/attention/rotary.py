@@ -24,12 +24,11 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from torch import Tensor
 
-from megatron.packing.model.attention.kernels import triton_fault
+from megatron.packing.device import takes_triton, to_device
 from megatron.packing.model.attention.zigzag import (
     Lengths,
     positions_of_tokens,
     shard_index,
-    to_device,
 )
 
 
@@ -185,4 +184,4 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, sign: int
 
 
 def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and triton_fault() is None
+    return x.dtype in (torch.bfloat16, torch.float16) and takes_triton(x)

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from megatron.packing.batch.columns import expand_ranges
-from megatron.packing.model.attention.zigzag import Lengths, Zigzag, gathered_places, to_device
+from megatron.packing.device import to_device
+from megatron.packing.model.attention.zigzag import Lengths, Zigzag, gathered_places
 
 
 class PackTree(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.packing.batch.columns import expand_ranges
+from megatron.packing.device import to_device
 
 Lengths = tuple[int, ...]
 
@@ -30,17 +31,6 @@ def padded_lengths(packed_seq_params: Any) -> Lengths:
         kept = tuple((packed_seq_params.cu_seqlens_q if padded is None else padded).diff().tolist())
         packed_seq_params.padded_lengths = kept
     return kept
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns `values` on `device`, copied by way of pinned memory: from pageable memory the host
-    would wait for the copy.
-    """
-    if values.device == device:
-        return values
-    if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 def starts_of_tokens(lengths: Lengths) -> Tensor:

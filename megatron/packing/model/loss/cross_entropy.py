@@ -7,15 +7,17 @@ for each chunk: logits [c, v / tensor-parallel size]
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.packing.device import Device
 from megatron.packing.model.multipliers import LogitRule
 
+FUSED = "megatron.packing.model.loss.fused_cross_entropy"
+"""Name of the module of kernels."""
 _CHUNK_LOGITS = 1 << 28
 """Logits of a chunk, at most: 2,048 tokens' of 131,072 words. The gradient of the weight is added
 up from chunk to chunk, which for fewer tokens at a time would cost as much as their products.
@@ -37,6 +39,8 @@ class Words(NamedTuple):
     """
     keeps_logits: bool = False
     """True if logits of all chunks are kept for the backward pass, as far as they can be."""
+    device: Device | None = None
+    """Whose kernels compute losses and gradients; None for that of the hidden states."""
 
     def num_here(self, first: int, num_rows: int) -> int:
         """Returns how many of `num_rows` rows of the weight, from `first` on, are words."""
@@ -91,6 +95,7 @@ class CrossEntropy(torch.autograd.Function):
         is_here = (labels >= first) & (labels < first + num_here)
         labels_here = (labels - first).where(is_here, 0).unsqueeze(1)
         ctx.chunks = chunks = _Chunks(states, weight, num_here, words)
+        ctx.device = words.device or Device.at(states.device)
         log_sum, largest, of_label = torch.empty(
             3, len(labels), dtype=chunks.dtype, device=states.device
         )
@@ -103,7 +108,7 @@ class CrossEntropy(torch.autograd.Function):
                 ctx.kept.append(logits)
             if words.is_fused:
                 own = _labels_or_none(labels_here[part], is_here[part])
-                log_sum[part], largest[part], of_label[part] = fused().row_statistics(
+                log_sum[part], largest[part], of_label[part] = _fused(ctx.device).row_statistics(
                     logits, own, num_here
                 )
                 continue
@@ -143,7 +148,7 @@ class CrossEntropy(torch.autograd.Function):
             of_logits = of_logits.to(weight.dtype)
             torch.mm(of_logits, weight, out=of_states[part])
             if ctx.needs_input_grad[1]:
-                of_weight = _add_product(of_weight, of_logits.t(), states[part], dtype)
+                of_weight = _add_product(of_weight, of_logits.t(), states[part], dtype, ctx.device)
         return (
             of_states,
             None if of_weight is None else of_weight.to(weight.dtype),
@@ -153,7 +158,9 @@ class CrossEntropy(torch.autograd.Function):
         )
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def _add_product(
+    total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, device: Device
+) -> Tensor:
     """Returns `total + left @ right` in `dtype`, written over `total`; None stands for zeros.
 
     Where factors are in half precision and `dtype` is float32, CUDA adds within the product:
@@ -162,7 +169,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch
     """
     if left.dtype == dtype:
         return left @ right if total is None else total.addmm_(left, right)
-    if left.is_cuda:
+    if device.is_gpu:
         if total is None:
             return torch.mm(left, right, out_dtype=dtype)
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
@@ -195,7 +202,7 @@ def _fused_gradients(ctx: Any, gradient: Tensor, kept: Tensor | None, part: slic
     of_logits: Tensor = ctx.chunks.products(states, weight, part) if kept is None else kept
     own = _labels_or_none(labels_here[part], is_here[part])
     of_loss = gradient[part].contiguous()
-    fused().write_gradients(of_logits, own, log_sum[part], of_loss, ctx.chunks.num_here)
+    _fused(ctx.device).write_gradients(of_logits, own, log_sum[part], of_loss, ctx.chunks.num_here)
     return of_logits
 
 
@@ -204,9 +211,9 @@ def _labels_or_none(labels: Tensor, is_here: Tensor) -> Tensor:
     return labels.squeeze(1).masked_fill(~is_here, -1)
 
 
-def fused() -> Any:
+def _fused(device: Device) -> Any:
     """Returns the module of kernels, which needs `triton`."""
-    return import_module("megatron.packing.model.loss.fused_cross_entropy")
+    return device.kernels(FUSED)
 
 
 class _Chunks:

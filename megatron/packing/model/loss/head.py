@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron.packing.device import Device
 from megatron.packing.model.loss.cross_entropy import CrossEntropy, Words, likeliest_words
 from megatron.packing.model.multipliers import PLAIN, LogitRule
 
@@ -176,7 +177,8 @@ class _Head:
             states = copy_to_tensor_model_parallel_region(states, group=group)
         # Nothing is kept for a backward pass that does not come.
         keeps = self._words.keeps_logits and torch.is_grad_enabled()
-        words = self._words._replace(keeps_logits=keeps)
+        device = Device.of(self._layer.config, states)
+        words = self._words._replace(keeps_logits=keeps, device=device)
         losses, is_right = CrossEntropy.apply(states, logits.weight, of_tokens[rows], words, group)
         if self._num_paths is not None:
             is_right = is_right * self._num_paths.flatten()[rows]

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, to_device
+from megatron.packing.device import to_device
+from megatron.packing.model.attention.zigzag import Lengths, padded_lengths
 
 
 class PackedRoll:

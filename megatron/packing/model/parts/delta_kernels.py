@@ -89,11 +89,6 @@ class _Convolution(torch.autograd.Function):
         return of_x, parts.sum(0).to(weight.dtype)
 
 
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Takes the place of `delta_rule.has_kernels`, as if there were a GPU."""
-    return dtype in (torch.bfloat16, torch.float16)
-
-
 def rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor, **others: Any
 ) -> tuple[Tensor, None]:

@@ -7,9 +7,10 @@ flash-linear-attention's kernels keep. Options have megatron-core's names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from megatron.packing.layers import EACH_LAYER, Parameter, Part, Sharding, Work
@@ -149,12 +150,13 @@ class DeltaNet(Part):
         return _beside("delta_net_module").GatedDeltaNet
 
     @staticmethod
-    def kernel_stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    def kernel_stand_ins() -> Mapping[str, Any]:
         """See `Part`."""
-        rule, kernels = _beside("delta_rule"), _beside("delta_kernels")
-        yield rule, "has_kernels", kernels.has_kernels
-        yield rule, "rule_kernel", lambda: kernels.rule
-        yield rule, "convolution_kernel", lambda: kernels.convolution
+        described = _beside("delta_kernels")
+        return {
+            "fla.ops.gated_delta_rule": SimpleNamespace(chunk_gated_delta_rule=described.rule),
+            "fla.modules.convolution": SimpleNamespace(causal_conv1d=described.convolution),
+        }
 
 
 def _beside(name: str) -> Any:

@@ -33,6 +33,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from megatron.packing.device import Device
 from megatron.packing.model.attention.tree_keys import tree_of
 from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, sequence_order
 from megatron.packing.model.parts.delta_net import DeltaNet
@@ -165,7 +166,7 @@ class GatedDeltaNet(MegatronModule):
             -rates.exp() * softplus(alpha.to(wide) + bias),
             beta.sigmoid(),
         )
-        return gated_delta_rule(inputs, lengths)
+        return gated_delta_rule(inputs, lengths, Device.of(self.config, value))
 
     def sharded_state_dict(
         self,
@@ -207,6 +208,7 @@ class _Convolution(torch.nn.Module):
         first = torch.empty(channels * tp_group.size(), 1, width)
         # as torch.nn.Conv1d starts it
         self.weight = _cut_parameter(first.uniform_(-(width**-0.5), width**-0.5), config, tp_group)
+        self.config = config
 
     def forward(
         self, x: Tensor, sections: list[int], shares: int, share: slice, lengths: Lengths
@@ -216,7 +218,7 @@ class _Convolution(torch.nn.Module):
         if shares > 1:
             parts = [part.unflatten(0, (shares, -1)) for part in weight.split(sections)]
             weight = torch.cat([part[share].flatten(0, 1) for part in parts])
-        return causal_convolution(x, weight, lengths)
+        return causal_convolution(x, weight, lengths, Device.of(self.config, x))
 
 
 class _GatedNorm(torch.nn.Module):
@@ -249,4 +251,4 @@ def _cut_parameter(whole: Tensor, config: TransformerConfig, tp_group: Any) -> t
 
 
 def _device(config: TransformerConfig) -> Any:
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    return Device.of(config).initial_place(config)

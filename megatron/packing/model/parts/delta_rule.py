@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import warnings
 from functools import cache, lru_cache
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron.packing.model.attention.zigzag import Lengths, starts_of_tokens, to_device
+from megatron.packing.device import Device, to_device
+from megatron.packing.model.attention.zigzag import Lengths, starts_of_tokens
 
 _CHUNK = 64
 _EPSILON = 1e-6
@@ -46,16 +46,18 @@ class Inputs(NamedTuple):
     """[t, value heads]: how far the state is corrected, from 0 to 1."""
 
 
-def gated_delta_rule(inputs: Inputs, lengths: Lengths) -> Tensor:
+def gated_delta_rule(inputs: Inputs, lengths: Lengths, device: Device | None = None) -> Tensor:
     """Returns the outputs [t, value heads, d_v] of sequences of `lengths` that stand one after the
-    other, of the type of `inputs.value`.
+    other, of the type of `inputs.value`. device: whose kernels compute it; None for that of the
+    tensors.
     """
+    device = device or Device.at(inputs.value.device)
     times = inputs.value.shape[1] // inputs.key.shape[1]
     if times > 1:
         query, key = (x.repeat_interleave(times, dim=1) for x in inputs[:2])
         inputs = inputs._replace(query=query, key=key)
-    if has_kernels(inputs.value.device, inputs.value.dtype):
-        out, _ = rule_kernel()(
+    if has_kernels(device, inputs.value.dtype):
+        out, _ = device.kernels("fla.ops.gated_delta_rule").chunk_gated_delta_rule(
             *(x.unsqueeze(0).contiguous() for x in inputs),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=_ends(lengths, inputs.value.device),
@@ -64,13 +66,17 @@ def gated_delta_rule(inputs: Inputs, lengths: Lengths) -> Tensor:
     return _in_chunks(inputs, lengths)
 
 
-def causal_convolution(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
+def causal_convolution(
+    x: Tensor, weight: Tensor, lengths: Lengths, device: Device | None = None
+) -> Tensor:
     """Returns silu of each channel's convolution with its last tokens in the same sequence.
 
-    x: [t, channels]; weight: [channels, width], of which the last is for the token itself.
+    x: [t, channels]; weight: [channels, width], of which the last is for the token itself. device:
+    see `gated_delta_rule`.
     """
-    if has_kernels(x.device, x.dtype):
-        out, _ = convolution_kernel()(
+    device = device or Device.at(x.device)
+    if has_kernels(device, x.dtype):
+        out, _ = device.kernels("fla.modules.convolution").causal_conv1d(
             x.unsqueeze(0).contiguous(),
             weight,
             activation="silu",
@@ -87,33 +93,19 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
     return silu(out)
 
 
-def rule_kernel() -> Any:
-    """Returns flash-linear-attention's gated delta rule."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule
-
-
-def convolution_kernel() -> Any:
-    """Returns flash-linear-attention's causal convolution."""
-    from fla.modules.convolution import causal_conv1d
-
-    return causal_conv1d
-
-
 @cache
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+def has_kernels(device: Device, dtype: torch.dtype) -> bool:
     """Returns whether flash-linear-attention computes on that device; warns on CUDA, once, if it is
     not installed. Its rule refuses float32.
     """
-    is_there = find_spec("fla") is not None
-    if device.type == "cuda" and not is_there:
+    is_there = device.has_package("fla")
+    if device.is_gpu and not is_there:
         warnings.warn(
             "gated delta nets are computed by plain torch, which is slow: install "
             "flash-linear-attention",
             stacklevel=2,
         )
-    return device.type == "cuda" and is_there and dtype in (torch.bfloat16, torch.float16)
+    return device.is_gpu and is_there and dtype in (torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ Everything that is replaced meanwhile is listed in `_replaced`; it is put back a
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -34,10 +35,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.packing.device import CPU, Device
 from megatron.packing.model import get_batch
 from megatron.sft import distributed
 from megatron.sft.fit.counter import DEVICE
-from megatron.sft.fit.fake import cuda_branches, experts
+from megatron.sft.fit.fake import described_gpu, experts
 from megatron.sft.fit.fake.host_reads import HostReads
 from megatron.sft.fit.fake.results import Results
 from megatron.sft.model import cpu_support, mcore_fixes
@@ -48,22 +50,25 @@ aten = torch.ops.aten
 
 @contextmanager
 def fake_world(
-    config: SFTConfig, rank: int, world_size: int, reads: HostReads, *, like_cuda: bool = False
+    config: SFTConfig, rank: int, world_size: int, reads: HostReads, device: Device = CPU
 ) -> Iterator[FakeTensorMode]:
     """Enters the world as `rank` of it. No other process group may exist in this process.
 
-    like_cuda: code goes the ways that it goes on CUDA (see `cuda_branches`), else a CPU's.
+    device: the one that the trainer will be given, a `DescribedGPU` or the CPU.
 
     Raises RuntimeError where CUDA is available: hide the devices before torch is imported.
     """
-    if torch.cuda.is_available():
+    if Device.here().is_gpu:
         raise RuntimeError("a fake world is a CPU's; set CUDA_VISIBLE_DEVICES= for this process")
     mcore_fixes.install()
     cpu_support.install()
     with ExitStack() as stack:
         _forget_tensors()
         stack.callback(_forget_tensors)
-        others = cuda_branches.replaced() if like_cuda else ()
+        stack.enter_context(warnings.catch_warnings())
+        # Of slow kernels: the run will say so, and the estimate does not wait for them.
+        warnings.filterwarnings("ignore", module=r"megatron\.packing\.model\.")
+        others = described_gpu.replaced() if device.is_gpu else ()
         for owner, name, replacement in (*_replaced(reads), *others):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())

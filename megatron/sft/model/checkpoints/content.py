@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
 from megatron.core.utils import unwrap_model
 
+from megatron.packing.device import Device
 from megatron.packing.flags import flag_of
 from megatron.packing.model.parts import PARTS
 from megatron.sft.data.sample_set import blend_changes
@@ -274,7 +275,7 @@ def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any
         if wanted.progress:
             training.scheduler.load_state_dict(state["scheduler"])
     if wanted.random_states:
-        _restore_random_states(state["random_states"])
+        _restore_random_states(state["random_states"], training.device)
     return state
 
 
@@ -296,7 +297,7 @@ def _sharded_state(
     state["layout"] = _parallel_sizes()
     state["random_states"] = ShardedObject(
         "random_states",
-        _random_states(),
+        _random_states(training.device),
         (dist.get_world_size(),),
         (dist.get_rank(),),
         replica_id=0,
@@ -319,17 +320,17 @@ def _parallel_sizes() -> list[int]:
     ]
 
 
-def _random_states() -> dict[str, Any]:
+def _random_states(device: Device) -> dict[str, Any]:
     return {
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if device.is_gpu else None,
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
 
 
-def _restore_random_states(states: dict[str, Any]) -> None:
+def _restore_random_states(states: dict[str, Any], device: Device) -> None:
     torch.set_rng_state(states["cpu"])
-    if (states["cuda"] is None) == torch.cuda.is_available():
+    if (states["cuda"] is None) == device.is_gpu:
         # Saved on CPU and loaded on a GPU, or the reverse: generators of one kind of device cannot
         # take the states of the other.
         return

@@ -82,7 +82,7 @@ class CheckpointSave:
         parts = self._request.preload_fn() if self._request.preload_fn is not None else []
         # Without a GPU there is no copy: the tensors are the weights themselves, and the next step
         # would change them under the writing thread.
-        if in_background and not next(training.model[0].parameters()).is_cuda:
+        if in_background and not training.device.is_gpu:
             parts = [
                 (path, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
                 for path, key, (others, tensors) in parts

@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.payload_bytes import PackPayloads
+from megatron.packing.device import Device
 from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.embeddings import BatchPayloads, merged_embeddings
 from megatron.packing.model.layer_spec import packed_block_spec
@@ -58,7 +59,7 @@ def batch_of(tokens: torch.Tensor, payloads: bool = True) -> Any:
 
 def test_images_take_the_place_of_their_tokens_and_get_its_gradient() -> None:
     """Also where the placeholder is no word of the vocabulary, as LLaVA's -200."""
-    with one_process(CPU):
+    with one_process(Device.at(CPU)):
         gpt = model_of().double()
         tokens = torch.tensor([3, IMAGE, IMAGE, 4, 0, IMAGE])
         images = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
@@ -77,7 +78,7 @@ def test_images_take_the_place_of_their_tokens_and_get_its_gradient() -> None:
 @pytest.mark.parametrize("payloads", [False, True])
 def test_a_pack_of_text_gives_the_tower_a_gradient_of_zero(payloads: bool) -> None:
     """Without one, overlapped gradient reduction waits for ever for the tower's parameters."""
-    with one_process(CPU):
+    with one_process(Device.at(CPU)):
         gpt = model_of()
         images = torch.randn(2, 8, requires_grad=True)
         tokens = torch.tensor([3, 4])
@@ -90,7 +91,7 @@ def test_a_pack_of_text_gives_the_tower_a_gradient_of_zero(payloads: bool) -> No
 
 def test_what_would_be_merged_wrongly_is_refused() -> None:
     """Rows that are left over, or words that are cut already, would be off by some."""
-    with one_process(CPU):
+    with one_process(Device.at(CPU)):
         gpt = model_of()
         tokens = torch.tensor([3, IMAGE, IMAGE])
         with pytest.raises(ValueError, match="a pack has 2 tokens -200, but there are 3 embed"):

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.packing.device import CPU, Device
 from megatron.packing.flags import FlagError
 from megatron.packing.scheduling.cost import PackCost
+from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from tests.unit_tests.sft.command_line import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-CPU = torch.device("cpu")
 
 
 def config_of(arguments="", world_size=8):
@@ -62,7 +62,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("arguments", LAYOUTS)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [CPU, DescribedGPU()])
 def test_config_of_every_layout_suits_packing(arguments, device):
     """A demand of packing that the trainer's own config misses stops every run of that layout, or
     hangs it.
@@ -71,8 +71,8 @@ def test_config_of_every_layout_suits_packing(arguments, device):
     from megatron.sft.model.build import build_transformer_config
 
     config = config_of(f"--sequence-packing {arguments}")
-    built = build_transformer_config(config, torch.device(device))
-    check_config(built, torch.device(device))
+    built = build_transformer_config(config, device)
+    check_config(built, device)
     assert built.max_seqlen_per_dp_cp_rank == 128 // config.parallel.context_parallel_size
     assert built.sequence_packing_scheduler == "default"
     assert built.sequence_packing_options.over_length_policy == "error"
@@ -255,7 +255,7 @@ def test_what_does_no_harm_is_accepted(changes, device):
     """Demands beyond need would refuse the layouts that most people run."""
     from megatron.packing.model.pipeline import check_config
 
-    check_config(suitable(**changes), torch.device(device))
+    check_config(suitable(**changes), Device(device))
 
 
 def test_a_config_without_the_newer_fields_is_accepted():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-import torch
 
+from megatron.packing.device import CPU, Device
+from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from megatron.sft.model import kernels
 from megatron.sft.model.needs import check_needs
 from tests.unit_tests.sft.command_line import parse
@@ -31,30 +32,30 @@ PLAIN = "--swiglu --disable-bias-linear --bf16"
     ],
 )
 def test_on_a_gpu_those_that_compute_the_model(
-    arguments: str, device: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+    arguments: str, device: str, expected: set[str]
 ) -> None:
     """A cap that a kernel leaves out would train, to another loss."""
-    monkeypatch.setattr(kernels, "triton_fault", lambda: None)
-    found = asdict(kernels.kernels_for(parse(arguments), torch.device(device)))
+    found = asdict(
+        kernels.kernels_for(parse(arguments), DescribedGPU() if device == "cuda" else CPU)
+    )
     assert {name for name, is_on in found.items() if is_on} == expected
 
 
-def test_none_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_that_do_not_run() -> None:
     """Images for running alone have no C compiler, which Triton calls, or no headers of Python."""
     with pytest.warns(UserWarning, match=r"not fused.*C compiler.*\(\w+Error: .*\)"):
-        found = asdict(kernels.kernels_for(parse(PLAIN), torch.device("cuda")))
+        found = asdict(kernels.kernels_for(parse(PLAIN), Device("cuda")))
     assert {name for name, is_on in found.items() if is_on} == {SUMS}
     for flag in (SWIGLU, LOSS):
         asked = parse(f"{PLAIN} --{flag}".replace("_", "-"))
         with pytest.raises(ValueError, match=f"--{flag}: .*C compiler".replace("_", "-")):
-            check_needs(asked, torch.device("cuda"))
+            check_needs(asked, Device("cuda"))
 
 
 def test_biases_that_transformer_engine_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of gpt-oss could not be read into Transformer Engine's grouped experts."""
-    monkeypatch.setattr(kernels, "triton_fault", lambda: None)
     monkeypatch.setattr(kernels, "transformer_engine_installed", lambda: True)
     for flag, is_grouped in (("", False), ("--disable-bias-linear", True)):
         arguments = f"--swiglu --bf16 --num-experts 4 {flag}"
-        found = kernels.kernels_for(parse(arguments), torch.device("cuda"))
+        found = kernels.kernels_for(parse(arguments), DescribedGPU())
         assert found.moe_grouped_gemm is is_grouped

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.packing.device import CPU, Device
+from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from tests.unit_tests.sft.command_line import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = DescribedGPU()
 PRECISION = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
 EXPERTS = "--disable-bias-linear --num-experts 4"
 
@@ -65,7 +67,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 def test_what_is_not_here_is_refused_before_anything_is_built(
-    arguments: str, device: torch.device, message: str
+    arguments: str, device: Device, message: str
 ) -> None:
     """megatron-core says so with a trace, some of it after weights are read."""
     from megatron.sft.model.needs import check_needs
@@ -159,6 +161,7 @@ def test_fused_kernels_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None
     assert not without_engine.moe_permute_fusion  # megatron-core would refuse it
     for name in kernels._OF_PERMUTATION:
         monkeypatch.setattr(moe_utils, name, object(), raising=False)
+    monkeypatch.setattr(Device, "has_package", lambda self, name: name == "transformer_engine")
     built = build_transformer_config(parse(f"{EXPERTS} --swiglu {flags}"), CPU)
     plain = build_transformer_config(parse(f"{EXPERTS} --swiglu"), CPU)
     for name in ("bias_activation_fusion", "moe_permute_fusion", "gradient_accumulation_fusion"):

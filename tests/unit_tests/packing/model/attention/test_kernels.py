@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from megatron.packing.device import CPU
 from megatron.packing.model.attention import kernels
 from megatron.packing.model.attention.blocks import Scores, Segments
 from megatron.packing.model.attention.kernels import (
@@ -18,22 +19,21 @@ from megatron.packing.model.attention.kernels import (
     causal_attention,
     kernel_for,
 )
+from megatron.sft.fit.fake.described_gpu import DescribedGPU
 
-GPU = torch.device("cuda", 0)
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Lets the process believe in one, without or with FlashAttention 4."""
+    """Makes one, without or with FlashAttention 4."""
     kernel_for.cache_clear()
 
     def stub(capability, flash_4=False):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
         monkeypatch.setattr(kernels, "_flash_4_installed", lambda: flash_4)
         monkeypatch.setattr(kernels, "_flash_4", lambda: "FlashAttention 4")
         monkeypatch.setattr(kernels, "_varlen", lambda: "torch's")
+        return DescribedGPU(capability=capability)
 
     yield stub
     kernel_for.cache_clear()
@@ -54,10 +54,10 @@ def test_fastest_kernel_that_takes_the_model(
     gpu, capability, flash_4, width, is_deterministic, kernel
 ):
     """A kernel that does not take heads of a width ends the run in its first layer."""
-    gpu(capability, flash_4)
+    device = gpu(capability, flash_4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernel_for(GPU, torch.bfloat16, width, is_deterministic) == kernel
+        assert kernel_for(device, torch.bfloat16, width, is_deterministic) == kernel
 
 
 WINDOW, CAP, SINKS = Needs(window=True), Needs(softcap=True), Needs(sinks=True)
@@ -75,21 +75,21 @@ WINDOW, CAP, SINKS = Needs(window=True), Needs(softcap=True), Needs(sinks=True)
 )
 def test_kernel_takes_what_the_layer_needs(gpu, capability, flash_4, needs, kernel):
     """A kernel without caps or sinks would train another model, and not tell."""
-    gpu(capability, flash_4)
+    device = gpu(capability, flash_4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernel_for(GPU, torch.bfloat16, 64, False, needs) == kernel
+        assert kernel_for(device, torch.bfloat16, 64, False, needs) == kernel
 
 
 def test_what_no_kernel_takes_is_computed_in_blocks(gpu, monkeypatch):
     """Soft caps without FlashAttention 4, and windows before torch 2.11: exact, and said."""
-    gpu(AMPERE)
+    device = gpu(AMPERE)
     with pytest.warns(UserWarning, match="no kernel for soft caps .*install flash-attn-4"):
-        assert kernel_for(GPU, torch.bfloat16, 64, False, CAP) is _by_sequence
+        assert kernel_for(device, torch.bfloat16, 64, False, CAP) is _by_sequence
     monkeypatch.setattr(kernels, "_varlen_takes_windows", lambda: False)
     needs = Needs(sinks=True, window=True)
     with pytest.warns(UserWarning, match="windows or sinks in this torch"):
-        assert kernel_for(GPU, torch.bfloat16, 64, False, needs) is _by_sequence
+        assert kernel_for(device, torch.bfloat16, 64, False, needs) is _by_sequence
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_slow_ways_are_said_once(gpu, capability, dtype, width, reason):
     """A run that takes ten times as long for a missing flag looks like a slow machine; once, and
     not in each layer.
     """
-    gpu(capability, True)
+    device = gpu(capability, True)
     with pytest.warns(UserWarning, match=f"sequence by sequence, which is slow: .*{reason}"):
-        assert kernel_for(GPU, dtype, width, False) is _by_sequence
+        assert kernel_for(device, dtype, width, False) is _by_sequence
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernel_for(GPU, dtype, width, False) is _by_sequence
-        assert kernel_for(torch.device("cpu"), dtype, width, False) is _by_sequence
+        assert kernel_for(device, dtype, width, False) is _by_sequence
+        assert kernel_for(CPU, dtype, width, False) is _by_sequence
 
 
 def lengths_of(cu_seqlens):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches, layouts_of_samples, pack
 from megatron.packing.batch.reading import read_samples
+from megatron.packing.device import Device
 from megatron.packing.model.attention import core_attention as attention
 from megatron.packing.model.attention.rotary import (
     LayerRotary,
@@ -114,7 +115,7 @@ def run(model: GPTModel, *lengths: int) -> torch.Tensor:
 
 @pytest.fixture
 def single_process():
-    with one_process(CPU):
+    with one_process(Device.at(CPU)):
         yield
 
 

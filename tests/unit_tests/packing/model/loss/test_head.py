@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import cross_entropy as plain_cross_entropy
 
+from megatron.packing.device import Device
 from megatron.packing.model.loss import cross_entropy
 from megatron.packing.model.loss.cross_entropy import Words
 from megatron.packing.model.loss.head import Hidden, skip_masked_tokens
@@ -87,11 +88,7 @@ def test_chunks_have_the_losses_and_gradients_of_the_whole(
 
 
 class LikeCuda(Tensor):
-    """A tensor of the CPU that says it is on CUDA, where factors in half precision have products
-    in float32.
-    """
-
-    is_cuda = True
+    """A tensor of the CPU whose factors in half precision have products in float32, as on a GPU."""
 
     @classmethod
     def __torch_function__(
@@ -116,11 +113,11 @@ def test_products_of_chunks_are_added_up_in_float32_on_cuda():
     ]
     expected = torch.stack([left.double() @ right.double() for left, right in factors]).sum(0)
     errors = []
-    for kind in (LikeCuda, Tensor):
+    for kind, device in ((LikeCuda, Device("cuda")), (Tensor, Device("cpu"))):
         total, first = None, None
         for left, right in factors:
             total = cross_entropy._add_product(
-                total, left.as_subclass(kind), right.as_subclass(kind), torch.float32
+                total, left.as_subclass(kind), right.as_subclass(kind), torch.float32, device
             )
             first = total if first is None else first
             assert total.data_ptr() == first.data_ptr()

@@ -13,6 +13,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
+from megatron.packing.device import Device
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.parts import delta_rule
 from megatron.packing.model.parts.delta_net import DeltaNet
@@ -144,7 +145,7 @@ def test_kernels_are_given_each_sequence(monkeypatch):
 
 @pytest.fixture
 def single_process():
-    with one_process(CPU):
+    with one_process(Device.at(CPU)):
         yield
 
 
