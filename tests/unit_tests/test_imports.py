@@ -156,6 +156,7 @@ FOLDERS = {
         "flags",
         "layers",
         "stages",
+        "device",
         "batch",
         "scheduling",
         "step",
