@@ -159,6 +159,7 @@ FOLDERS = {
         "rules",
         "layers",
         "stages",
+        "device",
         "batch",
         "scheduling",
         "step",

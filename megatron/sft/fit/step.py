@@ -69,8 +69,8 @@ def iterated(prepared: Sequence[Prepared], reads: HostReads, device: Device) -> 
     for one, following in zip(prepared, (*prepared[1:], None)):
         batch = one.batch
         if device.is_gpu:
-            batch = copied or _copied(batch)
-            copied = None if following is None else _copied(following.batch)
+            batch = copied or _copied(batch, device)
+            copied = None if following is None else _copied(following.batch, device)
         reads.num_loss_tokens = one.num_loss_tokens
         yield batch
 
@@ -82,10 +82,9 @@ def on_device(prepared: Sequence[Prepared], device: Device) -> Iterator[Any]:
     return PackedIterator([one.batch for one in prepared], device)
 
 
-def _copied(batch: Any) -> Any:
+def _copied(batch: Any, device: Device) -> Any:
     if isinstance(batch, PaddedBatch):
-        fields: dict[str, Any] = {name: getattr(batch, name).clone() for name in FIELDS}
-        return batch._replace(**fields)
+        return batch.on(device)
     return {name: value.clone() if name in FIELDS else value for name, value in batch.items()}
 
 
