@@ -29,7 +29,7 @@ def main(
     try:
         print(_prepare(options))
     except (ValueError, OSError) as error:
-        print(f"{program} {options.command}: error: {error}", file=sys.stderr)
+        print(f"{program} {options.command}: error: {error!s:.1000}", file=sys.stderr)
         return 1
     return 0
 

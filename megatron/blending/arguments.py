@@ -8,6 +8,11 @@ _MAX_LISTED = 50
 _MAX_COMPARED = 100
 
 
+def shown(value: object) -> str:
+    """Returns a value as a message shows it, in at most 100 characters."""
+    return f"{value!r:.100}"
+
+
 def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
     """Says which of `words` was probably meant, or else what there is: the first 50."""
     words = list(words)
@@ -23,7 +28,7 @@ def check_whole(name: str, value: object, least: float = 1, *, may_be_none: bool
     if value is None and may_be_none:
         return
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} must be a whole number, but is {value!r}")
+        raise ValueError(f"{name} must be a whole number, but is {shown(value)}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, but is {value}")
 
@@ -32,12 +37,12 @@ def check_one_of(name: str, value: object, known: Collection[str]) -> None:
     if value not in known:
         close = difflib.get_close_matches(f"{value}", known, 1, 0.6)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}{hint}")
+        raise ValueError(f"{name} must be one of {', '.join(known)}, but is {shown(value)}{hint}")
 
 
 def check_flag(name: str, value: object) -> None:
     if value not in (True, False):
-        raise ValueError(f"{name} must be True or False, but is {value!r}")
+        raise ValueError(f"{name} must be True or False, but is {shown(value)}")
 
 
 def check_function(name: str, function: object) -> None:
@@ -49,4 +54,4 @@ def check_no_more(kind: str, given: Mapping[str, object], known: Collection[str]
     """Raises TypeError for an argument that neither we know nor energon does."""
     for name in given:
         if name not in known:
-            raise TypeError(f"{kind} has no argument {name!r}")
+            raise TypeError(f"{kind} has no argument {shown(name)}")

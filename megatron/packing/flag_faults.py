@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from megatron.packing.flag_help import Command
-from megatron.packing.user_files import shortened, shown
+from megatron.packing.quoting import shortened, shown
 
 _MAX_IN_A_LINE = 3
 """Answers that still read well in one line."""

@@ -32,7 +32,8 @@ from megatron.packing.flag_faults import FlagError as FlagError
 from megatron.packing.flag_faults import stray_value, unknown_options
 from megatron.packing.flag_help import Command, short_help
 from megatron.packing.flag_needs import check_needs
-from megatron.packing.user_files import read_yaml, shown
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import read_yaml
 
 _type_hints = cache(typing.get_type_hints)
 _NOT_IN_YAML = ("help", "help_all", "version", "config")

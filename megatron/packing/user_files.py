@@ -11,13 +11,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import reprlib
 import stat
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
+
+from megatron.packing.quoting import shown
 
 MAX_BYTES = 1 << 24
 _MAX_VALUES = 1_000_000
@@ -29,23 +29,6 @@ _MAX_YAML_DEPTH = 8
 
 Kind = type | tuple[type, ...]
 """Types of a value that JSON holds."""
-_LONG_WORD = re.compile(r"\S{301,}")
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = _shown.maxlong = 100
-
-
-def shown(value: object) -> str:
-    """Returns a value as a message shows it: short, however long or deep it is."""
-    return _shown.repr(value)
-
-
-def shortened(message: str, most: int = 1000) -> str:
-    """Returns a message without its middle if it is longer: where and the way out stand at its
-    ends. So is each word of over 300 characters, as only a file's content has them.
-    """
-    message = _LONG_WORD.sub(lambda word: f"{word[0][:140]} ... {word[0][-140:]}", message)
-    half = most // 2
-    return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
 
 
 def disk_fault(error: OSError) -> str:

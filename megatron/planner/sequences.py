@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
+from megatron.packing.quoting import shown
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -134,7 +135,7 @@ def sequences_of(lengths: IntArray, sizes: Any) -> Sequences:
     if not known or not all(_are_sizes(each, lengths.size) for each in sizes.values()):
         raise ValueError(
             f"sizes must be {', '.join(names)}: {lengths.size} whole numbers each, but are "
-            f"{sizes!s:.60}"
+            f"{shown(sizes)}"
         )
     arrays = {name: np.array(each, np.int64) for name, each in sizes.items()}
     loss_tokens = arrays.pop("loss_tokens", None)
@@ -148,7 +149,7 @@ def _costs_of(values: object, count: int) -> FloatArray:
         for each in values  # type: ignore[attr-defined]
     ):
         raise ValueError(
-            f"payload_costs must be {count} numbers of at least 0, but are {values!s:.60}"
+            f"payload_costs must be {count} numbers of at least 0, but are {shown(values)}"
         )
     return np.array(values, np.float64)
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
+from megatron.packing.quoting import shown
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest, check_schedule
@@ -236,7 +237,7 @@ def _checked_windows(values: Any) -> tuple[tuple[int, float], ...]:
         if not is_window or type(factor) not in (int, float) or not 0 <= factor < _MAX_NUMBER:
             raise ValueError(
                 f"windows must be pairs of a whole number above 0 and a factor, but have "
-                f"{[window, factor]!s:.60}"
+                f"{shown([window, factor])}"
             )
     return tuple((window, float(factor)) for window, factor in values)
 
@@ -244,7 +245,7 @@ def _checked_windows(values: Any) -> tuple[tuple[int, float], ...]:
 def _checked_shares(values: Any) -> tuple[float, ...]:
     """Returns the shares of a step-time model."""
     if not isinstance(values, list) or any(type(share) not in (int, float) for share in values):
-        raise ValueError(f"shares must be a list of numbers, but are {values!s:.60}")
+        raise ValueError(f"shares must be a list of numbers, but are {shown(values)}")
     return tuple(map(float, values))
 
 
@@ -260,7 +261,7 @@ def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
         ):
             raise ValueError(
                 f"{name} must be {'a number' if is_cost else 'a whole number above 0'}, but is "
-                f"{value!s:.60}"
+                f"{shown(value)}"
             )
     return values
 
@@ -278,7 +279,7 @@ def _checked_packs(packs: Any) -> Packs:
         for microbatch, pack in enumerate(microbatches):
             if not _are_lengths(pack):
                 raise ValueError(
-                    f"packs[{rank}][{microbatch}] must be lengths above 0, but is {pack!s:.60}"
+                    f"packs[{rank}][{microbatch}] must be lengths above 0, but is {shown(pack)}"
                 )
     return packs
 

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron.packing.device import CPU, Device
 from megatron.packing.flags import flag_of
+from megatron.packing.quoting import shown
 from megatron.packing.versions import package_version
 from megatron.sft.agreement import AgreedError, check_agreement, differences, gathered
 from megatron.sft.environment import keep_launch_order, local_rank, world_from_environment
@@ -103,7 +104,7 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     if not re.fullmatch("[0-9]{1,5}", port):
         raise ValueError(
-            f"MASTER_PORT must be the number of a port, but is {port!r:.60} in the environment; "
+            f"MASTER_PORT must be the number of a port, but is {shown(port)} in the environment; "
             "set it alike on all ranks, or start with torchrun"
         )
     return _store_of_first(rank, world_size, (address, int(port)), timeout)

@@ -22,7 +22,7 @@ from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from megatron.packing.user_files import shortened
+from megatron.packing.quoting import shortened, shown
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHED = "MEGATRON_SFT_LAUNCHED"
@@ -55,7 +55,7 @@ def _number_from_environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text):
         raise ValueError(
-            f"{name} must be a whole number, but is {text!r:.60} in the environment; unset it, or "
+            f"{name} must be a whole number, but is {shown(text)} in the environment; unset it, or "
             "start with torchrun, which sets it"
         )
     return int(text)

@@ -216,7 +216,7 @@ def _not_answering(missing: list[int]) -> str:
     return f"{those} not answer any more: killed, stopped, or cut off"
 
 
-def abort(failure: Exception, peers: Peers | None) -> NoReturn:
+def abort(failure: BaseException, peers: Peers | None) -> NoReturn:
     """Ends this process after a failure. One line on the terminal and torchrun's summary have the
     cause.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.packing.flag_help import Command
+from megatron.packing.quoting import shortened
 from megatron.sft.arguments.megatron_flags import megatron_flag_notes
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_with_notes
@@ -32,6 +33,7 @@ from megatron.sft.environment import (
     world_from_environment,
 )
 from megatron.sft.launch import Launch, is_launched, launch, taken_apart
+from megatron.sft.library_errors import is_failure
 from megatron.sft.options.config import SFTConfig
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             notes = notes_on_samples(given, config, datasets.train_turns)
             tokens = filter(None, [datasets.tokenizer_note()])
             for line in [*tokens, *notes, *notes_on_data(config, datasets)] if rank == 0 else ():
-                print(line, flush=True)
+                print(shortened(line), flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))
             pretrained = open_pretrained(config, datasets.vocab_size)
@@ -126,7 +128,9 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
 
                 trainer.train(end.enter_context(StopSignals(on_sigterm)))
                 peers.close()
-        except Exception as raised:
+        except BaseException as raised:
+            if not is_failure(raised):
+                raise
             failure = raised
             if peers is not None and isinstance(raised, torch.OutOfMemoryError):
                 from megatron.sft.out_of_memory import explained

@@ -5,6 +5,7 @@ behind.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import time
@@ -14,16 +15,18 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron.packing.versions import package_version
 from megatron.sft import distributed
 from megatron.sft.__main__ import main
-from megatron.sft.agreement import AgreedError, check_agreement, gathered
+from megatron.sft.agreement import AgreedError, check_agreement
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.environment import silence_warnings
 from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from megatron.sft.model.checkpoints import save
-from megatron.sft.model.checkpoints.checksums import file_names, sum_of, write_checksums
+from megatron.sft.model.checkpoints.checksums import CHECKSUMS, file_names, sum_of, write_checksums
 from megatron.sft.model.checkpoints.files import (
     check_folder,
     check_sound,
@@ -157,12 +160,11 @@ def checked(folder: Path, damaged: str) -> list[str]:
         with written_or_refused(path):
             path.mkdir(exist_ok=True)
             (path / f"__{dist.get_rank()}_0.distcp").write_bytes(b"tensors" * 1000)
-        own = f"__{dist.get_rank()}_0.distcp"
-        sums = gathered({own: sum_of(path / own)})
+        dist.barrier()
         if dist.get_rank() == 0:
-            write_checksums(
-                path, {name: found for of_rank in sums for name, found in of_rank.items()}
-            )
+            shards = {MetadataIndex(name): _StorageInfo(name, 0, 7000) for name in file_names(path)}
+            (path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=shards)))
+            write_checksums(path, {name: sum_of(path / name) for name in file_names(path)})
     dist.barrier()
     check_sound(folder, 10)
     dist.barrier()
@@ -173,7 +175,14 @@ def checked(folder: Path, damaged: str) -> list[str]:
         check_sound(folder, 10)
     with pytest.raises(AgreedError) as unwritten, written_or_refused(checkpoint_path(folder, 15)):
         fill_disk(on_rank=1)
-    return [str(failure.value), str(unwritten.value)]
+    dist.barrier()
+    if dist.get_rank() == 0:  # as an earlier version or Megatron-LM saved it, cut off since
+        (checkpoint_path(folder, 10) / CHECKSUMS).unlink()
+        (checkpoint_path(folder, 10) / damaged).write_bytes(b"")
+    dist.barrier()
+    with pytest.raises(AgreedError) as cut:
+        check_sound(folder, 10)
+    return [str(failure.value), str(unwritten.value), str(cut.value)]
 
 
 def faults_of_own_copy(folders: list[Path]) -> list[str]:
@@ -188,7 +197,7 @@ def faults_of_own_copy(folders: list[Path]) -> list[str]:
                 sound = (copy / path / name).read_bytes()
                 (copy / path / name).write_bytes(b"T" + sound[1:])
             dist.barrier()
-            found.append(" ".join(found_faults(path) or []))
+            found.append(" ".join(found_faults(path).faults))
             dist.barrier()
             if dist.get_rank() == 0:
                 (copy / path / name).write_bytes(sound)
@@ -225,8 +234,9 @@ def test_a_damaged_checkpoint_is_named_with_the_one_to_go_back_to(tmp_path: Path
     """A flipped bit in a shard that one rank reads would train on other weights, or hang the
     others.
     """
-    (damaged, unwritten), *others = run_ranks(checked, 3, tmp_path, "__2_0.distcp")
-    assert others == [[damaged, unwritten]] * 2
+    (damaged, unwritten, cut), *others = run_ranks(checked, 3, tmp_path, "__2_0.distcp")
+    assert others == [[damaged, unwritten, cut]] * 2
+    assert "__2_0.distcp has 0 bytes, but must have 7,000; write 5 into " in cut
     assert f"{checkpoint_path(tmp_path, 10)}/__2_0.distcp is damaged" in damaged
     assert f"write 5 into {tmp_path / TRACKER} to continue" in damaged
     assert (

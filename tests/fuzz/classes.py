@@ -689,11 +689,8 @@ def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
         sum_of,
         write_checksums,
     )
-    from megatron.sft.model.checkpoints.folder import (
-        TRACKER,
-        latest_iteration,
-        other_sound_iteration,
-    )
+    from megatron.sft.model.checkpoints.folder import TRACKER, latest_iteration
+    from megatron.sft.model.checkpoints.shards import other_sound_iteration, shard_faults
     from megatron.sft.model.checkpoints.unpickling import check_metadata
 
     checkpoint = folder / "iter_0000001"
@@ -719,6 +716,7 @@ def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
         check_metadata(checkpoint)
         if latest_iteration(folder) == 1 and (sums := read_checksums(checkpoint)) is not None:
             faults = faults_in(checkpoint, sorted({*sums, *file_names(checkpoint)}), sums)
+            faults += shard_faults(checkpoint)
             other_sound_iteration(folder, 2)
             if faults:
                 raise ValueError(faults[0])

@@ -148,7 +148,9 @@ FOLDERS = {
         "energon",
     ),
     "packing": (
+        "quoting",
         "user_files",
+        "folder_gate",
         "versions",
         "former_names",
         "flag_help",
@@ -184,6 +186,7 @@ FOLDERS = {
         "calibrate",
     ),
     "sft": (
+        "library_errors",
         "environment",
         "launch",
         "options",

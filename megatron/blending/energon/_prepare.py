@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron.blending.arguments import check_one_of
+from megatron.blending.arguments import check_one_of, shown
 from megatron.blending.formats.files import list_names, open_file
 from megatron.blending.formats.jsonl import INDEX_SUFFIX, Progress, index_lines, unseen
 from megatron.blending.formats.prepared.braces import collapse_numbers, expand_braces
@@ -81,7 +81,9 @@ class Preparation:
             )
         for part in self.split_parts:
             if ":" not in part:
-                raise ValueError(f"--split-parts must be like 'train:train/.*', but is {part!r}")
+                raise ValueError(
+                    f"--split-parts must be like 'train:train/.*', but is {shown(part)}"
+                )
         known = (*SAMPLE_TYPES, CRUDE)
         if self.sample_type is not None:
             check_one_of("--sample-type", self.sample_type, known)

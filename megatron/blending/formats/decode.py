@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from megatron.blending.arguments import shown
+
 Decode = Callable[[str, bytes], Any]
 
 
@@ -39,4 +41,4 @@ def decode_text(name: str, content: bytes) -> Any:
 
 def not_a(suffix: str, name: str, error: Exception) -> DecodeError:
     """Returns the error for a part whose content does not match its suffix."""
-    return DecodeError(f"part {name!r}: not a {suffix}: {error or type(error).__name__}")
+    return DecodeError(f"part {shown(name)}: not a {suffix}: {error or type(error).__name__}")

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.blending.arguments import shown
 from megatron.blending.formats.files import File, open_file
 from megatron.blending.formats.json_forms import JsonObject, parse_json_cell
+from megatron.blending.formats.other_forms import HEAD_BYTES, encoding_fault
 from megatron.blending.formats.record import FileSource, Record, RecordError, check_index
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -49,28 +51,53 @@ class DelimitedSource(FileSource):
         self._starts = _row_starts(self._file)
         if len(self._starts) < 2:
             raise ValueError(f"{path}: must begin with a line of column names, but is empty")
-        self._names = self._row(0)
+        self._names = self._read_names()
         doubled = {name for name in self._names if self._names.count(name) > 1 or not name.strip()}
-        if doubled:
+        if doubled or not self._names:
             raise ValueError(
                 f"{path}:1: column names must differ and not be empty, but are "
                 f"{', '.join(self._names)[:200]}; correct the first line"
                 + " (pandas: to_csv with index=False)"
-                * (not self._names[0].strip())
+                * ("" in doubled)
             )
-        self._check_separator()
 
-    def _check_separator(self) -> None:
-        """Raises ValueError if the column names are a single one, with another separator in it."""
-        others = set(",;|\t") - {self._separator}
-        found = next((mark for mark in self._names[0] if mark in others), None)
-        if len(self._names) == 1 and found is not None:
+    def _read_names(self) -> list[str]:
+        """Returns the column names. Raises ValueError if they are no line of names, or are
+        separated by another mark than the file's suffix says.
+        """
+        fault = encoding_fault(self._path, self._file.read(0, min(HEAD_BYTES, self._file.size)))
+        if fault is not None:
+            raise ValueError(f"{self._path}: {fault}")
+        found = self._other_separator()
+        if found is not None:
             suffixes = {mark: f"name it {suffix}" for suffix, mark in _SEPARATORS.items()}
             way_out = suffixes.get(found, "save it with that, values that hold one in quotes")
+            first = self._text(0).strip()
             raise ValueError(
                 f"{self._path}:1: columns must be separated by {self._separator!r}, but "
-                f"{self._names[0]!r:.200} are by {found!r}; {way_out}"
+                f"{shown(first)} are by {shown(found)}; {way_out}"
             )
+        try:
+            return self._row(0)
+        except ValueError as error:
+            raise ValueError(f"{self._path}:1: {error}; correct the first line") from None
+
+    def _other_separator(self) -> str | None:
+        """Returns the mark by which the names are separated if it is not the one of the suffix:
+        there is a single name with such a mark in it, or the first two rows have equally many
+        values by the other mark alone.
+        """
+        try:
+            first = self._text(0)
+            rows = [first, *([self._text(1)] if len(self) else [])]
+        except UnicodeDecodeError:
+            return None
+        others = [mark for mark in ",;|\t" if mark != self._separator and mark in first]
+        if _num_values([first], self._separator) == [1]:
+            return min(others, key=first.find, default=None)
+        if _are_alike(_num_values(rows, self._separator)):
+            return None
+        return next((mark for mark in others if _are_alike(_num_values(rows, mark))), None)
 
     def __len__(self) -> int:
         return len(self._starts) - 2
@@ -92,18 +119,33 @@ class DelimitedSource(FileSource):
         return f"{self._path} row {index + 2}"
 
     def _row(self, number: int) -> list[str]:
-        start, end = int(self._starts[number]), int(self._starts[number + 1])
-        data = self._file.read(start, end).removeprefix(_UTF8_BOM)
         try:
-            text = data.decode("utf-8")
-            rows = list(
-                csv.reader(io.StringIO(text, newline=""), delimiter=self._separator, strict=True)
-            )
+            return _values(self._text(number), self._separator)
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 at byte {error.start + 1} of the row") from None
         except csv.Error as error:
             raise ValueError(f"not a row of values: {error}") from None
-        return next((row for row in rows if row), [])
+
+    def _text(self, number: int) -> str:
+        start, end = int(self._starts[number]), int(self._starts[number + 1])
+        return self._file.read(start, end).removeprefix(_UTF8_BOM).decode("utf-8")
+
+
+def _values(text: str, separator: str) -> list[str]:
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    return next((row for row in list(rows) if row), [])
+
+
+def _num_values(rows: list[str], separator: str) -> list[int]:
+    """Returns the number of values of each row, by a separator; [] if a row cannot be read so."""
+    try:
+        return [len(_values(row, separator)) for row in rows]
+    except csv.Error:
+        return []
+
+
+def _are_alike(sizes: list[int]) -> bool:
+    return len(sizes) == 2 and sizes[0] == sizes[1] > 1
 
 
 def _row_starts(file: File) -> npt.NDArray[np.int64]:
@@ -123,9 +165,13 @@ def _row_starts(file: File) -> npt.NDArray[np.int64]:
         num_quotes = int(quotes[-1])
     starts = np.concatenate([np.full(1, first, np.int64), *ends])
     starts = np.append(starts[starts < file.size], file.size)
-    is_short = np.flatnonzero(np.diff(starts) <= 2)  # "\n" or "\r\n" alone
-    blank = [row for row in is_short if not file.read(*map(int, starts[row : row + 2])).strip()]
-    return np.delete(starts, blank)
+    # "\n" or "\r\n" alone, or behind a byte-order mark of a file that was appended to another.
+    is_short = np.flatnonzero(np.diff(starts) <= mark + 2)
+    return np.delete(starts, [row for row in is_short if _is_blank(file, *starts[row : row + 2])])
+
+
+def _is_blank(file: File, start: int, end: int) -> bool:
+    return not file.read(int(start), int(end)).removeprefix(_UTF8_BOM).strip(b"\r\n")
 
 
 def _value(text: str) -> Any:

@@ -8,6 +8,7 @@ import pickle
 
 from megatron.blending.formats.files import open_file
 from megatron.blending.formats.json_text import parse_json
+from megatron.blending.formats.other_forms import HEAD_BYTES, encoding_fault
 from megatron.blending.formats.record import FileSource, Record, RecordError, check_index
 
 
@@ -17,14 +18,21 @@ class JsonArraySource(FileSource):
     def _open(self) -> None:
         path = self._path
         self._file = open_file(path)
+        content = self._file.read(0, self._file.size)
+        fault = encoding_fault(path, content[:HEAD_BYTES])
+        if fault is not None:
+            raise ValueError(f"{path}: {fault}")
         try:
-            text = self._file.read(0, self._file.size).decode("utf-8-sig")
+            text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path}: not UTF-8 at byte {error.start + 1}; convert the file"
             ) from error
         items = parse_json(
-            path, text, "fix the file, or rename it to .jsonl if it holds one object per line"
+            path,
+            text,
+            "fix the file, or, if it holds objects one after the other, write one per line into a "
+            f".jsonl: jq -c . {path}",
         )
         if not isinstance(items, list):
             raise ValueError(

@@ -19,6 +19,8 @@ from uuid import UUID
 
 import numpy as np
 
+from megatron.blending.arguments import shown
+
 if TYPE_CHECKING:
     import pyarrow
 
@@ -241,7 +243,7 @@ def _convert_pairs(pairs: list[tuple[str, Any]], convert: Convert | None) -> Jso
     made = JsonObject(zip(keys, values if convert is None else _convert_items(values, convert)))
     if len(made) < len(pairs):
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"a map has the key {twice!r:.60} twice; keep one")
+        raise ValueError(f"a map has the key {shown(twice)} twice; keep one")
     return made
 
 

@@ -23,6 +23,7 @@ from megatron.blending.formats.files import (
     open_file,
     read_ranges,
 )
+from megatron.blending.formats.other_forms import HEAD_BYTES, encoding_fault, json_lines_fault
 from megatron.blending.formats.record import (
     FileSource,
     Record,
@@ -143,6 +144,10 @@ class JsonlSource(FileSource):
         raise self._error(index, line)
 
     def _error(self, index: int, line: bytes) -> RecordError:
+        head = self._file.read(0, min(HEAD_BYTES, self._file.size))
+        of_file = encoding_fault(self._path, head) or json_lines_fault(self._path, head)
+        if of_file is not None:
+            return RecordError(f"{self.describe(index)}: the file {of_file}")
         try:
             record = json.loads(line.strip(_JSON_SPACE).decode("utf-8"))
             fault = f"must be a JSON object, but is a {type(record).__name__}"

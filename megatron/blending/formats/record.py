@@ -16,7 +16,10 @@ from megatron.blending.formats.files import File, read_ranges
 
 Record = dict[str, Any]
 
-_PROBE_BYTES = 4096
+PROBE_BYTES = 4096
+"""Bytes of a block that a fingerprint reads."""
+_PROBE_SPACING = 1 << 19
+_MIN_PROBES, _MAX_PROBES = 64, 256
 
 
 class RecordError(ValueError):
@@ -56,10 +59,11 @@ class RecordSource(Protocol):
         """
 
     def fingerprint(self) -> str:
-        """Returns 32 hex digits that differ for other data, and stay the same if files are moved.
+        """Returns 32 or 64 hex digits that differ for other data, and stay the same if files are
+        moved.
 
-        They are a hash of sizes, number of records and 64 evenly spread blocks of 4 KiB, so that
-        it takes milliseconds. An edit of a large file that keeps its size and lies between these
+        They are hashes of sizes, number of records and evenly spread blocks of 4 KiB, so that it
+        takes milliseconds. An edit of a large file that keeps its size and lies between these
         blocks is not noticed.
         """
 
@@ -77,7 +81,10 @@ class FileSource(RecordSource):
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        return fingerprint_file(self._file, len(self))
+        # Earlier versions had the first half alone, and checkpoints hold it.
+        num_records = len(self)
+        dense = fingerprint_file(self._file, num_records, num_probes_of(self._file.size))
+        return fingerprint_file(self._file, num_records) + dense
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_path": self._path}
@@ -139,16 +146,29 @@ def check_indices(indices: Sequence[int], source: RecordSource) -> None:
             check_index(index, source)
 
 
-def fingerprint_file(file: File, num_records: int, num_probes: int = 64) -> str:
+def num_probes_of(size: int) -> int:
+    """Returns the number of blocks that a fingerprint of a file reads: at least one in 512 KiB up
+    to 128 MiB, so that a lost megabyte is noticed, and 256 of any larger file.
+    """
+    return min(max(-(-size // _PROBE_SPACING), _MIN_PROBES), _MAX_PROBES)
+
+
+def probe_starts(size: int, num_probes: int) -> list[int]:
+    """Returns where the blocks of a fingerprint begin: the first one at the begin of the file, the
+    last one at its end. In a small file they overlap.
+    """
+    last = max(size - PROBE_BYTES, 0)
+    return [last * probe // (num_probes - 1) for probe in range(num_probes)]
+
+
+def fingerprint_file(file: File, num_records: int, num_probes: int = _MIN_PROBES) -> str:
     """Returns a hash of a file's size, its number of records and `num_probes` evenly spread blocks
     of 4 KiB.
     """
     digest = hashlib.blake2b(f"{file.size} bytes {num_records} records".encode(), digest_size=16)
-    # The first block begins the file, the last one ends it. In a small file blocks overlap.
-    last = max(file.size - _PROBE_BYTES, 0)
-    starts = [last * probe // (num_probes - 1) for probe in range(num_probes)]
+    starts = probe_starts(file.size, num_probes)
     for block in read_ranges(
-        [(file, start, min(start + _PROBE_BYTES, file.size)) for start in starts]
+        [(file, start, min(start + PROBE_BYTES, file.size)) for start in starts]
     ):
         digest.update(block)
     return digest.hexdigest()

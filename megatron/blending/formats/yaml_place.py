@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.blending.arguments import nearest
+from megatron.blending.arguments import nearest, shown
 from megatron.blending.formats.yaml_reader import Items, Table
 
 
@@ -39,7 +39,7 @@ class Place:
         for key in table:
             if key not in known:
                 raise Place(self.path, table.lines[key], self.keys).error(
-                    f"unknown key {key!r:.100}; {nearest(key, known, 'the keys here')}"
+                    f"unknown key {shown(key)}; {nearest(key, known, 'the keys here')}"
                 )
 
     def table(self, value: object) -> Table:
@@ -75,4 +75,4 @@ class Place:
 def described(value: object) -> str:
     if isinstance(value, (Table, Items)):
         return "a mapping" if isinstance(value, Table) else "a list"
-    return "empty" if value is None else f"{value!r:.100}"
+    return "empty" if value is None else f"{shown(value)}"

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megatron.blending.arguments import shown
+
 _BOOLS = {
     word: value
     for value, words in ((True, "true yes"), (False, "false no"))
@@ -156,7 +158,7 @@ class _Values:
         if id(node) in self._open:
             raise self._error(line, "an anchor holds itself")
         if node.tag not in _TAGS:
-            raise self._error(line, f"tag {node.tag!r} has no meaning here; remove it")
+            raise self._error(line, f"tag {shown(node.tag)} has no meaning here; remove it")
         self._open.add(id(node))
         value = (
             self._table(node) if isinstance(node, yaml.MappingNode) else self._items_or_scalar(node)
@@ -193,7 +195,8 @@ class _Values:
             if key in table:
                 raise self._error(
                     line,
-                    f"key {key!r} is given twice, first in line {table.lines[key]}; remove one",
+                    f"key {shown(key)} is given twice, first in line {table.lines[key]}; "
+                    "remove one",
                 )
             table[key], table.lines[key] = self.of(value_node), line
         for key in merged.keys() - table.keys():

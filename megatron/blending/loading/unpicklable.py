@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from megatron.blending.arguments import shown
 from megatron.blending.loading.messages import Message
 from megatron.blending.streams.failures import FatalSampleError
 
@@ -25,7 +26,7 @@ def unpicklable(message: Message, error: Exception, places: Sequence[str]) -> Fa
     bad = next((value for value in outputs if not _is_picklable(value)), None)
     place, part = _smallest("output", bad)
     key = _key_of(bad)
-    sample = "" if key is None else f" of sample {key!r:.200}"
+    sample = "" if key is None else f" of sample {shown(key)}"
     if places:
         sample += f" ({_place_of(bad, places)})"
     return FatalSampleError(
@@ -57,7 +58,7 @@ def _smallest(place: str, value: Any) -> tuple[str, Any]:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r:.100}]", part) for key, part in value.items())
+        yield from ((f"[{shown(key)}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{number}]", part) for number, part in enumerate(value))
     elif is_dataclass(value):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from megatron.blending.arguments import nearest
+from megatron.blending.arguments import nearest, shown
 from megatron.blending.formats.files import read_text
 from megatron.blending.formats.paths import check_exists, is_folder, is_metadataset, resolve_path
 from megatron.blending.formats.yaml_reader import read_yaml
@@ -99,7 +99,8 @@ def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> No
     entries = _read(path, files, reference.where)
     if split not in entries:
         raise _error(
-            reference.where or path, f"{path} has no split {split!r}; {nearest(split, entries)}"
+            reference.where or path,
+            f"{path} has no split {shown(split)}; {nearest(split, entries)}",
         )
     return _resolve(
         entries[split], path, replace(outer, trail=(*outer.trail, (path, split))), files
@@ -111,7 +112,8 @@ def _check_outer(reference: Reference, path: str) -> None:
     for key in ("dataset_config", "split_config", "aux"):
         if getattr(reference, key):
             raise _error(
-                reference.where, f"{key!r} is for data; {path} is a metadataset, so set it in there"
+                reference.where,
+                f"{shown(key)} is for data; {path} is a metadataset, so set it in there",
             )
     if reference.subset and not reference.subset.is_fraction:
         raise _error(
@@ -159,7 +161,7 @@ def _source_entry(reference: Reference, path: str, outer: _Outer) -> SourceEntry
             if getattr(reference, key):
                 raise _error(
                     reference.where,
-                    f"{key!r} is for folders with .nv-meta, but {path} is a file; remove it",
+                    f"{shown(key)} is for folders with .nv-meta, but {path} is a file; remove it",
                 )
     return SourceEntry(
         path=path,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from megatron.blending.arguments import nearest
+from megatron.blending.arguments import nearest, shown
 from megatron.blending.formats.yaml_place import Place, described
 from megatron.blending.formats.yaml_reader import Table
 
@@ -107,12 +107,14 @@ def _class_name(place: Place, table: Table) -> str:
     module, name = place.text(table, "__module__"), place.text(table, "__class__")
     if module is not None and not _KNOWN_MODULES.fullmatch(module):
         raise place.at("__module__", table).error(
-            f"{module!r} is not imported because a file names it; write __module__: "
+            f"{shown(module)} is not imported because a file names it; write __module__: "
             "megatron.energon"
         )
     known = ("Metadataset", "MetadatasetV2")
     if name is not None and name not in known:
-        raise place.at("__class__", table).error(f"unknown class {name!r}; {nearest(name, known)}")
+        raise place.at("__class__", table).error(
+            f"unknown class {shown(name)}; {nearest(name, known)}"
+        )
     return name or "Metadataset"
 
 
@@ -143,7 +145,7 @@ def _parse_v2_node(place: Place, value: object) -> Entry:
 def _parse_group(place: Place, table: Table, kind: str, reference_keys: tuple[str, ...]) -> Group:
     entries_place = place.at(kind, table)
     if kind not in table:
-        raise place.error(f"has no key {kind!r}; put a list of sources under it")
+        raise place.error(f"has no key {shown(kind)}; put a list of sources under it")
     items = entries_place.items(table[kind])
     if not items:
         raise entries_place.error("has no sources; name at least one")
@@ -266,7 +268,7 @@ def _parse_joined(at: Place, given: Any) -> tuple[Reference, str]:
     nonmatch = at.text(leg, "nonmatch") or "error"
     if nonmatch not in _NONMATCH:
         raise at.at("nonmatch", leg).error(
-            f"must be one of {', '.join(_NONMATCH)}, but is {nonmatch!r}"
+            f"must be one of {', '.join(_NONMATCH)}, but is {shown(nonmatch)}"
         )
     # A reference does not know `nonmatch`. Its errors need the lines, which a new Table lacks.
     without_nonmatch = Table((k, v) for k, v in leg.items() if k != "nonmatch")

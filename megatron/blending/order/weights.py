@@ -8,7 +8,7 @@ from fractions import Fraction
 from numbers import Rational
 from typing import Any
 
-from megatron.blending.arguments import check_one_of, check_whole
+from megatron.blending.arguments import check_one_of, check_whole, shown
 
 MAX_PERIOD = 2**20
 """Weights whose common denominator is larger are rounded to it: by at most a sample in a million.
@@ -62,7 +62,7 @@ def exact_weight(weight: Weight, number: int) -> Fraction:
     """Returns weight `number` as it is written in decimals; ValueError for what is none."""
     is_number = isinstance(weight, (int, float, Rational)) or hasattr(weight, "__float__")
     if not is_number or isinstance(weight, bool) or not math.isfinite(weight):
-        raise ValueError(f"weight {number} must be a number, but is {weight!r}")
+        raise ValueError(f"weight {number} must be a number, but is {shown(weight)}")
     if weight < 0:
         raise ValueError(f"weight {number} must be at least 0, but is {weight}")
     return Fraction(weight) if isinstance(weight, Rational) else Fraction(repr(float(weight)))
@@ -116,7 +116,8 @@ class WeightSchedule:
             ):
                 written = "write ((0, (1, 1)), (1000, (1, 3)))"
                 raise ValueError(
-                    f"schedule points must be pairs (step, weights), but are {points!r}; {written}"
+                    f"schedule points must be pairs (step, weights), but are "
+                    f"{shown(points)}; {written}"
                 )
 
     def segments(self) -> list[tuple[int, tuple[Weight, ...]]]:

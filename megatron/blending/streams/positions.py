@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.arguments import check_whole
+from megatron.blending.arguments import check_whole, shown
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.order.weights import Weight
 from megatron.blending.streams.node import (
@@ -58,7 +58,7 @@ class RepeatDataset(PositionsDataset):
             isinstance(repeats, Real) and repeats > 0 and math.isfinite(repeats)
         ):
             raise ValueError(
-                f"RepeatDataset: repeats must be above 0, or None for ever, but is {repeats!r}"
+                f"RepeatDataset: repeats must be above 0, or None for ever, but is {shown(repeats)}"
             )
         self.repeats = repeats
         if repeats is not None and dataset.size is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.blending.arguments import check_function, check_one_of, check_whole
+from megatron.blending.arguments import check_function, check_one_of, check_whole, shown
 from megatron.blending.streams.failures import DEFAULT_TOLERANCE
 
 START_METHODS = ("fork", "spawn", "forkserver")
@@ -111,7 +111,7 @@ class WorkerConfig:
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name} must be a number above 0, but is {value!r}")
+                raise ValueError(f"{name} must be a number above 0, but is {shown(value)}")
 
     @classmethod
     def default_worker_config(
@@ -187,7 +187,7 @@ class WorkerConfig:
 def check_worker_config(value: object) -> None:
     if not isinstance(value, WorkerConfig):
         raise ValueError(
-            f"worker_config must be a WorkerConfig, but is {value!r}; write "
+            f"worker_config must be a WorkerConfig, but is {shown(value)}; write "
             "WorkerConfig(num_workers=...)"
         )
 

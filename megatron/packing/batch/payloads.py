@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.packing.quoting import shown
+
 Tensors = Mapping[str, Sequence[Any]]
 """Tensors or arrays by name, in order."""
 
@@ -61,7 +63,7 @@ def payload_of(item: Mapping[str, Any], num_sequences: int) -> Payload | None:
     try:
         pickle.dumps(key)
     except Exception as failure:  # later it would fail on this rank alone, while others wait
-        raise ValueError(f"a payload's key must be picklable, but is {key!r:.80}") from failure
+        raise ValueError(f"a payload's key must be picklable, but is {shown(key)}") from failure
     return Payload(None if given is None else named_tensors(given), key)
 
 

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.packing.quoting import shown
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.user_files import read_json, shown
+from megatron.packing.user_files import read_json
 
 _TERMS = ("linear", "quadratic", "fixed")
 _REQUIRED = (*_TERMS, "model")

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron.packing.quoting import shown
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
@@ -28,7 +30,7 @@ class SchedulerOptions:
         steps = self.outlier_delay_steps
         if type(steps) is not int or steps < 0:  # a file may hold anything
             raise ValueError(
-                f"--outlier-delay-steps must be at least 0, a whole number, but is {steps!r:.80}"
+                f"--outlier-delay-steps must be at least 0, a whole number, but is {shown(steps)}"
             )
 
     @property

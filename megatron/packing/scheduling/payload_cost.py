@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.quoting import shown
+
 FloatArray = npt.NDArray[np.float64]
 PayloadCosts = Mapping[str, Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]]
 """By kind, a function of the units of a sample's payloads, int64 [n], to the cost of each: a
@@ -113,7 +115,7 @@ def cost_of_payloads(given: Mapping[str, Any], costs: PayloadCosts) -> float:
         if units.size and (units.dtype.kind not in "iu" or units.min() < 0):
             raise ValueError(
                 f"'costs' of a sample must be whole numbers of at least 0, but '{kind}' is "
-                f"{numbers!r:.80}"
+                f"{shown(numbers)}"
             )
         total += float(np.sum(costs[kind](units.astype(np.int64))))
     if not 0 <= total < math.inf:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.former_names import with_former_names
+from megatron.packing.quoting import shown
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.scheduling.step_time import StepModel, step_bound
@@ -287,7 +288,7 @@ def check_schedule(request: ScheduleRequest, schedule: object) -> None:
     for name in ("num_ranks", "num_microbatches"):
         number = getattr(schedule, name)
         if isinstance(number, bool) or not isinstance(number, int | np.integer):
-            raise ValueError(f"schedule.{name} must be an int, but is {number!r:.80}")
+            raise ValueError(f"schedule.{name} must be an int, but is {shown(number)}")
     if schedule.num_ranks != request.num_ranks:
         raise ValueError(
             f"schedule must be for {request.num_ranks} ranks, but is for {schedule.num_ranks}"
@@ -351,15 +352,15 @@ def _check_costs(name: str, values: object, size: int) -> None:
     """Raises ValueError unless `values` is float64 [size], each at least 0 and finite."""
     is_array = isinstance(values, np.ndarray) and values.dtype == np.float64
     if not is_array or values.shape != (size,):  # type: ignore[attr-defined]
-        raise ValueError(f"{name} must be float64 [{size}], but is {values!r:.80}")
+        raise ValueError(f"{name} must be float64 [{size}], but is {shown(values)}")
     if size and not 0 <= values.min() <= values.max() < math.inf:  # type: ignore[attr-defined]
-        raise ValueError(f"{name} must be at least 0 and finite, but has {values!r:.80}")
+        raise ValueError(f"{name} must be at least 0 and finite, but has {shown(values)}")
 
 
 def _check_array(name: str, values: object, size: int, low: int, high: int | None) -> None:
     """Raises ValueError unless `values` is int64 [size], each at least `low` and below `high`."""
     if not isinstance(values, np.ndarray):
-        raise ValueError(f"{name} must be a numpy array, int64 [{size}], but is {values!r:.80}")
+        raise ValueError(f"{name} must be a numpy array, int64 [{size}], but is {shown(values)}")
     if values.dtype != np.int64 or values.shape != (size,):
         raise ValueError(
             f"{name} must be int64 [{size}], but is {values.dtype} {list(values.shape)}"

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.quoting import shown
 from megatron.packing.scheduling.default import default
 from megatron.packing.scheduling.problem import (
     Schedule,
@@ -111,7 +112,7 @@ def get_scheduler(name: str) -> Scheduler:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
             f"--sequence-packing-scheduler must be one of {', '.join(SCHEDULERS)} "
-            f"or module:function, but is {name!r}{hint}"
+            f"or module:function, but is {shown(name)}{hint}"
         )
     return SCHEDULERS[name.lower()]
 
@@ -122,17 +123,17 @@ def _import(name: str) -> Scheduler:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--sequence-packing-scheduler {name!r} can't be imported: {error}; "
+            f"--sequence-packing-scheduler {shown(name)} can't be imported: {error}; "
             "give module:function, with the module on the Python path"
         ) from error
     except SystemExit as end:
         raise ValueError(
-            f"--sequence-packing-scheduler {name!r} can't be imported: its module raises "
+            f"--sequence-packing-scheduler {shown(name)} can't be imported: its module raises "
             f"SystemExit({end}); guard what it does as a program by if __name__ == '__main__'"
         ) from end
     if not callable(function):
         raise ValueError(
-            f"--sequence-packing-scheduler {name!r} must be a function, but is {function!r}"
+            f"--sequence-packing-scheduler {shown(name)} must be a function, but is {function!r}"
         )
     scheduler: Scheduler = function
     return scheduler

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.flags import flag_of
-from megatron.packing.user_files import shown
+from megatron.packing.quoting import shown
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config

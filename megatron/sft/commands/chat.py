@@ -19,21 +19,17 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
-from megatron.sft.data.hf_tokenizer import (
-    build_templates,
-    check_tokenizer_types,
-    is_without_vocabulary,
-)
+from megatron.packing.quoting import shortened, shown
+from megatron.sft.data.hf_tokenizer import build_hugging_face
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.templates.named import NamedTemplates
-from megatron.sft.data.tokenizer_folder import read_folder_tokenizer
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
+from megatron.sft.library_errors import fault_of, is_failure
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
-from megatron.sft.model.huggingface.config_file import read_config
-from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, INDEX, SINGLE, some
-from megatron.sft.model.huggingface.folder import open_folder
+from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, some
 from megatron.sft.model.huggingface.names import wrapper_message
+from megatron.sft.model.huggingface.refusals import check_served
 from megatron.sft.model.lora.peft_folder import read_adapter_config
 from megatron.sft.options.chat_template import TemplateChoice, read_variables
 from megatron.sft.options.hub_names import check_hub_name
@@ -183,46 +179,39 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     torch.manual_seed(options.seed)
     # Without it transformers asks on a terminal whether to run the folder's code.
     no_code = {"trust_remote_code": False}
-    try:
-        files = read_folder_tokenizer(str(folder))
-        if is_without_vocabulary(files.tokenizer):
-            raise ValueError(
-                f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json, as it "
-                "was trained with, there"
-            )
-        model = _load_model(folder, is_model, {"dtype": "auto", **no_code}).eval()
-    except (ValueError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # of many kinds: shapes of another model, a damaged pickle
-        raise ValueError(f"{folder} cannot be loaded: {error}") from None
-    if Device.here().is_gpu:
-        model = model.cuda()
     variables = read_variables(options.chat_template_kwargs)
     choice = TemplateChoice(today=date.today(), variables=variables)
-    templates = build_templates(files.tokenizer, str(folder), choice)
-    if not templates.by_name:
+    read = build_hugging_face(str(folder), choice, flag="")
+    if not read.templates.by_name:
         raise ValueError(
             f"{folder} has no chat template; put a chat_template.jinja into it, or fine-tune with "
             "--chat-template"
         )
-    if files.rebuilt_as is not None:
-        print(files.note, flush=True)
-    return TransformersSpeaker(model, files.tokenizer, templates)
+    if read.files.rebuilt_as is not None:
+        print(shortened(read.note), flush=True)
+    try:
+        model = _load_model(folder, is_model, {"dtype": "auto", **no_code}).eval()
+    except BaseException as error:  # of many kinds: no memory, a family of a later version
+        if not is_failure(error) or isinstance(error, (ValueError, torch.OutOfMemoryError)):
+            raise
+        raise ValueError(f"{folder} cannot be loaded: {fault_of(error)}") from None
+    if Device.here().is_gpu:
+        model = model.cuda()
+    return TransformersSpeaker(model, read.tokenizer, read.templates)
 
 
 def _check_files(folder: Path, is_model: bool, has_adapter: bool) -> None:
-    """Raises ValueError if a folder is no model or adapter, or its files cannot be read."""
-    check_tokenizer_types(folder)
+    """Raises ValueError if a folder is no model or adapter, or a run would refuse its files."""
     if is_model or not has_adapter:
-        read_config(folder)
-        if any((folder / name).is_file() for name in (SINGLE, INDEX)):
-            open_folder(folder)
+        check_served(folder, folder if has_adapter else None)
         return
     base = str(read_adapter_config(folder).get("base_model_name_or_path"))
-    if os.path.isabs(base) and not os.path.isdir(base):
+    if os.path.isdir(base):
+        check_served(Path(base), folder)
+    elif os.path.isabs(base):
         raise ValueError(
-            f"{folder / ADAPTER_CONFIG} has base_model_name_or_path {base}, but no such folder is "
-            "there; write the base model's folder into it"
+            f"{folder / ADAPTER_CONFIG} has base_model_name_or_path {shown(base)}, but no such "
+            "folder is there; write the base model's folder into it"
         )
 
 

@@ -123,7 +123,7 @@ def export(
     with process_groups(config):
         transformer_config = build_transformer_config(config, CPU)
         gpt = build_gpt(config, transformer_config, vocab_size, 0)
-        checkpoint_weights = CheckpointWeights(path, gpt)
+        checkpoint_weights = CheckpointWeights(path, gpt, "export another checkpoint")
         write_folder(
             folder,
             [gpt],

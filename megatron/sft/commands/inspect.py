@@ -7,10 +7,9 @@ Only headers and indices are read, no weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron.blending.loading.sources import split_names
 from megatron.blending.metadatasets.metadataset import load_metadataset
@@ -24,7 +23,8 @@ from megatron.blending.metadatasets.tree import (
 )
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
-from megatron.packing.user_files import read_json, shortened
+from megatron.packing.quoting import shortened
+from megatron.packing.user_files import read_json
 from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.arguments.pretrained import check_training
 from megatron.sft.data.chats import open_unjoined
@@ -37,8 +37,6 @@ from megatron.sft.model.checkpoints.folder import (
     iterations,
     latest_iteration,
 )
-from megatron.sft.model.huggingface.companions import weights_of
-from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.files import (
     ADAPTER_CONFIG,
@@ -46,12 +44,13 @@ from megatron.sft.model.huggingface.files import (
     no_config,
     refuse_adapter,
 )
-from megatron.sft.model.huggingface.folder import Folder, check_folder, open_folder
+from megatron.sft.model.huggingface.folder import open_folder
+from megatron.sft.model.huggingface.refusals import check_weights
+from megatron.sft.model.huggingface.served_files import read_object
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
 from megatron.sft.model.lora.peft_folder import options_of_adapter
 from megatron.sft.options.data_paths import expanded
 from megatron.sft.options.hub_names import check_hub_name
-from megatron.sft.options.model import ModelConfig
 
 _SPLITS = ("train", "val", "test")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -135,7 +134,7 @@ def _model(folder: Path) -> Iterator[str]:
     try:
         refuse_adapter(folder)
         check_training({"pretrained_checkpoint": str(folder)})
-        _check_weights(folder, config, held)
+        check_weights(folder, config, held)
     except ValueError as failure:
         yield f"  trains     no: {failure}"
     else:
@@ -155,14 +154,6 @@ def _tokens(folder: Path) -> tuple[str, bool]:
     inner = read_config(folder).get("text_config")
     num_rows = (inner if isinstance(inner, dict) else read_config(folder)).get("vocab_size")
     return f"{tokenizer.note}{note_on_rows(tokenizer, num_rows)}", True
-
-
-def _check_weights(folder: Path, config: Mapping[str, Any], weights: Folder) -> None:
-    """Raises ValueError if a run would refuse the folder as --pretrained-checkpoint."""
-    options = options_of(config, str(folder / "config.json"))
-    names = {field.name for field in fields(ModelConfig)} & options.keys()
-    model = ModelConfig(**{name: options[name] for name in names}, seq_length=1)
-    check_folder(weights, weights_of(model, config, weights.tensors))
 
 
 def _shape(folder: Path) -> Iterator[str]:
@@ -192,7 +183,7 @@ def _template(folder: Path) -> str:
 
 
 def _adapter(folder: Path) -> Iterator[str]:
-    config = read_json(folder / ADAPTER_CONFIG)
+    config = read_object(folder / ADAPTER_CONFIG)
     yield f"PEFT adapter {folder}: {config.get('peft_type')}"
     targets = config.get("target_modules")
     if isinstance(targets, list):  # "model.layers.0.mlp.up_proj" -> "up_proj"

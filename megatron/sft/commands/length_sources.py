@@ -22,7 +22,8 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.batch.reading import SampleReader
 from megatron.packing.batch.tree import MergedPaths
-from megatron.packing.user_files import parse_json, read_text, shortened, shown
+from megatron.packing.quoting import shortened, shown
+from megatron.packing.user_files import parse_json, read_text
 from megatron.planner.lengths import LengthOptions, Lengths, RunSource
 from megatron.planner.sequences import Sequences, sequences_of
 from megatron.planner.step_record import StepRecord

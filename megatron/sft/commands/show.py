@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.packing.quoting import shortened
 from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.other_trainers import answers_to
@@ -93,9 +94,9 @@ def main(arguments: Sequence[str], program: str) -> None:
         report.summary(stream.counts)
         print(f"--train-turns {datasets.train_turns}: {_TURNS[datasets.train_turns]}")
         if (note := datasets.tokenizer_note()) is not None:
-            print(note)
+            print(shortened(note))
         for line in _notes(config, datasets, stream.counts, assumes_truncation):
-            print(line)
+            print(shortened(line))
     except (FlagError, ValueError, OSError) as failure:
         exit_with_message(program, failure)
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths
-from megatron.packing.user_files import shortened
+from megatron.packing.quoting import shortened, shown
 from megatron.sft.data.records.content import Answers, Conversation, Passage, TokenIds
 from megatron.sft.data.records.formats import Reading, read_record
 from megatron.sft.data.records.token_ids import whole_numbers
@@ -167,7 +167,7 @@ class ChatEncoder:
         if self.over_length_policy not in get_args(OverLengthPolicy):
             choices = "|".join(get_args(OverLengthPolicy))
             raise ValueError(
-                f"--over-length-policy must be {choices}, but is {self.over_length_policy!r}"
+                f"--over-length-policy must be {choices}, but is {shown(self.over_length_policy)}"
             )
 
     def encode(self, record: Mapping[str, Any], weight: float = 1.0) -> EncodedSample | Dropped:

@@ -33,6 +33,7 @@ from megatron.blending.metadatasets.records import OpenRecords, name_of, named_b
 from megatron.blending.metadatasets.tree import Join, SourceEntry
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
+from megatron.packing.quoting import shown
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
 from megatron.sft.data.records import formats as record_formats
 from megatron.sft.data.records.table_columns import check_columns
@@ -208,6 +209,6 @@ def source_weight(subflavors: Mapping[str, Any], where: str = "") -> float:
     ):
         raise SampleError(
             f"{where}{SAMPLE_WEIGHT} must be a number above 0, up to {MAX_WEIGHT}, but is "
-            f"{weight!r:.60}"
+            f"{shown(weight)}"
         )
     return float(weight)

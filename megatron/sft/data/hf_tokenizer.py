@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.packing.quoting import shortened, shown
 from megatron.packing.user_files import Kind, check_types, read_json, read_text
 from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.records.content import Conversation, Passage
@@ -30,7 +31,7 @@ from megatron.sft.data.templates.named import (
     read_templates,
 )
 from megatron.sft.data.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
-from megatron.sft.data.tokenizer_probe import is_panic
+from megatron.sft.library_errors import fault_of, is_failure
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 _log = logging.getLogger("megatron.sft.data")
@@ -147,7 +148,7 @@ class HuggingFaceTokenizer:
         # Of many kinds: a vocabulary without an unknown token, a pattern that gives up on millions
         # of spaces. A panic of Rust is no Exception.
         except BaseException as error:
-            if not isinstance(error, Exception) and not is_panic(error):
+            if not is_failure(error):
                 raise
             raise SampleError(f"the tokenizer fails on the text: {error!s:.300}") from None
         ids = np.array(encoded["input_ids"], np.int32)
@@ -172,33 +173,34 @@ def _place(encoding: Any, token: int) -> tuple[int, int]:
 
 
 def build_hugging_face(
-    tokenizer_model: str | None, choice: TemplateChoice = AS_RELEASED
+    tokenizer_model: str | None,
+    choice: TemplateChoice = AS_RELEASED,
+    flag: str = "--tokenizer-model",
 ) -> HuggingFaceTokenizer:
     """Reads a tokenizer from its folder, with the chosen chat template. Raises ValueError if one of
     them cannot be read.
+
+    flag: option that names the folder, for messages; empty for an argument.
     """
     if tokenizer_model is None or not os.path.isdir(tokenizer_model):
         raise ValueError(
             "--tokenizer-model must be the directory of a Hugging Face tokenizer for "
-            f"--tokenizer-type HuggingFaceTokenizer, but is {tokenizer_model!r}; download it first"
+            f"--tokenizer-type HuggingFaceTokenizer, but is "
+            f"{shown(tokenizer_model)}; download it first"
         )
     check_tokenizer_types(Path(tokenizer_model))
-    files = _read_folder(tokenizer_model)
+    named = f"{flag} {tokenizer_model}".lstrip()
+    files = _read_folder(tokenizer_model, named)
     tokenizer = files.tokenizer
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with "
-            "tokenizer.json"
-        )
+        raise ValueError(f"{named} must be a fast tokenizer; save it with tokenizer.json")
     if is_without_vocabulary(tokenizer):
         raise ValueError(
-            f"--tokenizer-model {tokenizer_model} has an empty vocabulary, special tokens aside; "
+            f"{named} has an empty vocabulary, special tokens aside; "
             "download its tokenizer.json, or vocab.json and merges.txt, or tokenizer.model, too"
         )
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json"
-        )
+        raise ValueError(f"{named} has no eos_token; set it in tokenizer_config.json")
     return HuggingFaceTokenizer(
         tokenizer=tokenizer,
         files=files,
@@ -249,7 +251,7 @@ def note_on_rows(tokenizer: Tokenizer, num_rows: object) -> str:
     return f"; ids from {num_rows} on have no row in the model: a sample that holds one is refused"
 
 
-def _read_folder(folder: str) -> FolderTokenizer:
+def _read_folder(folder: str, named: str) -> FolderTokenizer:
     try:
         return read_folder_tokenizer(folder)
     except ImportError as error:
@@ -258,18 +260,16 @@ def _read_folder(folder: str) -> FolderTokenizer:
         ) from error
     # Of many kinds, by the fault of the files. A panic of Rust is no Exception.
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"--tokenizer-model {folder} needs Python code of its own (auto_map), which is "
+                f"{named} needs Python code of its own (auto_map), which is "
                 "never run; pass a folder with a tokenizer.json that transformers reads by itself"
             ) from None
         # transformers reads both files, and says of one value only its key.
         of_config = "/config.json" * ("alidation error for" in str(error))
-        raise ValueError(
-            f"--tokenizer-model {folder}{of_config} cannot be read: {error}"
-        ) from error
+        raise ValueError(f"{named}{of_config} cannot be read: {fault_of(error)}") from error
 
 
 def build_templates(tokenizer: Any, folder: str, choice: TemplateChoice) -> NamedTemplates:
@@ -297,5 +297,5 @@ def build_templates(tokenizer: Any, folder: str, choice: TemplateChoice) -> Name
     if choice.file is None and (
         note := note_on_templates(templates, tokenizer.chat_template, folder)
     ):
-        _log.warning("%s", note)
+        _log.warning("%s", shortened(note))
     return templates

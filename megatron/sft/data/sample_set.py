@@ -6,6 +6,7 @@ checkpoint records, and by which a later run sees whether a position still means
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from megatron.blending.streams.choice import BlendDataset, ConcatDataset
 from megatron.blending.streams.node import Binding, SavableDataset
 from megatron.blending.streams.positions import ShuffleBufferDataset
 from megatron.blending.streams.source import SourceDataset
+
+_PRINT = re.compile(r"\b([0-9a-f]{32})[0-9a-f]{32}\b")
+"""Fingerprint of a file: its first half is all of it in earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,36 @@ def _leaves(node: Any) -> Iterator[SourceDataset]:
         yield node
     for child in node.children:
         yield from _leaves(child)
+
+
+def in_form_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the identity `now` of data in the form of a saved one: earlier versions had
+    fingerprints of 32 digits, the first half of today's.
+    """
+    if any(_PRINT.search(text) for text in _fingerprints(saved)):
+        return now
+    return _with_former_prints(now)
+
+
+def _fingerprints(identity: Any) -> Iterator[str]:
+    items = identity.items() if isinstance(identity, Mapping) else ()
+    for key, value in items:
+        if key == "fingerprint":
+            yield value
+        yield from _fingerprints(value)
+    for value in identity if isinstance(identity, list) else ():
+        yield from _fingerprints(value)
+
+
+def _with_former_prints(identity: Any) -> Any:
+    if isinstance(identity, list):
+        return [_with_former_prints(value) for value in identity]
+    if not isinstance(identity, Mapping):
+        return identity
+    return {
+        key: _PRINT.sub(r"\1", value) if key == "fingerprint" else _with_former_prints(value)
+        for key, value in identity.items()
+    }
 
 
 def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

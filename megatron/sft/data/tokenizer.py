@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.records.content import Conversation, Passage
 from megatron.sft.data.records.values import SampleError
@@ -62,7 +63,7 @@ def build_tokenizer(
         return _build_null(vocab_size)
     raise ValueError(
         "--tokenizer-type must be ByteLevelTokenizer, HuggingFaceTokenizer or NullTokenizer, but "
-        f"is {tokenizer_type!r}"
+        f"is {shown(tokenizer_type)}"
     )
 
 
@@ -99,7 +100,7 @@ class MarkedTokenizer:
         try:
             ids = self.text.encode(text)
         except (ValueError, OverflowError) as error:
-            raise SampleError(f"{self.text.name} cannot read {text!r:.60}: {error}") from error
+            raise SampleError(f"{self.text.name} cannot read {shown(text)}: {error}") from error
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise SampleError(
                 f"token ids must be in range({self.vocab_size}), but span {ids.min()} to "

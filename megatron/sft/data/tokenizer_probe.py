@@ -6,6 +6,8 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from megatron.sft.library_errors import is_failure
+
 PROBE = (
     "\n\n1. One\n2. Two 3,141.59 and 20260101",
     "def f(x):\n    if x:\n\t\treturn  x+1  # (ok)\r\n\r\n\n\n\n",
@@ -90,11 +92,6 @@ def _encode(backend: Any, text: str) -> list[int] | None:
     try:
         return backend.encode(text, add_special_tokens=False).ids
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         return None
-
-
-def is_panic(error: BaseException) -> bool:
-    """Returns whether an error is a failed assertion in Rust code, which is no Exception."""
-    return type(error).__name__ == "PanicException"

@@ -8,7 +8,8 @@ from datetime import date
 from typing import Any, NamedTuple
 
 from megatron.packing.flags import flag_of
-from megatron.packing.user_files import parse_json, shown
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import parse_json
 
 _WRITTEN_BY_THE_RUN = {"messages", "tools", "add_generation_prompt"}
 

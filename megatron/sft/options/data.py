@@ -13,7 +13,8 @@ from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
-from megatron.packing.user_files import parse_json, read_json, shown
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import parse_json, read_json
 from megatron.planner.lengths import TokenizerType
 from megatron.sft.options.chat_template import (
     TemplateChoice,
@@ -249,7 +250,7 @@ class DataConfig:
             or not shares[0] > 0
         ):
             raise ValueError(
-                f"--split must be up to three shares such as 969,30,1, but is {self.split!r}"
+                f"--split must be up to three shares such as 969,30,1, but is {shown(self.split)}"
             )
         shares += [0.0] * (3 - len(shares))
         return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.packing.quoting import shown
+
 COLUMNS = (
     "messages",
     "conversations",
@@ -55,7 +57,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
         if name not in COLUMNS or not equals or not column or column in columns:
             raise ValueError(
                 "--data-columns must be pairs such as messages=conversation,content=utterance, "
-                f"each column once, with {', '.join(COLUMNS)} on the left, but has {pair!r}"
+                f"each column once, with {', '.join(COLUMNS)} on the left, but has {shown(pair)}"
             )
         columns[column] = name
     return columns

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.parts import PARTS
+from megatron.packing.quoting import cut
 
 LINEARS: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -111,7 +112,7 @@ class LoraConfig:
         unknown = [name for name in getattr(self, option) if name not in known]
         if unknown:
             raise ValueError(
-                f"{flag_of(option)} must be of {', '.join(given)}, but has {unknown[0]}"
+                f"{flag_of(option)} must be of {', '.join(given)}, but has {cut(unknown[0], 100)}"
             )
 
     @property

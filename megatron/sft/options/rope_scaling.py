@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import parse_json, shown
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import parse_json
 
 _NEEDED = {
     "linear": ("factor",),
@@ -73,7 +74,7 @@ def parse_rope_scaling(text: str) -> RopeScaling:
     if scaling is None:
         raise ValueError(
             "--rope-scaling must be a JSON object with a rope_type other than default, but is "
-            f"{text!r}"
+            f"{shown(text)}"
         )
     return scaling
 
@@ -93,11 +94,14 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
         return None
     if kind not in _NEEDED:
         raise ValueError(
-            f"{where} has rope_type {kind!r}, but only default, {', '.join(_NEEDED)} are supported"
+            f"{where} has rope_type {shown(kind)}, but only default, "
+            f"{', '.join(_NEEDED)} are supported"
         )
     missing = [name for name in _NEEDED[kind] if fields.get(name) is None]
     if missing:
-        raise ValueError(f"{where} has rope_type {kind!r} without {', '.join(missing)}; add them")
+        raise ValueError(
+            f"{where} has rope_type {shown(kind)} without {', '.join(missing)}; add them"
+        )
     scaling = _scaling_of(kind, fields, where)
     if kind != "yarn":
         return scaling

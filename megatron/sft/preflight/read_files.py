@@ -1,9 +1,10 @@
 """mcore. Fingerprints of all files that a run reads. Ranks compare them before they make groups:
 machines may have different copies under the same path.
 
-A fingerprint is a hash of size and content: all of a file up to 64 MiB, otherwise 64 evenly spread
-blocks of 4 KiB, and the header of a safetensors file. Times are left out, as equal copies differ in
-them. Sources of records have fingerprints of their own. Each rank reads some MiB.
+A fingerprint is a hash of size and content: all of a file up to 64 MiB, otherwise evenly spread
+blocks of 4 KiB (see `num_probes_of`), and the header of a safetensors file. Times are left out, as
+equal copies differ in them. Sources of records have fingerprints of their own. Each rank reads some
+MiB.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron.blending.formats.record import PROBE_BYTES, num_probes_of, probe_starts
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.model.checkpoints.checksums import CHECKSUMS, file_names
 from megatron.sft.model.checkpoints.folder import (
@@ -30,7 +32,6 @@ from megatron.sft.options.config import SFTConfig
 
 _SMALL = 1 << 26
 """Bytes of a file that is read whole."""
-_NUM_BLOCKS, _BLOCK = 64, 1 << 12
 _LARGEST_HEADER = 100_000_000
 
 
@@ -133,6 +134,6 @@ def _sampled(file: BinaryIO, size: int, has_header: bool) -> Iterable[bytes]:
         return
     if has_header:
         yield file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER))
-    for number in range(_NUM_BLOCKS):
-        file.seek((size - _BLOCK) * number // (_NUM_BLOCKS - 1))
-        yield file.read(_BLOCK)
+    for start in probe_starts(size, num_probes_of(size)):
+        file.seek(start)
+        yield file.read(PROBE_BYTES)

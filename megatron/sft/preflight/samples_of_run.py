@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron.sft.library_errors import is_failure
 from megatron.sft.model.checkpoints.content import read_common
 from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
 from megatron.sft.options.chat_template import to_json
@@ -51,7 +52,9 @@ def _saved(config: SFTConfig) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = read_common(checkpoint_path(folder, iteration)).get("data", {})
-    except Exception:  # a damaged file, by any error: loading it later reports the fault
+    except BaseException as error:  # a damaged file, by any error: loading it reports the fault
+        if not is_failure(error):
+            raise
         return None
     return found
 

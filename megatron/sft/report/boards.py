@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.packing.folder_gate import write_output
 from megatron.sft.options.output import OutputConfig
 
 WANDB_ID_FILE = "wandb_run_id"
@@ -96,7 +97,7 @@ class WeightsAndBiases:
                 f"--wandb-project {output.wandb_project}: {failure}; run wandb login, or set "
                 "WANDB_MODE=offline"
             ) from failure
-        id_file.write_text(self._run.id, encoding="utf-8")
+        write_output(id_file, self._run.id)
 
     def add(self, values: Mapping[str, float], iteration: int) -> None:
         self._run.log(dict(values), step=iteration)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TextIO
+from typing import IO
+
+from megatron.packing.folder_gate import open_output
 
 
 class LineFile:
@@ -37,10 +39,10 @@ class LineFile:
         except OSError as error:  # the disk was full for the last lines
             self._note(f"{self._path} cannot be written: {error}; its lines are left out")
 
-    def _open(self) -> TextIO:
+    def _open(self) -> IO[str]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Line-buffered, so that a killed run keeps its lines.
-        return self._path.open("a+", encoding="utf-8", buffering=1)
+        return open_output(self._path, "a+", encoding="utf-8", buffering=1)
 
     def _is_in_place(self) -> bool:
         # The file at the path is still the open one if it has the same device and inode.

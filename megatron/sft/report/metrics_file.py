@@ -13,7 +13,6 @@ that was never stopped. NaN and infinity are written as null, so that every line
 
 import json
 import math
-import os
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from megatron.packing.folder_gate import open_output
 from megatron.packing.user_files import parse_json
 from megatron.sft.report.metrics import (
     FORMER_NAMES,
@@ -176,7 +176,7 @@ def truncate_after(path: Path, iteration: int) -> None:
     # `end` is the end of the line read last. `keep` follows it only at lines of steps, so that
     # lines without a step before a removed one are removed with it.
     keep = end = 0
-    with path.open("rb") as file:
+    with open_output(path, "r+b") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 break
@@ -187,7 +187,7 @@ def truncate_after(path: Path, iteration: int) -> None:
             if line_iteration > iteration:
                 break
             keep = end
-    os.truncate(path, keep)
+        file.truncate(keep)
 
 
 def read_jsonl(

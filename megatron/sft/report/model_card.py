@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.packing.folder_gate import write_output
 from megatron.packing.versions import package_version
 from megatron.sft.model.checkpoints.folder import huggingface_source
 from megatron.sft.options.chat_template import to_json
@@ -24,7 +25,7 @@ def write_card(
     """Writes the card into `folder`; `run_dir` has the metrics of the run, whose last step is
     `last`.
     """
-    (folder / CARD).write_text("\n".join(_lines(config, run_dir, last)) + "\n", encoding="utf-8")
+    write_output(folder / CARD, "\n".join(_lines(config, run_dir, last)) + "\n")
 
 
 def _lines(config: SFTConfig, run_dir: Path | None, last: int | None) -> Iterator[str]:

@@ -13,6 +13,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from megatron.packing.folder_gate import open_output
 from megatron.sft.report.metrics import Evaluation, StepMetrics, mean_of_finite
 from megatron.sft.report.metrics_file import Metrics
 
@@ -55,7 +56,8 @@ def plot(
                 step.capacity_tokens for step in metrics.steps
             )
             plot_packs(figure.add_subplot(rows[1, :]), packs, fill)
-        figure.savefig(path)
+        with open_output(path, "wb") as file:
+            figure.savefig(file, format="png")
 
 
 def plot_series(

@@ -63,7 +63,8 @@ def report(run_dir: Path | str, last: int | None = None) -> None:
     except Exception as error:
         # Numbers too large to draw, or a full disk. The run itself has ended well.
         line = f"no plot: {type(error).__name__}: {' '.join(str(error).split()):.200}"
-        (run_dir / PLOT_FILE).unlink(missing_ok=True)  # half of it
+        if not (run_dir / PLOT_FILE).is_symlink():  # which is refused, and stays
+            (run_dir / PLOT_FILE).unlink(missing_ok=True)  # half of it
     print_rows([*rows, files_row(run_dir)])
     print(line)
 

@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 
 import torch.distributed as dist
 
+from megatron.packing.folder_gate import check_outputs, open_output, write_output
 from megatron.packing.step.global_batch import GlobalBatch
 from megatron.packing.user_files import disk_fault
 from megatron.planner.lengths import OPTIONS_FILE
@@ -20,9 +21,10 @@ from megatron.planner.step_picture import picture_of
 from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.model.checkpoints.folder import check_load, latest_iteration
+from megatron.sft.model.checkpoints.lock import OUTPUTS as CHECKPOINT_OUTPUTS
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.output import OutputConfig
-from megatron.sft.report.boards import open_boards
+from megatron.sft.report.boards import WANDB_ID_FILE, open_boards
 from megatron.sft.report.line_file import LineFile
 from megatron.sft.report.metrics import StepMetrics
 from megatron.sft.report.metrics_file import (
@@ -32,9 +34,12 @@ from megatron.sft.report.metrics_file import (
     truncate_after,
 )
 from megatron.sft.report.metrics_writer import MetricsWriter
+from megatron.sft.report.report import PLOT_FILE
 
 RUNS = "runs"
 """Parent of the folders of runs that have neither --run-dir nor --save."""
+_OUTPUTS = (METRICS_FILE, PACKS_FILE, OPTIONS_FILE, PLOT_FILE, WANDB_ID_FILE, "schedule_*")
+"""Patterns of the files that a run writes into the folder of its logs."""
 
 
 def prepare_output(output: OutputConfig) -> None:
@@ -58,6 +63,9 @@ def prepare_output(output: OutputConfig) -> None:
     for flag, path in folders.items():
         if path is not None:
             _check_writable(flag, Path(path))
+    for flag, path in {"--save": output.save, "--run-dir": output.run_dir}.items():
+        if path is not None:
+            check_outputs(path, (*CHECKPOINT_OUTPUTS, *_OUTPUTS), flag)
     _check_checkpoints(output)
 
 
@@ -125,15 +133,16 @@ def dump_schedule(stem: Path, record: StepRecord) -> list[Path]:
     their paths.
     """
     paths = [stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.html")]
-    paths[0].write_text(record.to_json() + "\n", encoding="utf-8")
+    write_output(paths[0], record.to_json() + "\n")
     picture = picture_of(record)
     lead = "as it ran; megatron-sft plan compares it with other schedules"
-    paths[1].write_text(page(record.title, lead, [picture], None, []), encoding="utf-8")
+    write_output(paths[1], page(record.title, lead, [picture], None, []))
     if importlib.util.find_spec("matplotlib") is not None:
         from megatron.planner.step_plot import figure_of
 
         paths.append(stem.with_name(f"{stem.name}.png"))
-        figure_of([picture]).savefig(paths[-1])
+        with open_output(paths[-1], "wb") as file:
+            figure_of([picture]).savefig(file, format="png")
     return paths
 
 
@@ -170,7 +179,7 @@ class RunLog:
         self._in_seconds = config.packing.fitted_cost is not None
         options = run_dir / OPTIONS_FILE
         try:
-            options.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+            write_output(options, json.dumps(config.to_dict(), indent=2) + "\n")
         except OSError as error:
             raise ValueError(
                 f"{options} cannot be written: {disk_fault(error)}; make room there, or pass "

@@ -13,6 +13,7 @@ from megatron.packing.model.parts import parts_in
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.user_files import disk_fault
 from megatron.sft.data.datasets import Datasets
+from megatron.sft.data.sample_set import in_form_of
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.content import (
     Progress,
@@ -92,7 +93,12 @@ class SavedRun:
         num_evaluated = min(
             config.training.eval_iters * config.training.global_batch_size, len(datasets.valid)
         )
-        self._evaluated = str((datasets.valid.identity, num_evaluated, config.model.seq_length))
+        identity = datasets.valid.identity
+        evaluated = [
+            str((form, num_evaluated, config.model.seq_length))
+            for form in (identity, in_form_of({}, identity))  # the second one of earlier versions
+        ]
+        self._evaluated, self._same_evaluated = evaluated[0], {None, *evaluated}
         self._companions = companions
         self._saved_iteration: int | None = None
         self._best_iteration: int | None = None
@@ -134,7 +140,7 @@ class SavedRun:
                 found if loaded is None else f"{done} {folder} after step {loaded.iteration}",
                 flush=True,
             )
-        if loaded is None or takes_weights or loaded.evaluated in (None, self._evaluated):
+        if loaded is None or takes_weights or loaded.evaluated in self._same_evaluated:
             return None if takes_weights else loaded
         if dist.get_rank() == 0 and loaded.best_loss is not None:
             print(

@@ -9,14 +9,7 @@ import tracemalloc
 
 import pytest
 
-from megatron.packing.user_files import (
-    parse_json,
-    read_json,
-    read_text,
-    read_yaml,
-    shortened,
-    shown,
-)
+from megatron.packing.user_files import parse_json, read_json, read_text, read_yaml
 
 DOUBLED = "b0: &b0 [1, 1]\n" + "".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 5))
 
@@ -107,29 +100,3 @@ def test_what_is_no_file_is_refused_and_not_waited_for(is_cheap, tmp_path):
         read_json(tmp_path / "long")
     with pytest.raises(ValueError, match="No such file"):
         read_text(tmp_path / "absent")
-
-
-def test_a_value_in_a_message_is_short():
-    """A message of megabytes hides what it says."""
-    deep: list = []
-    for _ in range(100_000):
-        deep = [deep]
-    assert (
-        max(
-            len(shown(value))
-            for value in (deep, "a" * 10**6, 10**4000, {str(n): n for n in range(10**5)})
-        )
-        < 500
-    )
-    assert shown("as it is") == "'as it is'"
-
-
-def test_messages_show_little_of_what_a_file_holds():
-    """A value of 50,000 characters pushed what is wrong, and where, out of the terminal."""
-    fault = "a.jsonl:7: role must be user, but is {}; correct it"
-    found = shortened(fault.format("x" * 50_000))
-    assert found.startswith("a.jsonl:7: role must be user, but is xxx")
-    assert found.endswith("xxx; correct it")
-    assert found.count("x") < 300
-    assert shortened(fault.format("x" * 200)) == fault.format("x" * 200)
-    assert len(shortened(fault.format("x y " * 50_000))) < 1010

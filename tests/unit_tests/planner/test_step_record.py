@@ -160,7 +160,7 @@ def test_ranks_draw_equal_parts():
         ({"model": {"stages": 1}}, "not a schedule as --dump-schedule writes them"),
         ({"model": {"num_stages": 2, "shares": [0.5, "x"]}}, "shares must be a list of numbers"),
         ({"model": {"num_stages": 2, "shares": [0.5, 0.2]}}, "shares must add up to 1"),
-        ({"capacity": "x"}, "capacity must be a whole number above 0, but is x"),
+        ({"capacity": "x"}, "capacity must be a whole number above 0, but is 'x'"),
     ],
 )
 def test_what_is_no_schedule_is_refused(change, said):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from megatron.blending.arguments import check_function
+from megatron.blending.arguments import check_function, shown
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Cooker:
         check_function("Cooker: cook", self.cook)
         if self.has_subflavors is not None and not isinstance(self.has_subflavors, Mapping):
             raise ValueError(
-                f"Cooker: has_subflavors must be a dict, but is {self.has_subflavors!r}"
+                f"Cooker: has_subflavors must be a dict, but is {shown(self.has_subflavors)}"
             )
 
     def is_match(self, subflavors: Mapping[str, Any]) -> bool:

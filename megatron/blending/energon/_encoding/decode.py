@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.arguments import check_one_of
+from megatron.blending.arguments import check_one_of, shown
 from megatron.blending.formats.decode import TEXT_PARTS, DecodeError, not_a
 
 IMAGE_SUFFIXES = frozenset(
@@ -68,7 +68,7 @@ class SampleDecoder:
             raise
         except ImportError as error:
             raise DecodeError(
-                f"part {name!r}: needs {error.name}, which is not installed here: {error}"
+                f"part {shown(name)}: needs {error.name}, which is not installed here: {error}"
             ) from error
         except Exception as error:  # libraries raise dozens of kinds for damaged bytes
             raise not_a(suffix, name, error) from error
@@ -82,7 +82,8 @@ class SampleDecoder:
         if suffix in _PICKLES:
             if not self.allow_code:
                 raise DecodeError(
-                    f"part {name!r}: pickles run code; pass allow_code=True if you trust the data"
+                    f"part {shown(name)}: pickles run code; pass allow_code=True if you "
+                    "trust the data"
                 )
             return pickle.loads(content)
         if suffix.lower() in IMAGE_SUFFIXES:

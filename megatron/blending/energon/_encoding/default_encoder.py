@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron.blending.arguments import shown
 from megatron.blending.energon._encoding.fields import FieldError, converted, is_made_of
 from megatron.blending.energon._encoding.task_encoder import (
     T_batch,
@@ -36,7 +37,9 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
         for name in ("encoded_sample_type", "raw_batch_type", "batch_type"):
             kind = locals()[name]
             if kind is not None and not isinstance(kind, type):
-                raise ValueError(f"{type(self).__name__}: {name} must be a class, but is {kind!r}")
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be a class, but is {shown(kind)}"
+                )
             setattr(self, f"_{name}", kind)
 
     def encode_sample(self, sample: T_sample) -> T_encoded_sample:

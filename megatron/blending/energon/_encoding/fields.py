@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from megatron.blending.arguments import nearest
+from megatron.blending.arguments import nearest, shown
 from megatron.blending.energon._encoding.collate import generic_batch
 from megatron.blending.energon._encoding.source_info import Sources
 
@@ -121,7 +121,7 @@ def is_made_of(kind: type, value: object) -> bool:
 def _missing(name: str, kind: type, value: object) -> FieldError:
     hint = nearest(name, field_names(value), "its fields")
     return FieldError(
-        f"{kind.__name__} has a field {name!r} that {type(value).__name__} lacks; {hint}"
+        f"{kind.__name__} has a field {shown(name)} that {type(value).__name__} lacks; {hint}"
     )
 
 

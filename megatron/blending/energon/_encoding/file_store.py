@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from megatron.blending.arguments import shown
 from megatron.blending.energon._encoding.source_info import SourceInfo
 from megatron.blending.formats.files import join_location, open_file
 from megatron.blending.formats.prepared.nv_meta import CRUDE, SampleType, SplitPart, read_info
@@ -59,7 +60,8 @@ class SystemFileStore(FileStore):
     def _read(self, key: str) -> tuple[bytes, SourceInfo]:
         if os.path.isabs(key) or "://" in key or ".." in key.split("/"):
             raise ValueError(
-                f"{self.path}: {key!r} is not a file below this folder; correct the record that "
+                f"{self.path}: {shown(key)} is not a file below this folder; correct "
+                "the record that "
                 "names it"
             )
         file = open_file(join_location(self.path, key))
@@ -85,7 +87,9 @@ class WebdatasetFileStore(FileStore):
         index = self.dataset.find([sample_key]).get(sample_key)
         record = {} if index is None else self.dataset[index]
         if part not in record or record["__key__"] != sample_key:
-            raise ValueError(f"{self.path}: has no file {key!r}; correct the record that names it")
+            raise ValueError(
+                f"{self.path}: has no file {shown(key)}; correct the record that names it"
+            )
         return record[part], SourceInfo(self.path, sample_key, record["__shard__"], (key,))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.blending.arguments import shown
 from megatron.blending.energon._encoding.samples import Sample
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordError, RecordSource
@@ -56,7 +57,8 @@ class JoinSource(RecordSource):
         for key, record in zip(found, records):
             if not isinstance(record, RecordError) and record["__key__"] != key:
                 raise ValueError(
-                    f"{source.path}: its index says that {key!r} is where {record['__key__']!r} is"
+                    f"{source.path}: its index says that {shown(key)} is where "
+                    f"{shown(record['__key__'])} is"
                 )
         return dict(zip(found, zip(found.values(), records)))
 
@@ -72,7 +74,8 @@ class JoinSource(RecordSource):
             if partner is None and self._nonmatch[number] == "error":
                 path = self._sources[number].path
                 return {
-                    "fault": f"{self.describe(index)}: {key!r} is not in {path}; set nonmatch: "
+                    "fault": f"{self.describe(index)}: {shown(key)} is not in {path}; set "
+                    "nonmatch: "
                     "skip or none there"
                 }
             if partner is None and self._nonmatch[number] == "skip":

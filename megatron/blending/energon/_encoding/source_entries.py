@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.blending.arguments import nearest
+from megatron.blending.arguments import nearest, shown
 from megatron.blending.energon._encoding.cooking import DECODE, EncoderSettings, choose_cook
 from megatron.blending.energon._encoding.decode import SampleDecoder, decode_part, keep_bytes
 from megatron.blending.energon._encoding.factories import Factory, opened_by
@@ -208,7 +208,7 @@ def _sample_class(
     if kind.module.startswith(_OUR_MODULES):
         if kind.name not in SAMPLE_TYPES:
             raise ValueError(
-                f"{kind.where}: unknown class {kind.name!r}; "
+                f"{kind.where}: unknown class {shown(kind.name)}; "
                 f"{nearest(kind.name, SAMPLE_TYPES, 'they')}"
             )
         made = SAMPLE_TYPES[kind.name]
@@ -231,14 +231,16 @@ def _check_names(kind: SampleType, made: Any) -> None:
         if names and name not in names:
             own = [field for field in names if not field.startswith("__")]
             raise ValueError(
-                f"{kind.where}: field_map: {kind.name} has no field {name!r}; {nearest(name, own)}"
+                f"{kind.where}: field_map: {kind.name} has no field {shown(name)}; "
+                f"{nearest(name, own)}"
             )
     if kind.field_map and names:
         for name in sorted(
             required_names(made) - kind.field_map.keys() - {"__key__", "__restore_key__"}
         ):
             raise ValueError(
-                f"{kind.where}: field_map: {kind.name} needs a field {name!r}; say where it comes "
+                f"{kind.where}: field_map: {kind.name} needs a field {shown(name)}; "
+                "say where it comes "
                 "from"
             )
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.blending.arguments import nearest
+from megatron.blending.arguments import nearest, shown
 from megatron.blending.energon._encoding.cooking import NoEncoder
 from megatron.blending.energon._encoding.source_entries import ReadSettings, open_entry
 from megatron.blending.formats.files import read_text
@@ -77,7 +77,7 @@ class DatasetLoader(DatasetLoaderInterface):
     ) -> None:
         if subflavors is not None and not isinstance(subflavors, Mapping):
             raise ValueError(
-                f"subflavors must be a dict of names and values, but is {subflavors!r}"
+                f"subflavors must be a dict of names and values, but is {shown(subflavors)}"
             )
         self.path = os.fspath(path)
         self.split_part = split_part
@@ -149,6 +149,6 @@ def check_options(options: Mapping[str, Any], others: Sequence[str] = ()) -> Non
     for name in options:
         if name not in known:
             raise ValueError(
-                f"unknown option {name!r}; "
+                f"unknown option {shown(name)}; "
                 f"{nearest(name, dict.fromkeys([*others, *known]), 'options')}"
             )

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.arguments import check_flag, check_one_of, check_whole
+from megatron.blending.arguments import check_flag, check_one_of, check_whole, shown
 from megatron.blending.energon._encoding.cooking import DECODE
 from megatron.blending.energon._encoding.decode import SampleDecoder
 from megatron.blending.energon._encoding.default_encoder import DefaultTaskEncoder
@@ -251,11 +251,11 @@ def _loader(
     if isinstance(path, DatasetLoaderInterface):
         if options:
             raise ValueError(
-                f"option {next(iter(options))!r} is for a path; give it to load_dataset"
+                f"option {shown(next(iter(options)))} is for a path; give it to load_dataset"
             )
         return path
     if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"path must be a path or what load_dataset returns, but is {path!r}")
+        raise ValueError(f"path must be a path or what load_dataset returns, but is {shown(path)}")
     return load_dataset(path, **options)
 
 
@@ -284,7 +284,9 @@ def _check(encoder: Encoder, asked: Mapping[str, Any]) -> None:
     """Checks what training and validation have in common; `asked` may hold more."""
     check_encoder(encoder, asked["packing_buffer_size"])
     if not isinstance(asked["split_part"], str) or not asked["split_part"]:
-        raise ValueError(f"split_part must be the name of a split, but is {asked['split_part']!r}")
+        raise ValueError(
+            f"split_part must be the name of a split, but is {shown(asked['split_part'])}"
+        )
     if asked["worker_config"] is not None:
         check_worker_config(asked["worker_config"])
     for name in ("batch_size", "packing_buffer_size"):
@@ -319,7 +321,9 @@ def _check_takes(
     ]
     if missing:
         name = getattr(hook, "__qualname__", hook)
-        raise ValueError(f"{name} asks for {missing[0]!r}, which is none of {', '.join(available)}")
+        raise ValueError(
+            f"{name} asks for {shown(missing[0])}, which is none of {', '.join(available)}"
+        )
     names = {p.name for p in parameters}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for given in () if takes_any else _WITHOUT_EFFECT:

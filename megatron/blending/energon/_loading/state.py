@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.blending.arguments import shown
 from megatron.blending.energon._loading.cells import CellState, dealt_again
 
 State = dict[str, Any]
@@ -48,11 +49,11 @@ def _check_names(names_before: list[str], names_here: list[str]) -> None:
         if names_before.count(name) > names_here.count(name):
             near = difflib.get_close_matches(name, names_here, 1)
             raise _differs(
-                f"source {name!r} is missing"
+                f"source {shown(name)} is missing"
                 + (f"; was it renamed to {near[0]!r}?" if near else "")
             )
         if names_before.count(name) < names_here.count(name):
-            raise _differs(f"source {name!r} was added")
+            raise _differs(f"source {shown(name)} was added")
 
 
 def _check_records(before: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -65,7 +66,7 @@ def _check_records(before: Mapping[str, Any], here: Mapping[str, Any]) -> None:
                 if records == num_records
                 else f": it had {num_records} records and has {records}"
             )
-            raise _differs(f"the data of {name!r} changed{counts}")
+            raise _differs(f"the data of {shown(name)} changed{counts}")
 
 
 def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
@@ -181,7 +182,7 @@ def _by_place(stream: State) -> dict[str, tuple[str, str, int]]:
 
 def _moved(before: Sequence[str], here: Sequence[str]) -> str:
     at = next(at for at, (old, new) in enumerate(zip(before, here)) if old != new)
-    return f"number {at} was {before[at]!r} and is {here[at]!r}"
+    return f"number {at} was {shown(before[at])} and is {shown(here[at])}"
 
 
 def _differs(what: str) -> ValueError:
@@ -214,14 +215,15 @@ def checked_states(given: object) -> list[State]:
     for state in states:
         if state["version"] != VERSION:
             raise ValueError(
-                f"the state is of version {state['version']!r:.20}, but this release reads version "
+                f"the state is of version {shown(state['version'])}, but this release "
+                "reads version "
                 f"{VERSION}; continue with the release that saved it, or restart the data"
             )
     by_rank: dict[int, State] = {}
     for state in states:
         for name in _NAMES:
             if name not in state:
-                raise _damaged(f"it has no {name!r}")
+                raise _damaged(f"it has no {shown(name)}")
         if state["checksum"] != _checksum(state):
             raise _damaged("its checksum is another one")
         # Equal ones come from processes that share the data, such as those of a tensor-parallel

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import GeneratorType
 from typing import Any
 
+from megatron.blending.arguments import shown
 from megatron.blending.energon._loading.lanes import lanes_of
 from megatron.blending.energon._loading.state import State, check_stream, compact
 from megatron.blending.energon._streams.collecting import CollectingDataset
@@ -85,7 +86,7 @@ class Stream:
             return _from_key(self.root, key)
         except (TypeError, IndexError, StopIteration) as error:
             raise ValueError(
-                f"no __restore_key__ of this stream: {key!r:.200} ({error})"
+                f"no __restore_key__ of this stream: {shown(key)} ({error})"
             ) from error
 
     def _bind(self, seed_paths: dict[str, str], start_positions: dict[str, int]) -> None:
@@ -198,7 +199,7 @@ def _from_key(node: Any, key: Any) -> Any:
             of_record = of_record[0]
         child = _towards(node, of_record[0])
         if child is None:
-            raise IndexError(f"no source is at place {of_record[0]!r}")
+            raise IndexError(f"no source is at place {shown(of_record[0])}")
         value = _from_key(node.children[child], key)
         value = applied(node, value, 0, no_entries) if isinstance(node, SameOutputs) else value
     if isinstance(value, (MultiOutput, GeneratorType)):

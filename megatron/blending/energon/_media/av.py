@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import torch
 
+from megatron.blending.arguments import shown
+
 T = TypeVar("T")
 Range = tuple[float, float]
 Clips = tuple[list[torch.Tensor], list[Range]]
@@ -150,7 +152,7 @@ def _first(streams: Sequence[T], kind: str) -> T:
 
 def _numbers_per_second(unit: str, counted: str, rate: float) -> float:
     if unit not in ("seconds", counted):
-        raise ValueError(f"unit must be seconds or {counted}, but is {unit!r}")
+        raise ValueError(f"unit must be seconds or {counted}, but is {shown(unit)}")
     return 1.0 if unit == "seconds" else rate
 
 

@@ -11,7 +11,13 @@ from functools import partial
 from types import GeneratorType
 from typing import Any
 
-from megatron.blending.arguments import check_function, check_no_more, check_one_of, check_whole
+from megatron.blending.arguments import (
+    check_function,
+    check_no_more,
+    check_one_of,
+    check_whole,
+    shown,
+)
 from megatron.blending.energon._streams.collecting import BlocksPlan, CollectingDataset, Group
 from megatron.blending.energon._streams.references import at_of, entries_of, rebuilt
 from megatron.blending.streams.failures import FatalSampleError, NotChosen
@@ -223,7 +229,7 @@ class PackingDataset(CollectingDataset):
                 return groups
         raise FatalSampleError(
             "select_samples_to_pack must return a list of lists of samples, but gave "
-            f"{groups!r:.80}"
+            f"{shown(groups)}"
         )
 
     # With lengths.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.blending.arguments import nearest
+from megatron.blending.arguments import nearest, shown
 from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.prepared.field_map import FieldMap, Missing
 from megatron.blending.formats.prepared.nv_meta import SampleType
@@ -55,7 +55,7 @@ def _missing_names(faults: Sequence[Missing]) -> str:
         name for fault in faults if fault.within == key.within for name in fault.there
     )
     if not key.within:
-        return f"a part {key.name!r}; {nearest(key.name, there, 'parts')}"
+        return f"a part {shown(key.name)}; {nearest(key.name, there, 'parts')}"
     if key.held and not there:
-        return f"a key {key.name!r} in {key.within}: that is no object, but of type {key.held}"
-    return f"a key {key.name!r} in {key.within}; {nearest(key.name, there, 'keys')}"
+        return f"a key {shown(key.name)} in {key.within}: that is no object, but of type {key.held}"
+    return f"a key {shown(key.name)} in {key.within}; {nearest(key.name, there, 'keys')}"

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from megatron.blending.arguments import shown
 from megatron.blending.formats.decode import Decode, DecodeError
 from megatron.blending.formats.record import Record
 
@@ -108,7 +109,7 @@ class FieldMap:
             else:
                 parts = ", ".join(key for key in record if not key.startswith("__")) or "none"
                 raise DecodeError(
-                    f"field {name!r} must come from {self._texts[name]}, which is not there; "
+                    f"field {shown(name)} must come from {self._texts[name]}, which is not there; "
                     f"parts: {parts}"
                 )
         return values
@@ -121,7 +122,7 @@ def _parse(text: str, where: str) -> tuple[_Option, ...]:
         if match is None:
             raise ValueError(
                 f"{where} must be like txt or json[caption][0], alternatives by comma, but is "
-                f"{text!r}"
+                f"{shown(text)}"
             )
         options.append(_Option(match[1], tuple(_KEY.findall(match[2]))))
     return tuple(options)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.blending.arguments import nearest
+from megatron.blending.arguments import nearest, shown
 from megatron.blending.formats.files import is_file, join_location, read_text
 from megatron.blending.formats.json_text import parse_json
 from megatron.blending.formats.prepared.braces import expand_braces
@@ -106,7 +106,7 @@ def _check_shards(shards: Sequence[str], counts: Mapping[str, int], where: str) 
     for shard in shards:
         if shard not in counts:
             raise ValueError(
-                f"{where}: shard {shard!r} is not in .info.json; "
+                f"{where}: shard {shown(shard)} is not in .info.json; "
                 f"{nearest(shard, counts) if len(counts) < 1000 else 'prepare the data set again'}"
             )
 
@@ -120,7 +120,7 @@ def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> S
     parts = content["split_parts"]
     if part not in parts:
         raise ValueError(
-            f"{path}: split_parts has no {part!r}; {nearest(part, parts, 'the parts')}"
+            f"{path}: split_parts has no {shown(part)}; {nearest(part, parts, 'the parts')}"
         )
     shards = _expanded(parts[part], f"{path}: split_parts.{part}")
     excluded = set(_expanded(content.get("exclude"), f"{path}: exclude"))
@@ -161,7 +161,7 @@ def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
     for key in content:
         if key not in ("split_parts", "exclude"):
             raise ValueError(
-                f"{path}: unknown key {key!r:.100}; "
+                f"{path}: unknown key {shown(key)}; "
                 f"{nearest(key, ('split_parts', 'exclude'), 'the keys here')}"
             )
     return path, content

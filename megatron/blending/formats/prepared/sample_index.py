@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from megatron.blending.arguments import shown
 from megatron.blending.formats.files import join_location, local_path
 from megatron.blending.formats.prepared.nv_meta import FOLDER, SQLITE
 from megatron.blending.formats.prepared.tar import TarScan
@@ -39,7 +40,7 @@ class DuplicateKeyError(ValueError):
     """Two samples of a data set have the same key."""
 
     def __init__(self, key: str, shard_ids: tuple[int, int]) -> None:
-        super().__init__(f"key {key!r} exists twice")
+        super().__init__(f"key {shown(key)} exists twice")
         self.key = key
         self.shard_ids = shard_ids
 

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from megatron.blending.arguments import shown
 from megatron.blending.formats.files import is_file, join_location, local_path
 
 
@@ -38,5 +39,5 @@ def load_function(
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{where}: {reference}: {location} has no function {name!r}")
+        raise ValueError(f"{where}: {reference}: {location} has no function {shown(name)}")
     return function

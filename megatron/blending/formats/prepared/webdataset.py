@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.blending.arguments import shown
 from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.files import (
     LocalFile,
@@ -112,7 +113,7 @@ class WebDataset(RecordSource):
         self._prepare_parts()
         if len(self) == 0:
             raise ValueError(
-                f"{path}: split {part.name!r} has no samples; name another, or leave it out"
+                f"{path}: split {shown(part.name)} has no samples; name another, or leave it out"
             )
 
     def __len__(self) -> int:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from megatron.blending.formats.indexed import IndexedSource
 from megatron.blending.formats.record import RecordSource, check_index
 from megatron.blending.order.permutation import mix_array
-from megatron.packing.user_files import parse_json, read_text, shown
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import parse_json, read_text
 from megatron.sft.data.mock.distributions import LengthDistribution
 from megatron.sft.data.mock.lengths import (
     DISTRIBUTIONS,
@@ -113,7 +114,7 @@ class MockSFTDataset(RecordSource):
                 else ""
             )
             raise config_error(
-                f"mode must be file, distribution or verification, but is {mode!r}{hint}"
+                f"mode must be file, distribution or verification, but is {shown(mode)}{hint}"
             )
         self._seed = seed
         self._num_samples = num_samples
@@ -222,7 +223,7 @@ def read_lengths(path: Path, seq_length: int) -> IntArray:
         lines = read_text(path, _MAX_BYTES_OF_LENGTHS).rstrip().splitlines()
     except ValueError as error:
         raise config_error(
-            f"path must be a readable text file of lengths, but is {str(path)!r}: {error}"
+            f"path must be a readable text file of lengths, but is {shown(str(path))}: {error}"
         ) from error
     has_header = bool(lines) and (
         lines[0].strip()[:1].isalpha() or lines[0].strip()[:1] in {'"', "'", "#", "_"}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.blending.arguments import nearest
-from megatron.packing.user_files import shortened
+from megatron.packing.quoting import shortened, shown
 from megatron.sft.data.mock.distributions import (
     EmpiricalLengths,
     FloatArray,
@@ -66,7 +66,9 @@ def parse_distribution(config: Mapping[str, Any], path: str = "") -> LengthDistr
     """
     name, keys = take_key(config, "type", str, path)
     if name not in DISTRIBUTIONS:
-        raise config_error(f"{path}type must be one of {', '.join(DISTRIBUTIONS)}, but is {name!r}")
+        raise config_error(
+            f"{path}type must be one of {', '.join(DISTRIBUTIONS)}, but is {shown(name)}"
+        )
     return DISTRIBUTIONS[name](keys, path)
 
 
@@ -114,9 +116,9 @@ def config_error(text: str) -> ValueError:
 def _check_value(value: object, kind: type, name: str) -> None:
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or isinstance(value, bool):
-        raise config_error(f"{name} must be {_JSON_NAMES[kind]}, but is {value!r}")
+        raise config_error(f"{name} must be {_JSON_NAMES[kind]}, but is {shown(value)}")
     if isinstance(value, (int, float)) and not 0 < value < math.inf:
-        raise config_error(f"{name} must be above 0 and finite, but is {value!r}")
+        raise config_error(f"{name} must be above 0 and finite, but is {shown(value)}")
 
 
 def _check_order(values: Mapping[str, Any], path: str) -> None:
@@ -168,7 +170,8 @@ def _parse_mixture(config: Mapping[str, Any], path: str) -> LengthDistribution:
     components = read_keys(config, {"components": list}, path=path)["components"]
     if len(components) != 2 or not all(isinstance(component, dict) for component in components):
         raise config_error(
-            f"{path}components must be two distributions, each with a weight, but is {components!r}"
+            f"{path}components must be two distributions, each with a weight, but "
+            f"is {shown(components)}"
         )
     parsed, weights = [], []
     for i, component in enumerate(components):
@@ -186,7 +189,8 @@ def _parse_empirical(config: Mapping[str, Any], path: str) -> LengthDistribution
     if "preset" in values:
         if values["preset"] not in PRESETS:
             raise config_error(
-                f"{path}preset must be one of {', '.join(PRESETS)}, but is {values['preset']!r}"
+                f"{path}preset must be one of {', '.join(PRESETS)}, but is "
+                f"{shown(values['preset'])}"
             )
         table = np.array(PRESETS[values["preset"]], np.float64)
     else:
@@ -230,7 +234,7 @@ def _parse_quantiles(rows: list[Any], path: str) -> FloatArray:
     ):
         raise config_error(
             f"{path}quantiles must be pairs [share of samples, tokens], both ascending, shares "
-            f"from 0 to 1, tokens whole and at least 1, but are {rows!r}"
+            f"from 0 to 1, tokens whole and at least 1, but are {shown(rows)}"
         )
     return table
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.records.messages import Message, read_turns
 from megatron.sft.data.records.values import SampleError, text_of, weight_of
 
@@ -70,7 +71,7 @@ def read_responses(
         if all(one.role != "assistant" for one in path[size:]):
             raise SampleError(
                 f"each of responses must hold a turn of the assistant, but one is a turn of the "
-                f"{path[size].role}, {path[size].content!r:.60}; leave it out"
+                f"{path[size].role}, {shown(path[size].content)}; leave it out"
             )
     scaled = [
         [*path[:size], *(one._replace(weight=one.weight * factor) for one in path[size:])]
@@ -90,7 +91,7 @@ def weights_of(weights: object, count: int) -> list[float]:
         return [1.0] * count
     if not isinstance(weights, list) or len(weights) != count:
         raise SampleError(
-            f"weights must be a list of one number per response ({count}), but is {weights!r:.60}"
+            f"weights must be a list of one number per response ({count}), but is {shown(weights)}"
         )
     return [weight_of(weight, f"weights[{number}]") for number, weight in enumerate(weights)]
 
@@ -100,7 +101,7 @@ def _listed(responses: object) -> list[Any]:
         return [responses]
     if not isinstance(responses, list):
         raise SampleError(
-            f"responses must be a list of texts, turns or lists of turns, but is {responses!r:.60}"
+            f"responses must be a list of texts, turns or lists of turns, but is {shown(responses)}"
         )
     return responses
 
@@ -128,7 +129,7 @@ def _behind(
             turns = branch if isinstance(branch, list) else [branch]
             read = read_branches(turns, place, keys, level)
         else:
-            raise SampleError(f"{place} must be text, a turn or turns, but is {branch!r:.60}")
+            raise SampleError(f"{place} must be text, a turn or turns, but is {shown(branch)}")
         for path in read.paths:
             paths.append([*before, *path])
             before = [message._replace(weight=0.0) for message in trunk]

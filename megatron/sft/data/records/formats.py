@@ -5,7 +5,8 @@ the record decide its format.
                                                          and TRL's chat_template_kwargs
     prompt + completion, both lists of turns             TRL; the turns of the completion are
                                                          trained
-    prompt, turns + completion, a string                 the assistant's answer
+    prompt + completion, one turns, the other a string   what the user asks, what the assistant
+                                                         answers
     prompt + completion, both strings                    TRL; the completion is trained
     prompt + responses                                   several answers to turns, or to a text
                                                          (then they are text, too); see `answers`
@@ -31,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.records.answers import (
     Keys,
     Paths,
@@ -44,7 +46,6 @@ from megatron.sft.data.records.columns import (
     ANSWER,
     BESIDE_TURNS,
     CONTEXT,
-    PREFERENCES,
     QUESTION,
     SYSTEM,
     TEXT_COLUMNS,
@@ -58,10 +59,16 @@ from megatron.sft.data.records.content import (
     Conversation,
     Passage,
     TokenIds,
-    messages_of,
     said_in,
 )
 from megatron.sft.data.records.messages import Message, read_turns
+from megatron.sft.data.records.preferences import (
+    check_marks,
+    columns_beside_turns,
+    columns_without_turns,
+    is_answer,
+    preference_error,
+)
 from megatron.sft.data.records.token_ids import TOKEN_COLUMNS, read_token_ids, refuse_masks
 from megatron.sft.data.records.tool_calls import are_calls, read_tools
 from megatron.sft.data.records.values import SampleError, is_empty, text_of, weight_of
@@ -90,12 +97,13 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
     columns: column of the record -> its name in the table above; "none" leaves the column out.
     """
     fields = rename_fields(record, columns)
-    found = _find(fields, {name: column for column, name in columns.items()}, record)
+    keys = Keys(*(_column_of(name, columns) for name in ("role", "content")))
+    found = _find(fields, keys, record)
     weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
     unread = {key for key in fields if not is_empty(fields[key])} - found.read - {"weight"}
-    _check_unread(fields, unread, found.content)
+    _check_unread(fields, unread, found.content, keys)
     if not isinstance(found.content, TokenIds) and found.read != {"text"}:
-        _check_preference(fields)
+        check_marks(fields)
     return Reading(found.content, weight, (unread - TEXT_COLUMNS) | found.unread_of_turns)
 
 
@@ -107,14 +115,12 @@ class _Found(NamedTuple):
     unread_of_turns: Set[str] = frozenset()
 
 
-def _find(
-    fields: Mapping[str, Any], columns: Mapping[str, str], record: Mapping[str, Any]
-) -> _Found:
-    """Returns the content by the first format whose keys are present.
+def _column_of(name: str, columns: Mapping[str, str]) -> str | None:
+    return next((column for column, meaning in columns.items() if meaning == name), None)
 
-    columns: name -> column of the record; the reverse of `read_record`'s.
-    """
-    turn_keys = Keys(columns.get("role"), columns.get("content"))
+
+def _find(fields: Mapping[str, Any], turn_keys: Keys, record: Mapping[str, Any]) -> _Found:
+    """Returns the content by the first format whose keys are present."""
     for key in TURNS:
         if key in fields:
             return _turns(fields, key, turn_keys)
@@ -135,7 +141,7 @@ def _find(
     if "input_ids" in fields:
         return _Found(read_token_ids(fields), set(TOKEN_COLUMNS))
     if {"chosen", "rejected"} <= fields.keys():
-        raise _preference(f"{_name_of_chosen(fields)}=chosen,none=rejected")
+        raise preference_error(columns_without_turns(fields, turn_keys))
     # Name the empty columns, too: Parquet has every column in every row, null or [] if a record
     # lacks it, so that a record may look complete.
     empty = ", ".join(repr(column) for column, value in record.items() if is_empty(value))
@@ -189,10 +195,13 @@ def _prompt_and_completion(fields: Mapping[str, Any], turn_keys: Keys) -> _Found
             Passage(text_of(prompt, "prompt"), text_of(completion, "completion")),
             {"prompt", "completion"},
         )
+    if isinstance(prompt, str) and is_answer(completion, turn_keys):
+        prompt = [{"role": "user", "content": prompt}]
     asked, unread = read_turns(prompt, "prompt", *turn_keys)
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    answered, more = read_turns(completion, "completion", *turn_keys)
+    turns = [completion] if isinstance(completion, Mapping) else completion
+    answered, more = read_turns(turns, "completion", *turn_keys)
     messages = [*(message._replace(weight=0.0) for message in asked), *answered]
     return _Found(
         _conversation(fields, messages), {"prompt", "completion", *BESIDE_TURNS}, unread | more
@@ -222,7 +231,7 @@ def _asked(fields: Mapping[str, Any]) -> list[Message]:
     history = fields.get("history", [])
     for number, pair in enumerate(history if isinstance(history, list) else [history]):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise SampleError(f"history[{number}] must be [question, answer], but is {pair!r:.60}")
+            raise SampleError(f"history[{number}] must be [question, answer], but is {shown(pair)}")
         messages.append(Message("user", text_of(pair[0], f"history[{number}][0]")))
         messages.append(Message("assistant", text_of(pair[1], f"history[{number}][1]")))
     parts = [_one(fields, names) for names in (QUESTION, CONTEXT)]
@@ -253,7 +262,7 @@ def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Convers
     if not are_variables(options):
         raise SampleError(
             "chat_template_kwargs must be an object with variables of its own, but is "
-            f"{options!r:.60}"
+            f"{shown(options)}"
         )
     lists = [fields[key] for key in TOOLS if fields.get(key)]
     if len(lists) > 1:
@@ -262,46 +271,12 @@ def _conversation(fields: Mapping[str, Any], messages: list[Message]) -> Convers
     return Conversation(*checked_calls(messages, tools), options)
 
 
-def _preference(columns: str) -> SampleError:
-    return SampleError(
-        "is preference data (chosen, rejected), which is not trained on; train the chosen answers "
-        f"with --data-columns {columns}"
-    )
-
-
-def _name_of_chosen(fields: Mapping[str, Any]) -> str:
-    """Returns what the column of chosen answers must be called to be trained."""
-    chosen = fields["chosen"]
-    first = chosen[0] if isinstance(chosen, list) and chosen else None
-    if isinstance(first, Mapping):
-        is_answer = str(first.get("role", first.get("from"))) in ("assistant", "gpt")
-        return "completion" if "prompt" in fields and is_answer else "messages"
-    if "prompt" in fields:
-        return "completion"
-    return ANSWER[0] if fields.keys() & set(QUESTION) else "text"
-
-
-def _check_preference(fields: Mapping[str, Any]) -> None:
-    """Raises SampleError for a record of preference data. Its answer may be marked as a bad one,
-    and training on it would teach it.
-    """
-    for key in PREFERENCES:
-        mark = fields.get(key)
-        # Tables without booleans have them as text, True or true.
-        if isinstance(mark, bool) or (isinstance(mark, str) and mark.lower() in ("true", "false")):
-            raise SampleError(
-                f"record has {key} {str(mark).lower()} beside an answer, as preference data "
-                "(KTO) marks good and bad answers, but training takes all of them for good ones; "
-                f"keep the records in which it is true, and pass --data-columns none={key}"
-            )
-
-
-def _check_unread(fields: Mapping[str, Any], unread: set[str], content: Content) -> None:
+def _check_unread(
+    fields: Mapping[str, Any], unread: set[str], content: Content, keys: Keys
+) -> None:
     """Raises SampleError if an unread field has text of its own, which would be lost."""
     if {"chosen", "rejected"} <= unread and not isinstance(fields["chosen"], str):
-        turns = messages_of(content)
-        is_answered = bool(turns) and turns[-1].role == "assistant"
-        raise _preference(f"{'none' if is_answered else 'responses'}=chosen,none=rejected")
+        raise preference_error(columns_beside_turns(fields, content, keys))
     said = said_in(content)
     for key in sorted(unread & TEXT_COLUMNS):
         text = fields[key]

@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.records.tool_calls import calls_of_json, calls_of_turn
 from megatron.sft.data.records.values import SampleError, is_empty, text_of, weight_of
 
@@ -104,14 +105,14 @@ def read_turns(
         content_key: further name of the content's key, by --data-columns.
     """
     if not isinstance(turns, list) or not turns:
-        raise SampleError(f"{where} must be a list of at least one message, but is {turns!r:.60}")
+        raise SampleError(f"{where} must be a list of at least one message, but is {shown(turns)}")
     messages: list[Message] = []
     unread: set[str] = set()
     for number, turn in enumerate(turns):
         place = f"{where}[{number}]"
         if not isinstance(turn, Mapping):
             raise SampleError(
-                f"{place} must be {{role, content}} or {{from, value}}, but is {turn!r:.60}"
+                f"{place} must be {{role, content}} or {{from, value}}, but is {shown(turn)}"
             )
         turn = {
             key: value
@@ -193,7 +194,7 @@ def _checked_role(role: object, where: str) -> str:
     name = role.lower() if isinstance(role, str) else ""
     if name not in ROLES and name not in _CALLING_ROLES:
         choices = ", ".join((*ROLES, *_CALLING_ROLES))
-        raise SampleError(f"{where} must be one of {choices}, but is {role!r:.60}")
+        raise SampleError(f"{where} must be one of {choices}, but is {shown(role)}")
     return name
 
 
@@ -248,7 +249,7 @@ def _content(content: object, where: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise SampleError(
                 f'{where} must hold parts {{"type": "text", "text": ...}} only, but holds '
-                f"{part!r:.60}"
+                f"{shown(part)}"
             )
     return "".join(
         text_of(_either(part, ("text", "value"))[1], f"{where} part") for part in content

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.records.content import TokenIds
 from megatron.sft.data.records.values import SampleError
 
@@ -78,7 +79,7 @@ def whole_numbers(numbers: object, where: str) -> npt.NDArray[Any]:
     if array.dtype.kind == "f" and (array == array.astype(np.int64)).all():
         array = array.astype(np.int64)  # as pandas and DuckDB write columns that lack some
     if array.ndim != 1 or array.dtype.kind not in "iub" or not array.size:
-        raise SampleError(f"{where} must be at least one whole number, but is {numbers!r:.60}")
+        raise SampleError(f"{where} must be at least one whole number, but is {shown(numbers)}")
     return array.astype(np.int64) if array.dtype.kind == "b" else array
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.records.values import SampleError, json_of
 
 
@@ -21,7 +22,7 @@ def read_tools(tools: object) -> list[Any]:
     be JSON text.
     """
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise SampleError(f"tools must be a list of JSON schemas, but is {tools!r:.60}")
+        raise SampleError(f"tools must be a list of JSON schemas, but is {shown(tools)}")
     return [_tool(tool) for tool in tools]
 
 
@@ -49,7 +50,7 @@ def calls_of_turn(turn: Mapping[str, Any], place: str) -> list[Any]:
     if isinstance(calls, str):
         calls = json_of(calls, f"{place}.tool_calls")
     if not isinstance(calls, list):
-        raise SampleError(f"{place}.tool_calls must be a list, but is {calls!r:.60}")
+        raise SampleError(f"{place}.tool_calls must be a list, but is {shown(calls)}")
     if "function_call" in turn:
         calls = [*calls, turn["function_call"]]
     where = f"{place}.tool_calls"
@@ -66,7 +67,7 @@ def calls_of_json(text: str, where: str) -> list[Any]:
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise SampleError(f"{where} must hold calls {{name, arguments}}, but holds {call!r:.60}")
+        raise SampleError(f"{where} must hold calls {{name, arguments}}, but holds {shown(call)}")
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}  # a call without arguments, as servers read null and ""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.blending.formats.json_forms import JsonObject
+from megatron.packing.quoting import shown
 
 MAX_WEIGHT = 10_000
 """Largest weight of a record, a turn or a source in the loss. A larger one would destroy the model
@@ -32,7 +33,7 @@ def is_empty(value: object) -> bool:
 def text_of(text: object, where: str) -> str:
     """Returns `text`, which must be a string that UTF-8 can encode."""
     if not isinstance(text, str):
-        raise SampleError(f"{where} must be a string, but is {text!r:.60}")
+        raise SampleError(f"{where} must be a string, but is {shown(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -50,7 +51,7 @@ def weight_of(weight: object, where: str) -> float:
         or not 0 <= weight <= MAX_WEIGHT
     ):
         raise SampleError(
-            f"{where} must be a number from 0 to {MAX_WEIGHT:,}, but is {weight!r:.60}"
+            f"{where} must be a number from 0 to {MAX_WEIGHT:,}, but is {shown(weight)}"
         )
     return float(weight)
 
@@ -62,7 +63,7 @@ def json_of(text: str, where: str) -> Any:
     except ValueError as error:
         is_python = text.lstrip()[:2] in ("['", "{'") or text.lstrip()[:3] == "[{'"
         way_out = "; it is Python's spelling, so write it by json.dumps" if is_python else ""
-        raise SampleError(f"{where} must be JSON, but is {text!r:.60}: {error}{way_out}") from None
+        raise SampleError(f"{where} must be JSON, but is {shown(text)}: {error}{way_out}") from None
 
 
 def _refuse_constant(name: str) -> Any:
@@ -83,4 +84,4 @@ def check_json(value: object, where: str) -> None:
         if not math.isfinite(value):
             raise SampleError(f"{where} is {value}, which JSON does not have; write null or text")
     elif not isinstance(value, (str, int, type(None))):
-        raise SampleError(f"{where} is {value!r:.60}, which has no JSON form; write it as text")
+        raise SampleError(f"{where} is {shown(value)}, which has no JSON form; write it as text")

@@ -25,6 +25,7 @@ from datetime import date
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message, is_thinking
 from megatron.sft.data.records.turns import Contexts
@@ -245,7 +246,7 @@ class ChatTemplate:
         if not turn.startswith(around.prompt):
             raise SampleError(
                 f"the chat template begins turn {number} with {turn[:40]!r}, not as it prompts for "
-                f"it, {around.prompt!r:.60}{self._or_served()}"
+                f"it, {shown(around.prompt)}{self._or_served()}"
             )
         place = around.place(written.text, start, end)
         if place is None:

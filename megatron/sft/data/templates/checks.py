@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import REASONING_NAMES, is_thinking, texts_of
 from megatron.sft.data.records.values import SampleError
@@ -29,14 +30,14 @@ def check_nothing_lost(conversation: Conversation, written: Written) -> None:
         for text in wanted:
             if text not in turn and json.dumps(text, ensure_ascii=False)[1:-1] not in turn:
                 raise SampleError(
-                    f"message {number}, of the {message.role}, holds {text!r:.40}, which the chat "
+                    f"message {number}, of the {message.role}, holds {shown(text)}, which the chat "
                     f"template leaves out; remove it, or {WAY_OUT}"
                 )
     for tool in conversation.tools or ():
         name = tool["function"].get("name", "") if isinstance(tool["function"], Mapping) else ""
         if name not in written.text:
             raise SampleError(
-                f"the chat template leaves out the tool {name!r:.40}; remove tools, or {WAY_OUT}"
+                f"the chat template leaves out the tool {shown(name)}; remove tools, or {WAY_OUT}"
             )
 
 

@@ -21,6 +21,7 @@ from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron.blending.loading.time_limit import TIME_LIMIT
+from megatron.packing.quoting import shown
 
 _POINTER = 8
 """Characters that a value other than a text counts as."""
@@ -193,7 +194,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def check_format(self, text: str, values: Iterable[Any]) -> None:
         is_wide = any(int(digits[:9]) >= self.limits.factor for digits in _WIDTHS.findall(text))
         if is_wide or _VARIABLE_WIDTH.search(text):
-            raise TemplateError(f"it asks for a text as wide as {text!r:.40} says")
+            raise TemplateError(f"it asks for a text as wide as {shown(text)} says")
         self.make(len(text) + (text.count("{") + text.count("%")) * sum(map(self._size, values)))
 
     def _size(self, value: object) -> int:

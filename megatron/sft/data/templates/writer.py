@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from megatron.packing.quoting import shown
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import REASONING_NAMES, Message, with_call_ids
 from megatron.sft.data.records.values import SampleError
@@ -191,7 +192,7 @@ class TemplateWriter:
     def _strftime_now(self, form: object) -> str:
         assert self.today is not None
         if not isinstance(form, str) or len(form) > 100 or _UNSAFE_FORM.search(form):
-            raise TemplateError(f"the chat template asks for the date as {form!r:.60}")
+            raise TemplateError(f"the chat template asks for the date as {shown(form)}")
         return self.today.strftime(form)
 
     def _compiled(self, source: str) -> MarkedTemplate:

@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.packing.user_files import read_json, shown
+from megatron.packing.folder_gate import is_below
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import read_json
 
 CHECKSUMS = "checksums.json"
 _BLOCK = 1 << 24
@@ -66,7 +68,7 @@ def read_checksums(checkpoint: Path) -> dict[str, Sum] | None:
 
 
 def _sum(name: str, values: object) -> Sum:
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+    if not is_below(name):
         raise ValueError(f"it names {shown(name)}, which is no file of the checkpoint")
     if not isinstance(values, list) or [type(value) for value in values] != [int, int]:
         raise ValueError(f"of {shown(name)} it has no two whole numbers")

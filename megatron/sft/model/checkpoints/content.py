@@ -7,7 +7,7 @@ those that were saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ from megatron.core.utils import unwrap_model
 from megatron.packing.device import Device
 from megatron.packing.flags import flag_of
 from megatron.packing.model.parts import PARTS
-from megatron.sft.data.sample_set import blend_changes
+from megatron.sft.data.sample_set import blend_changes, in_form_of
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoints.files import CheckpointError, check_sound
+from megatron.sft.model.checkpoints.files import CheckpointError, check_sound, read_or_refused
 from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
 from megatron.sft.model.checkpoints.own_state import own_state_alone
 from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
@@ -124,8 +124,9 @@ def load_checkpoint(
     checkpoint's step. Data other than the checkpoint's are used, with a note. Random states
     (dropout) continue only in the same parallel layout.
 
-    Raises CheckpointError if a file was changed after it was saved, or if the checkpoint has
-    another model, another blend (unless `wanted.changed_blend`) or is from a later megatron-core.
+    Raises CheckpointError if a file is missing or was changed after it was saved, or if the
+    checkpoint has another model, another blend (unless `wanted.changed_blend`) or is from a later
+    megatron-core.
     Raises ValueError if it has pickled objects that could run code.
     """
     iteration = latest_iteration(folder)
@@ -134,17 +135,19 @@ def load_checkpoint(
     iteration = wanted.iteration or iteration
     path = checkpoint_path(folder, iteration)
     check_sound(folder, iteration)
-    common = read_common(path)
+    with read_or_refused(folder, iteration):
+        common = read_common(path)
     if not wanted.optimizer:
         model_options = {
             name: value for name, value in model_options.items() if name not in _OF_OPTIMIZER
         }
     _check_same_model(path, common["model_options"], model_options)
     if wanted.progress:
-        _check_same_blend(path, common["data"], data, wanted.changed_blend)
+        now = in_form_of(common["data"], data)
+        _check_same_blend(path, common["data"], now, wanted.changed_blend)
     if wanted.optimizer:
         _check_same_parts(path, common, training.optimizer)
-    with only_weights(path / "*.distcp"):
+    with read_or_refused(folder, iteration), only_weights(path / "*.distcp"):
         same_layout = _parallel_sizes() == common["layout"]
         state = _load_state(
             path, training, wanted._replace(random_states=wanted.random_states and same_layout)
@@ -201,7 +204,7 @@ def _named(value: Any) -> str:
 
 
 def _check_same_blend(
-    path: Path, saved: dict[str, Any], data: dict[str, Any], allow_changed_data: bool
+    path: Path, saved: Mapping[str, Any], data: Mapping[str, Any], allow_changed_data: bool
 ) -> None:
     changes = blend_changes(saved, data)
     if changes and not allow_changed_data:
@@ -214,7 +217,7 @@ def _check_same_blend(
             print(line, flush=True)
 
 
-def _data_notes(path: Path, saved: dict[str, Any], data: dict[str, Any]) -> Iterator[str]:
+def _data_notes(path: Path, saved: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
     """Yields what the user reads about other data, or another chat template, than the
     checkpoint's.
     """

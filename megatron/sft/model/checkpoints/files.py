@@ -11,15 +11,20 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.packing.folder_gate import open_output
 from megatron.sft.agreement import AgreedError, gathered
+from megatron.sft.library_errors import fault_of, is_failure
 from megatron.sft.model.checkpoints.checksums import faults_in, file_names, read_checksums
-from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path, other_sound_iteration
+from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path
 from megatron.sft.model.checkpoints.lock import FolderLock
-from megatron.sft.peers import wait_for_all
+from megatron.sft.model.checkpoints.shards import other_sound_iteration, shard_faults
+from megatron.sft.peers import is_lost, wait_for_all
 
 _PROBE_BYTES = 1 << 20
 """Size of a trial write, by which a full disk is recognised."""
@@ -43,7 +48,7 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
     try:
         yield
     except (Exception, CheckpointException) as error:
-        root = _root_of(error, unfinished)
+        root = _root_of_write(error, unfinished)
         cause = f"{type(root).__name__}: {' '.join(str(root).split())}"[:500]
         if isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT):
             cause = f"the disk is full ({cause})"
@@ -61,12 +66,18 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
         raise CheckpointError(f"{message}: {failures[0]}; what was saved before is intact")
 
 
-def _root_of(error: BaseException, folder: Path) -> BaseException:
-    """Returns the cause of an error. If the disk is full, the cause is that, whatever torch's
+def _root_of(error: BaseException) -> BaseException:
+    """Returns the cause of an error: of torch's errors of several ranks, that of the lowest."""
+    while isinstance(error, CheckpointException) and error.failures:
+        error = error.failures[min(error.failures)][0]
+    return error
+
+
+def _root_of_write(error: BaseException, folder: Path) -> BaseException:
+    """Returns the cause of a failed write. If the disk is full, the cause is that, whatever torch's
     message says.
     """
-    while isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+    error = _root_of(error)
     # On a full disk torch raises RuntimeError, "unexpected pos 704 vs 598": try a write ourselves.
     if isinstance(error, RuntimeError):
         probe = folder / f"probe-{dist.get_rank()}"
@@ -117,7 +128,7 @@ def check_shared(flag: str, folder: str | Path) -> None:
     probe = Path(folder) / f".seen-by-all-{os.getpid()}"
     if dist.get_rank() == 0:
         try:
-            probe.touch()
+            open_output(probe).close()
         except OSError as error:
             message = str(error)
     # Use rank 0's name of the probe: the process number in it differs between ranks.
@@ -138,28 +149,39 @@ def check_shared(flag: str, folder: str | Path) -> None:
         raise CheckpointError(message)
 
 
-def found_faults(path: Path) -> list[str] | None:
-    """Returns a line for each faulty file of a checkpoint, the same on all ranks; None if the
-    checkpoint has no checksums. Collective.
+class Found(NamedTuple):
+    """Faults of a checkpoint's files."""
+
+    faults: list[str]
+    """A line for each faulty file."""
+    has_checksums: bool
+    """False if only the sizes of shards could be checked."""
+
+
+def found_faults(path: Path) -> Found:
+    """Returns the faults of a checkpoint, the same on all ranks. Collective.
 
     Ranks that see the same copy of the files divide them among themselves: 8 ranks on a shared file
     system read an eighth each. If each machine has a copy of its own, each copy is read.
     """
-    faults: list[str] | None = None
+    faults, has_checksums = list[str](), True
     rank, seen = dist.get_rank(), gathered(_seen(path))
     alike = [other for other, found in enumerate(seen) if found == seen[rank]]
     try:
         sums = read_checksums(path)
-        names = sorted({*(sums or ()), *file_names(path)})
-        own = names[alike.index(rank) :: len(alike)]
-        faults = None if sums is None else faults_in(path, own, sums)
+        has_checksums = sums is not None
+        if sums is not None:
+            names = sorted({*sums, *file_names(path)})
+            faults = faults_in(path, names[alike.index(rank) :: len(alike)], sums)
+        if not faults and rank == alike[0] and os.path.lexists(path / ".metadata"):
+            faults = shard_faults(path)
     except (OSError, ValueError) as error:
         faults = [str(error)]
     if faults and len(alike) < len(seen):
         faults = [f"{fault} (the copy of rank {rank})" for fault in faults]
     wait_for_all()
-    of_ranks = [rank_faults for rank_faults in gathered(faults) if rank_faults is not None]
-    return [fault for rank_faults in of_ranks for fault in rank_faults] if of_ranks else None
+    of_ranks = gathered(faults)
+    return Found([fault for rank_faults in of_ranks for fault in rank_faults], has_checksums)
 
 
 def _seen(path: Path) -> str:
@@ -182,20 +204,42 @@ def _seen(path: Path) -> str:
 def check_sound(folder: str | Path, iteration: int) -> None:
     """Raises CheckpointError unless every file is as it was saved; collective."""
     path = checkpoint_path(folder, iteration)
-    found = found_faults(path)
-    if found is None and dist.get_rank() == 0:
+    faults, has_checksums = found_faults(path)
+    if not has_checksums and not faults and dist.get_rank() == 0:
         print(
-            f"note: {path} was saved by an earlier version without checksums; it is not checked",
+            f"note: {path} was saved by an earlier version without checksums; only the sizes of "
+            "its files are checked",
             flush=True,
         )
-    if found:
-        other = other_sound_iteration(folder, iteration) if dist.get_rank() == 0 else None
-        other = gathered(other)[0]
-        way_out = (
-            f"write {other} into {Path(folder) / TRACKER} to continue from the newest sound one"
-            if other
-            else ("no other checkpoint beside it is sound")
-        )
+    if faults:
+        way_out = gathered(_way_back(folder, iteration) if dist.get_rank() == 0 else None)[0]
         raise CheckpointError(
-            f"{found[0]}{f', and {len(found) - 1} more' if len(found) > 1 else ''}; {way_out}"
+            f"{faults[0]}{f', and {len(faults) - 1} more' if len(faults) > 1 else ''}; {way_out}"
         )
+
+
+def _way_back(folder: str | Path, damaged: int) -> str:
+    other = other_sound_iteration(folder, damaged)
+    if other is None:
+        return "no other checkpoint beside it is sound"
+    return f"write {other} into {Path(folder) / TRACKER} to continue from the newest sound one"
+
+
+@contextmanager
+def read_or_refused(folder: str | Path, iteration: int) -> Iterator[None]:
+    """Context that turns a library's failure to read a checkpoint into one line with the way back:
+    a CheckpointError on all ranks for what torch raises on all of them, a ValueError for what this
+    rank alone meets. Errors that are worded already, and those of a lost rank, pass.
+    """
+    try:
+        yield
+    except BaseException as error:
+        root = _root_of(error)
+        is_worded = isinstance(error, (ValueError, AssertionError, torch.OutOfMemoryError))
+        if is_worded or not is_failure(error) or is_lost(root):
+            raise
+        message = f"{checkpoint_path(folder, iteration)} cannot be read: {fault_of(root)}; "
+        if not isinstance(error, CheckpointException):
+            raise ValueError(message + _way_back(folder, iteration)) from error
+        way_out = gathered(_way_back(folder, iteration) if dist.get_rank() == 0 else None)[0]
+        raise CheckpointError(message + way_out) from error

@@ -11,7 +11,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.sft.model.checkpoints.checksums import faults_in, file_names, read_checksums
+from megatron.packing.folder_gate import write_output
+from megatron.packing.quoting import shown
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
@@ -75,7 +76,8 @@ def _tracked(folder: str | Path, name: str, found: Sequence[int]) -> int | None:
         text = file.read(_LONGEST_TRACKER).strip()
     if not re.fullmatch(r"[0-9]{1,18}", text) or not checkpoint_path(folder, int(text)).is_dir():
         raise ValueError(
-            f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; "
+            f"{tracker} must name the iteration of a checkpoint beside it, but "
+            f"holds {shown(text)}; "
             "correct it"
         )
     return int(text)
@@ -119,7 +121,7 @@ def track(folder: str | Path, name: str, iteration: int) -> None:
     so that no reader sees half of it.
     """
     temporary = Path(folder) / f"{name}.tmp"
-    temporary.write_text(str(iteration))
+    write_output(temporary, str(iteration))
     os.replace(temporary, Path(folder) / name)
 
 
@@ -148,21 +150,6 @@ def check_load(load: str | Path, save: str | Path | None, iteration: int | None 
     else:
         hint = "only --load equal to --save may be new"
     raise ValueError(f"--load {load} holds no checkpoint; {hint}")
-
-
-def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:
-    """Returns the newest checkpoint other than `damaged` whose files are all as they were saved.
-    Reads all of its files.
-    """
-    for iteration in reversed(iterations(folder)):
-        path = checkpoint_path(folder, iteration)
-        try:
-            sums = read_checksums(path)
-        except ValueError:
-            continue
-        if iteration != damaged and sums and not faults_in(path, {*sums, *file_names(path)}, sums):
-            return iteration
-    return None
 
 
 def remove_old(folder: str | Path, keep: int) -> list[str]:

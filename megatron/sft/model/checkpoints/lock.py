@@ -10,11 +10,14 @@ import os
 import shutil
 import socket
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
-from megatron.sft.model.checkpoints.folder import UNFINISHED
+from megatron.packing.folder_gate import open_output
+from megatron.sft.model.checkpoints.folder import BEST, TRACKER, UNFINISHED
 
 LOCK = ".lock"
+OUTPUTS = (LOCK, f"{TRACKER}*", f"{BEST}*", f"iter_*{UNFINISHED}")
+"""Patterns of what a run writes into a folder of checkpoints, before a checkpoint is complete."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of locking on a file system without locks."""
 
@@ -56,8 +59,8 @@ class FolderLock:
         """Frees the lock."""
         self._file.close()
 
-    def _locked(self) -> TextIO:
-        folder, file = self._path.parent, self._path.open("a+")
+    def _locked(self) -> IO[str]:
+        folder, file = self._path.parent, open_output(self._path, "a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

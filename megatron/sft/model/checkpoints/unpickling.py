@@ -51,6 +51,15 @@ to 0.19 write.
 _ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
+class _ForeignError(ValueError):
+    """A pickle names a class that does not belong into a checkpoint."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        super().__init__(
+            f"{path} holds a {name}, which does not belong in a checkpoint and could run code"
+        )
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__(file)
@@ -61,31 +70,40 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return self._member
         if name not in _KNOWN.get(module, ()):
-            raise _foreign(self._path, f"{module}.{name}")
+            raise _ForeignError(self._path, f"{module}.{name}")
         return super().find_class(module, name)
 
     def _member(self, owner: object, name: str) -> Enum:
         if not (isinstance(owner, EnumMeta) and name in owner.__members__):
-            raise _foreign(self._path, "builtins.getattr")
+            raise _ForeignError(self._path, "builtins.getattr")
         return owner[name]
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Raises ValueError, naming file and class, if `.metadata` has any class that torch does not
-    write there.
+    """Raises ValueError, with the way out, unless `read_metadata` can read the file.
 
     The file is unpickled once more than torch does, so that reading it takes twice as long.
+    """
+    try:
+        read_metadata(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{error}; take another checkpoint") from error
+
+
+def read_metadata(checkpoint: Path) -> Any:
+    """Returns what `.metadata` holds. Raises ValueError, naming file and class, if it has any class
+    that torch does not write there, and if it cannot be read.
     """
     path = checkpoint / ".metadata"
     try:
         with path.open("rb") as file:
-            _MetadataUnpickler(file, path).load()
-    except ValueError as error:
-        if type(error) is ValueError and str(error).startswith(str(path)):
-            raise
-        raise _unreadable(path, error) from error
+            return _MetadataUnpickler(file, path).load()
+    except _ForeignError:
+        raise
     except Exception as error:  # of a dozen kinds, depending on which byte is damaged
-        raise _unreadable(path, error) from error
+        raise ValueError(
+            f"{path} cannot be read: {type(error).__name__}: {error!s:.200}"
+        ) from error
 
 
 @contextmanager
@@ -101,25 +119,13 @@ def only_weights(path: Path) -> Iterator[None]:
     except (pickle.UnpicklingError, CheckpointException) as error:
         # torch raises UnpicklingError on a single rank, and CheckpointException if ranks load
         # together.
-        if "Weights only load failed" not in str(error):
-            raise
         found = re.search(r"GLOBAL (\S+)", str(error))
-        raise _foreign(path, found[1] if found else "pickled object") from None
+        # torch says the same of bytes that are no pickle at all, and then names no class.
+        if "Weights only load failed" not in str(error) or found is None:
+            raise
+        raise ValueError(f"{_ForeignError(path, found[1])}; take another checkpoint") from None
     finally:
         if before is None:
             del os.environ[_ONLY_WEIGHTS]
         else:
             os.environ[_ONLY_WEIGHTS] = before
-
-
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(
-        f"{path} cannot be read: {type(error).__name__}: {error!s:.200}; take another checkpoint"
-    )
-
-
-def _foreign(path: Path, name: str) -> ValueError:
-    return ValueError(
-        f"{path} holds a {name}, which does not belong in a checkpoint and could run code; take "
-        "another checkpoint"
-    )

@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.packing.model.names import layer_prefix
+from megatron.sft.library_errors import fault_of, is_failure
 from megatron.sft.model.checkpoints.files import CheckpointError, found_faults
 from megatron.sft.model.checkpoints.unpickling import only_weights
 
@@ -33,8 +33,18 @@ class CheckpointWeights:
     checkpoint's `.metadata` must have passed `check_metadata`.
     """
 
-    def __init__(self, checkpoint: Path, gpt: GPTModel) -> None:
-        self._path = checkpoint
+    def __init__(
+        self,
+        checkpoint: Path,
+        gpt: GPTModel,
+        way_out: str = "pass another --pretrained-checkpoint",
+    ) -> None:
+        """Checks all files; collective. Raises CheckpointError, with the way out, if one is missing
+        or was changed after it was saved.
+        """
+        if found := found_faults(checkpoint).faults:
+            raise CheckpointError(f"{found[0]}; {way_out}")
+        self._path, self._way_out = checkpoint, way_out
         self._reader = FileSystemReader(str(checkpoint))
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -60,12 +70,9 @@ class CheckpointWeights:
         """Fills all parameters. Padding rows of the vocabulary that the checkpoint lacks become
         zero. Collective.
 
-        Raises CheckpointError if files were changed after they were saved. Raises ValueError if
-        they cannot be read, or, naming the tensor, if the checkpoint has another model or a
-        vocabulary smaller than `vocab_size`.
+        Raises ValueError if they cannot be read, or, naming the tensor, if the checkpoint has
+        another model or a vocabulary smaller than `vocab_size`.
         """
-        if found := found_faults(self._path):
-            raise CheckpointError(f"{found[0]}; pass another --pretrained-checkpoint")
         blocks = [block for found in self._blocks.values() for block in found]
         for block in blocks:
             stored = self._metadata.state_dict_metadata.get(block.key)
@@ -87,13 +94,7 @@ class CheckpointWeights:
                     f"{self._path} is of another model than the options: {block.key} is "
                     f"{list(stored.size)} there, but {wanted} here"
                 )
-        try:
-            self._read(blocks)
-        except (OSError, RuntimeError, CheckpointException, EOFError, KeyError) as error:
-            cause = " ".join(str(error).split())
-            raise ValueError(
-                f"{self._path} is damaged: {cause:.200}; pass another --pretrained-checkpoint"
-            ) from error
+        self._read(blocks)
 
     def values_of(self, name: str) -> Tensor:
         """Returns the values of a parameter, reading its layer if necessary. The memory of the
@@ -136,8 +137,15 @@ class CheckpointWeights:
                     f"the checkpoint holds {num_read} of {values.numel()} values of {block.key}"
                 )
             items += found
-        with only_weights(self._path / "*.distcp"):
-            self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
+        try:
+            with only_weights(self._path / "*.distcp"):
+                self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
+        except BaseException as error:  # of a dozen kinds, by what is damaged
+            if not is_failure(error) or isinstance(error, (ValueError, torch.OutOfMemoryError)):
+                raise
+            raise ValueError(
+                f"{self._path} cannot be read: {fault_of(error)}; {self._way_out}"
+            ) from error
 
 
 def _tensors_in(entry: object) -> list[ShardedTensor]:

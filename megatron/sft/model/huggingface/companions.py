@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import shown
+from megatron.packing.quoting import shown
 from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.hf_tokenizer import HuggingFaceTokenizer
 from megatron.sft.data.records.content import Conversation

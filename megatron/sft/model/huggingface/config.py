@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron.packing.model.options import Architecture
-from megatron.packing.user_files import shown
+from megatron.packing.quoting import shown
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family
 from megatron.sft.model.huggingface.families.registry import FAMILIES, language_model

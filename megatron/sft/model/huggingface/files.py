@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import read_json, shown
+from megatron.packing.folder_gate import is_below
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import read_json
 from megatron.sft.model.huggingface.headers import MAX_HEADER_BYTES
 
 INDEX = "model.safetensors.index.json"
@@ -124,7 +126,7 @@ def indexed_files(index: Path) -> WeightFiles:
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map = read_json(path, MAX_HEADER_BYTES)["weight_map"]
-        if not all(_is_below(Path(file)) and len(file) < _MAX_NAME for file in weight_map.values()):
+        if not all(is_below(file) and len(file) < _MAX_NAME for file in weight_map.values()):
             raise ValueError("weight_map must name files of this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -132,11 +134,6 @@ def _weight_map(path: Path) -> dict[str, str]:
             "it came"
         ) from None
     return weight_map
-
-
-def _is_below(path: Path) -> bool:
-    """Returns whether a relative path stays in its folder."""
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def _no_weights(folder: Path) -> str:

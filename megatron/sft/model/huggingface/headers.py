@@ -7,7 +7,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from megatron.packing.user_files import parse_json, shown
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}

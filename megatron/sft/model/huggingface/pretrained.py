@@ -19,7 +19,7 @@ from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, 
 from megatron.sft.model.huggingface.write import check_target
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
-from megatron.sft.model.lora.peft_folder import open_adapter
+from megatron.sft.model.lora.peft_folder import OF_SOME_LAYERS, open_adapter
 from megatron.sft.options.config import SFTConfig
 
 
@@ -71,6 +71,5 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
             open_adapter(config.lora.lora_adapter, naming(model_config, folder.tensors).rename),
             AdapterWeights(weights, config.lora),
         )
-        way_out = "adapters of some layers alone are not supported: merge it with peft"
-        check_folder(*adapter, ADAPTER_CONFIG, way_out)
+        check_folder(*adapter, ADAPTER_CONFIG, OF_SOME_LAYERS)
     return Pretrained(folder, weights, adapter)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.packing.user_files import Kind, check_types, read_json, shown
+from megatron.packing.quoting import shown
+from megatron.packing.user_files import Kind, check_types, read_json
 from megatron.sft.model.huggingface.files import ADAPTER_CONFIG as CONFIG
 from megatron.sft.model.huggingface.files import folder_below
 from megatron.sft.model.huggingface.folder import Folder, Stored
@@ -46,15 +47,21 @@ _KINDS: Mapping[Kind, str] = {
     (list, str): "target_modules",
 }
 """Types of values that are read here."""
+OF_SOME_LAYERS = "adapters of some layers alone are not supported: merge it with peft"
+"""Advice for an adapter that lacks layers."""
 _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def open_adapter(folder: str | Path, rename: Callable[[str], str] = str) -> Folder:
+def open_adapter(
+    folder: str | Path, rename: Callable[[str], str] = str, *, flag: str = "--lora-adapter"
+) -> Folder:
     """Reads the header of an adapter's weights. Raises ValueError if the file is missing or
     damaged.
 
-    rename: function from names in the base model, in any spelling, to those of its files (see
-    `names`). peft writes names as the base model has them in memory.
+    Args:
+        rename: function from names in the base model, in any spelling, to those of its files (see
+            `names`). peft writes names as the base model has them in memory.
+        flag: option that names the folder, for messages; empty for an argument.
     """
     path = Path(folder) / WEIGHTS
     if not path.is_file():
@@ -65,7 +72,7 @@ def open_adapter(folder: str | Path, rename: Callable[[str], str] = str) -> Fold
                 "; its adapter_model.bin is a pickle, which can run any code: load and save it "
                 "with peft"
             )
-        raise ValueError(f"--lora-adapter {folder} must hold {WEIGHTS}, but does not{hint}")
+        raise ValueError(f"{flag} {folder} must hold {WEIGHTS}, but does not{hint}".lstrip())
     header = read_header(path)
     return Folder(
         Path(folder),
@@ -87,25 +94,31 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     another type than peft writes.
     """
     where = Path(folder) / CONFIG
-    config: dict[str, Any] = read_json(where, any_integer=True)
+    try:
+        config: dict[str, Any] = read_json(where, any_integer=True)
+    except ValueError as failure:
+        raise ValueError(f"{where} cannot be read: {failure}") from None
     check_types(config, _KINDS, where)
     return config
 
 
-def options_of_adapter(folder: str | Path) -> dict[str, Any]:
+def options_of_adapter(folder: str | Path, flag: str = "--lora-adapter") -> dict[str, Any]:
     """Returns the options of LoRA that an adapter decides, by field name; ValueError for one that
     is computed otherwise.
+
+    flag: as for `open_adapter`.
     """
+    named = f"{flag} {folder}".lstrip()
     where = Path(folder) / CONFIG
     below = "" if where.is_file() else folder_below(Path(folder), (CONFIG,))
     if below:
-        raise ValueError(f"--lora-adapter {folder} must hold {CONFIG}, but does not; {below}")
+        raise ValueError(f"{named} must hold {CONFIG}, but does not; {below}")
     try:
         config = read_adapter_config(folder)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (KeyError, TypeError, ValueError, OverflowError) as failure:
         raise ValueError(
-            f"--lora-adapter {folder} must hold a readable {CONFIG} of PEFT's, but: {failure}"
+            f"{named} must hold a readable {CONFIG} of PEFT's, but: {failure}"
         ) from None
     for name in config.get("modules_to_save") or []:
         if not isinstance(name, str):
@@ -116,22 +129,22 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
     is_other["init_lora_weights"] = config.get("init_lora_weights") not in _STARTS_BESIDE_THE_BASE
     for name in (name for name, is_it in is_other.items() if is_it):
         raise ValueError(
-            f"{where} has {name} {config.get(name)!r}, but only plain LoRA is supported"
+            f"{where} has {name} {shown(config.get(name))}, but only plain LoRA is supported"
         )
     parameters = config.get("target_parameters") or []
     for parameter in (one for one in parameters if one not in STACKED):
         raise ValueError(
-            f"{where} has target_parameters {parameter!r:.100}, but only adapters of all layers, "
+            f"{where} has target_parameters {shown(parameter)}, but only adapters of all layers, "
             f"{' or '.join(STACKED)}, are supported"
         )
     modules = {
         name.split(".lora_A.")[0].rsplit(".", 1)[-1]
-        for name in open_adapter(folder).tensors
+        for name in open_adapter(folder, flag=flag).tensors
         if "lora_A" in name and not (parameters and ".mlp.experts." in name)
     }
     for module in sorted(modules - MODULES):
         raise ValueError(
-            f"{where} has an adapter beside {module!r:.100}, but only those beside "
+            f"{where} has an adapter beside {shown(module)}, but only those beside "
             f"{' '.join(sorted(MODULES))} are supported; merge it into its model with peft"
         )
     modules |= {parameter.rpartition(".")[2] for parameter in parameters}

@@ -45,7 +45,7 @@ def test_tabs_marks_blank_lines_and_json(tmp_path):
     assert [source[0], source[1]] == [{"messages": turns, "id": "7"}, {"messages": "[x", "id": "8"}]
     assert source.describe(1) == f"{tmp_path / 'a.tsv'} row 3"
     assert source[0]["messages"].text == json.dumps(turns), "the text, for a column of text"
-    for head in ("\ufeff\n", "\ufeff\r\n\n", "\n\ufeff"):
+    for head in ("\ufeff\n", "\ufeff\r\n\n", "\n\ufeff", "\ufeff\ufeff\n", "\n\ufeff\n", "\r\r\n"):
         assert written(tmp_path / "b.csv", f"{head}text\na\n")[0] == {"text": "a"}
     again = pickle.loads(pickle.dumps(source))
     assert (again[1], again.fingerprint()) == (source[1], source.fingerprint())
@@ -63,6 +63,10 @@ def test_another_separator_is_named(tmp_path, name, names, fault):
     """Excel writes `;` where numbers have commas; rows were refused for keys that they lack."""
     with pytest.raises(ValueError, match=rf"{name}:1: columns must be separated {fault}"):
         written(tmp_path / name, f'{names}\n"a; b"\t"c, d"\n')
+    for names in ('question;"answer, long"', "a,b;c", '"a";"b"'):
+        with pytest.raises(ValueError, match=r"a.csv:1: columns must be .* are by ';'; save it"):
+            written(tmp_path / "a.csv", f"{names}\n1;2\n")
+    assert written(tmp_path / "a.csv", "a;b,c\n1,2\n")[0] == {"a;b": "1", "c": "2"}
     assert len(written(tmp_path / "a.csv", "text\na; b\n")) == 1
 
 

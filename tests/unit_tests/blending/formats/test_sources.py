@@ -198,7 +198,7 @@ def test_index_out_of_range(path):
             '{"data": []}',
             "must hold a list of objects, but holds a dict; write one (pandas",
         ),
-        ("a.json", '{"a":\n1}\n{"a": 2}', "rename it to .jsonl if it holds one object per line"),
+        ("a.json", '{"a":\n1}\n{"a": 2}', "one per line into a .jsonl: jq -c . "),
         ("a.json", b'["\xff"]', "not UTF-8 at byte 3; convert the file"),
         ("a.parquet", "PAR?", "not a Parquet file"),
     ],

@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,7 +63,7 @@ def test_a_model_without_tokenizer_is_named_as_one(tmp_path):
     pytest.importorskip("transformers")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(RELEASED / "qwen" / name, tmp_path)
-    with pytest.raises(ValueError, match=r"has no tokenizer; copy tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has an empty vocabulary, .*; download its tok"):
         chat.open_speaker(tmp_path, OPTIONS)
 
 
@@ -74,6 +76,67 @@ def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda prompt="": "y")
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(ValueError, match="needs Python code of its own"):
         chat.open_speaker(folder, OPTIONS)
     assert not (tmp_path / "ran").exists()
+
+
+def rename(folder, name, new):
+    (folder / name).rename(folder / new)
+
+
+def set_values(folder, name, **values):
+    content = json.loads((folder / name).read_text()) | values
+    (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda f: rename(f, "model.safetensors", "pytorch_model.bin"), "can run any code"),
+        (lambda f: rename(f, "model.safetensors", "model.gguf"), "holds its weights as GGUF"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors"),
+        (lambda f: set_values(f, "config.json", num_hidden_layers=9), "config.json"),
+        (lambda f: set_values(f, "config.json", intermediate_size=9), "says [9, "),
+        (lambda f: set_values(f, "config.json", rope_theta="x" * 10**6), "has rope_theta 'xxx"),
+        (lambda f: set_values(f, "config.json", quantization_config={"a": 1}), "quantization"),
+        (lambda f: set_values(f, "tokenizer_config.json", model_max_length="x"), "_max_length 'x'"),
+        (lambda f: set_values(f, "tokenizer_config.json", eos_token=None), "has no eos_token"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "chat_template.jinja").unlink(), "has no chat template"),
+        (
+            lambda f: (f / "adapter_config.json").write_text(
+                json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1, "modules_to_save": True})
+            ),
+            "has modules_to_save True, but it must be of type list",
+        ),
+        (lambda f: (f / "adapter_config.json").write_text("["), "adapter_config.json"),
+        (
+            lambda f: (f / "adapter_config.json").write_text(
+                json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1})
+            ),
+            "must hold adapter_model.safetensors, but does not",
+        ),
+    ],
+)
+def test_what_a_run_refuses_is_refused(tmp_path, monkeypatch, change, told):
+    """The same folder trained in one command and failed over pages of transformers in another."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(chat, "_load_model", lambda *_: pytest.fail("it is loaded"))
+    folder = Path(shutil.copytree(RELEASED / "qwen", tmp_path / "model"))
+    change(folder)
+    with pytest.raises(ValueError, match=re.escape(told)) as failure:
+        chat.open_speaker(folder, OPTIONS)
+    assert str(folder) in str(failure.value)
+    assert "--" not in str(failure.value).partition(";")[0].replace(str(folder), "")
+    assert len(str(failure.value)) < 1000
+
+
+def test_sound_folders_are_opened(monkeypatch):
+    """Also an adapter beside its base, and a family that only transformers knows."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(chat, "_load_model", lambda *_: SimpleNamespace(eval=lambda: "model"))
+    for name in ("qwen", "gemma", "llama2", "llama3", "mistral", "trl"):
+        chat._check_files(RELEASED / name, is_model=True, has_adapter=False)
+    chat.check_served(RELEASED / "trl", RELEASED / "trl-adapter")
+    assert chat.open_speaker(RELEASED / "qwen", OPTIONS).templates.by_name

@@ -10,7 +10,7 @@ from megatron.blending import RepeatDataset
 from megatron.blending.loading.sources import LoadedDataset
 from megatron.blending.metadatasets.tree import SourceEntry
 from megatron.blending.streams.source import SourceDataset
-from megatron.sft.data.sample_set import blend_changes, blended
+from megatron.sft.data.sample_set import blend_changes, blended, in_form_of
 from megatron.sft.data.stream import SampleStream, Share
 from tests.unit_tests.sft.data.test_stream import Numbered, one_after_the_other
 
@@ -118,3 +118,28 @@ def test_order_of_the_sources_alone_is_told():
     assert blend_changes(saved, now) == [
         "the sources are read in another order, or in other proportions over steps"
     ]
+
+
+def test_checkpoints_of_earlier_versions_are_of_the_same_data():
+    """Their fingerprints are the first half of today's: each would be told as other data, or be
+    refused as another blend.
+    """
+    first, second, other = "0a" * 16, "b1" * 16, "c2" * 16
+    template = first + second  # a hash that is no fingerprint
+
+    def identity(*fingerprints):
+        sources = [{"name": "a", "fingerprint": text, "weight": "1"} for text in fingerprints]
+        blend = {"mode": "exact", "sources": sources, "order": "[]"}
+        return {
+            "fingerprint": " ".join(fingerprints),
+            "chat_template": template,
+            "seed": 1,
+            "blend": blend,
+        }
+
+    now = identity(first + other, f"0-10 of {second}{other}")
+    former = identity(first, f"0-10 of {second}")
+    assert in_form_of(former, now) == former
+    assert in_form_of(now, now) == now
+    assert in_form_of(identity(first + second), now) == now  # other data, of this version
+    assert in_form_of({}, {"seed": 1, "fingerprint": "mock"}) == {"seed": 1, "fingerprint": "mock"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.packing.user_files import shown
+from megatron.packing.quoting import shown
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import (
     is_positive,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import shown
+from megatron.packing.quoting import shown
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.ernie import ERNIE4_5
 from megatron.sft.model.huggingface.families.exaone4 import EXAONE4

@@ -428,7 +428,7 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
         ),
         (PAIR | {"tools": {"a": 1}}, "tools must be a list of JSON schemas, but is {'a': 1}"),
         (
-            {"prompt": "q", "completion": chat(("assistant", "a"))},
+            {"prompt": "q", "completion": chat(("user", "q"), ("assistant", "a"))},
             "prompt must be a list of at least one message",
         ),
         ({"instruction": "q", "input": 3, "output": "a"}, "input must be a string, but is 3"),

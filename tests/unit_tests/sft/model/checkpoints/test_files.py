@@ -1,11 +1,18 @@
 """What a save that fails says."""
 
+import pickle
+import re
 import resource
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.sft.model.checkpoints.files import CheckpointError, written_or_refused
+from megatron.sft.model.checkpoints.files import (
+    CheckpointError,
+    read_or_refused,
+    written_or_refused,
+)
 
 
 @pytest.fixture
@@ -49,3 +56,45 @@ def test_other_failures_keep_their_words(tmp_path):
         written_or_refused(tmp_path, is_collective=True),
     ):
         raise RuntimeError("ours")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("raised", "kind", "told"),
+    [
+        (
+            CheckpointException("read", {1: (EOFError(), None), 0: (KeyError("x"), None)}),
+            CheckpointError,
+            "KeyError: 'x'",
+        ),
+        (EOFError(), ValueError, "EOFError"),
+        (RuntimeError("a\nb " * 999), ValueError, "RuntimeError: a b a"),
+        (
+            pickle.UnpicklingError("Weights only load failed. Do this or that"),
+            ValueError,
+            "UnpicklingError: some bytes are not those that were saved",
+        ),
+    ],
+)
+def test_what_libraries_cannot_read_is_one_line_with_the_way_back(tmp_path, raised, kind, told):
+    """torch's exception is no Exception: a traceback of 70 lines on each rank."""
+    place = re.escape(f"{tmp_path}/iter_0000005 cannot be read: {told}")
+    with (
+        pytest.raises(
+            kind, match=rf"^{place}.*; no other checkpoint beside it is sound$"
+        ) as failure,
+        read_or_refused(tmp_path, 5),
+    ):
+        raise raised
+    assert len(str(failure.value)) < 700
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "raised", [KeyboardInterrupt(), SystemExit(2), ValueError("worded"), RuntimeError("gloo: lost")]
+)
+def test_what_is_no_fault_of_the_files_passes(tmp_path, raised):
+    """A lost rank, or Ctrl-C, would be told as a damaged checkpoint."""
+    with pytest.raises(type(raised)) as failure, read_or_refused(tmp_path, 5):
+        raise raised
+    assert failure.value is raised

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from megatron.sft.model.checkpoints.checksums import CHECKSUMS
 from megatron.sft.model.checkpoints.folder import (
     BEST,
     TRACKER,
@@ -14,12 +13,11 @@ from megatron.sft.model.checkpoints.folder import (
     checkpoint_path,
     iterations,
     latest_iteration,
-    other_sound_iteration,
     remove_old,
     track,
     unfinished_path,
 )
-from tests.unit_tests.sft.model.checkpoints.small_checkpoints import checkpoint, flip
+from tests.unit_tests.sft.model.checkpoints.small_checkpoints import checkpoint
 
 
 def test_no_folder_and_no_tracker_is_none(tmp_path):
@@ -107,17 +105,6 @@ def test_a_step_without_a_checkpoint_is_refused(tmp_path):
     check_load(tmp_path, None, 2)
     with pytest.raises(ValueError, match=r"--ckpt-step 3 must be one of --load .*: 2, 4$"):
         check_load(tmp_path, None, 3)
-
-
-def test_the_newest_sound_one_is_found(tmp_path):
-    """Whoever has a damaged checkpoint needs the one to go back to."""
-    for iteration in (5, 10, 15, 20):
-        checkpoint(tmp_path, iteration)
-    flip(checkpoint_path(tmp_path, 15) / ".metadata")
-    assert other_sound_iteration(tmp_path, damaged=20) == 10
-    for iteration in (5, 10):
-        (checkpoint_path(tmp_path, iteration) / CHECKSUMS).write_text("{")
-    assert other_sound_iteration(tmp_path, damaged=20) is None
 
 
 @pytest.mark.parametrize(
