@@ -85,6 +85,16 @@ class ModelConfig(Architecture):
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(self, name) is not None and self.recompute_granularity != "full":
                 raise ValueError(f"{flag_of(name)} needs --recompute-granularity full")
+        if (
+            self.mtp_num_layers is not None
+            and self.recompute_method != "block"
+            and (self.recompute_num_layers or 1) > 1
+        ):
+            raise ValueError(
+                f"--recompute-num-layers {self.recompute_num_layers} must be 1 with "
+                "--mtp-num-layers, whose layers megatron-core recomputes one by one; drop it, or "
+                "pass --recompute-method block"
+            )
         if self.num_experts is not None:
             self._check_experts()
 

@@ -12,7 +12,8 @@ Two things stand in the way, and each is mended where it is there:
   target further on. That ratio is another one for each pack, and for each context-parallel rank,
   where it may be zero.
 
-What multi-token prediction does by sequence is done for whole packs besides (see `packed_roll`).
+What multi-token prediction does by sequence is done for whole packs besides (see `packed_roll`),
+and its layers can be recomputed (see `mtp_recompute`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron.core.transformer.moe import router
 from torch import Tensor
 
 from megatron.packing.model.layers.routers import BiasCounts, ZLoss, multiplies_by_ranks
+from megatron.packing.model.loss.mtp_recompute import PredictionRecompute
 from megatron.packing.model.loss.packed_roll import PackedRoll
 
 
@@ -107,6 +109,11 @@ _MENDED: tuple[tuple[Any, str, type], ...] = (
     (router.TopKRouter, "apply_z_loss", ZLoss),
     (gpt_model, "process_mtp_loss", PredictionLoss),  # inline in 0.16.1, and a sum
     (multi_token_prediction, "_roll_tensor_packed_seq", PackedRoll),
+    (
+        multi_token_prediction.MultiTokenPredictionLayer,
+        "_checkpointed_forward",
+        PredictionRecompute,
+    ),
 )
 
 
