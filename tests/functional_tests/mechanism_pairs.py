@@ -13,7 +13,6 @@ from itertools import combinations
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
@@ -31,7 +30,6 @@ from tests.functional_tests.layouts import ROPE, Layout
 from tests.functional_tests.oracle import (
     EXACT,
     SEQ_LENGTH,
-    VOCAB_SIZE,
     RankStep,
     Sample,
     Step,
@@ -141,7 +139,9 @@ class Outcome(NamedTuple):
     """What became of a case: the largest relative difference, or the line that refused it."""
 
     difference: float | None
-    refusal: str = ""
+    refusal: str | None = None
+    loss: float | None = None
+    """Of the first step, which other releases of megatron-core must agree with."""
 
 
 class Refused(NamedTuple):
@@ -245,8 +245,8 @@ def step_with_data(mechanisms: tuple[str, ...], data_iterator: Any, model: Any) 
     hidden = None
     if "images" in mechanisms and gpt.pre_process:
         pixels = [] if batch.payloads is None else batch.payloads.tensors.get("pixels", [])
-        rows = [one for one in pixels] or [torch.zeros(1, HIDDEN_SIZE)]
-        hidden = merged_embeddings(gpt, batch, torch.cat(list(rows)), IMAGE)
+        rows = list(pixels) or [torch.zeros(1, HIDDEN_SIZE)]
+        hidden = merged_embeddings(gpt, batch, torch.cat(rows), IMAGE)
     output = model(
         batch.tokens,
         batch.position_ids,
@@ -295,13 +295,13 @@ def outcome_of(case: Case, ranks: Sequence[list[RankStep] | Refused]) -> Outcome
     """
     refusals = {rank for rank in ranks if isinstance(rank, Refused)}
     if refusals:
-        assert len(refusals) == 1 and all(isinstance(rank, Refused) for rank in ranks), (
-            f"{case}: ranks refuse otherwise: {refusals}"
-        )
+        assert all(isinstance(rank, Refused) for rank in ranks), f"not all ranks: {refusals}"
+        assert len(refusals) == 1, f"ranks say otherwise: {refusals}"
         (line,) = refusals.pop()
         assert "\n" not in line, f"{case}: not a line: {line}"
         return Outcome(None, line)
-    return Outcome(largest_difference(assemble(ranks), reference(case.mechanisms)))
+    steps = assemble(ranks)
+    return Outcome(largest_difference(steps, reference(case.mechanisms)), loss=steps[0].loss)
 
 
 def train(case: Case) -> Outcome:

@@ -1,5 +1,6 @@
-"""pure. The releases of megatron-core that the tests have been run with. pyproject.toml installs the
-first or the last of them; a script with the plug-in may have any.
+"""pure. The releases of megatron-core that the tests have been run with.
+
+pyproject.toml installs the first or the last of them; a script with the plug-in may have any.
 """
 
 from __future__ import annotations

@@ -206,8 +206,8 @@ def check_config(config: TransformerConfig, device: torch.device) -> None:
             config.mtp_num_layers is None
             or config.recompute_method != "uniform"
             or config.recompute_num_layers == 1,
-            "recompute_num_layers=1 with mtp_num_layers and recompute_method uniform: megatron-core "
-            "recomputes layers of multi-token prediction one by one",
+            'recompute_num_layers=1 with mtp_num_layers and recompute_method="uniform": '
+            "megatron-core recomputes layers of multi-token prediction one by one",
         ),
     ]
     require(demands)
