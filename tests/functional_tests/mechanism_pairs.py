@@ -54,13 +54,13 @@ OF_MODELS = {
     "--moe-shared-expert-gate",
     "MTP": "--mtp-num-layers 1",
     "output gate": "--attention-output-gate",
-    "windows": "--window-size 7 0 --window-attn-skip-freq 1 0 1 1 --window-rotary-base 100 "
+    "windows": "--window-size 7 0 --window-attn-skip-freq 0 1 0 1 --window-rotary-base 100 "
     "--softmax-type learnable",
-    "delta net": "--linear-attention-freq 1 0 1 1 --linear-num-key-heads 4 "
+    "delta net": "--linear-attention-freq 1 0 1 0 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 6",
     "LoRA": "--lora --lora-rank 3 --lora-alpha 5",
 }
-"""Mechanisms -> flags."""
+"""Mechanisms -> flags. Both stages of a pipeline have each kind of layer, in pairs of them, too."""
 OF_DATA = ("trees", "fields", "images")
 MECHANISMS = (*OF_MODELS, *OF_DATA)
 OUR_LAYERS = {"shared experts", "output gate", "windows", "delta net"}
@@ -80,6 +80,8 @@ LAYOUTS = {
     "PP2": (Layout(pipeline=2), ""),
     "PP2, uneven": (Layout(pipeline=2, optimizer="sharded"), UNEVEN),
     "PP2, interleaved": (Layout(pipeline=2, interleaved=True), ""),
+    "TP2 SP, full recomputation": (Layout(tensor=2, sequence=True), FULL),
+    "PP2 uneven, recomputation of parts": (Layout(pipeline=2), f"{UNEVEN} {PARTS}"),
     "TP2 SP, CP2, recomputation of parts": (Layout(tensor=2, sequence=True, context=2), PARTS),
     "CP2, PP2 uneven, full recomputation": (Layout(pipeline=2, context=2), f"{UNEVEN} {FULL}"),
 }
@@ -93,8 +95,8 @@ LAYOUTS_OF_PAIRS = (
 """Those in which pairs of mechanisms are trained; a mechanism alone is trained in all."""
 TOLERANCE = 1e-12
 WHOLE_TREES = f"--max-seqlen-per-dp-cp-rank {2 * SEQ_LENGTH}"
-LENGTHS = (40, 3, 17, 1, 25, 64, 8)
-TREE_KINDS = ("star", "deep", "weights", "forest")
+LENGTHS = (20, 3, 9, 1, 33)
+TREE_KINDS = ("weights", "sequence")
 IMAGE = 7
 """The token that stands for an image of one embedding."""
 

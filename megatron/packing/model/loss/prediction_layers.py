@@ -1,7 +1,9 @@
-"""mcore. Multi-token prediction recomputes its layers on packs.
+"""mcore. Layers of multi-token prediction in packs: recomputed, and beside images.
 
-megatron-core before 0.18 hands all arguments of such a layer to `save_for_backward`, which takes
-tensors alone: `PackedSeqParams` among them raises TypeError in the first forward pass.
+- megatron-core before 0.18 hands all arguments of a layer that is recomputed to
+  `save_for_backward`, which takes tensors alone: `PackedSeqParams` among them raises TypeError.
+- Embeddings of images are merged before sequence parallel cuts them, so that the embedding must not
+  cut. Then it does not for these layers either, which fail on two lengths.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
 
@@ -40,3 +43,24 @@ class PredictionRecompute:
             return forward_func(**dict(zip(tensors, values)), **named, **others)
 
         return self.plain(layer, forward, **tensors)
+
+
+class PredictionInput:
+    """`MultiTokenPredictionLayer._concat_embeddings`, which cuts embeddings of the whole pack to
+    this tensor-parallel rank's part under sequence parallel.
+    """
+
+    def __init__(self, plain: Callable[..., Tensor]) -> None:
+        update_wrapper(self, plain)
+        self.plain = plain
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, layer: Any, hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
+        """See megatron-core; [t / tp, 1, h] and [t / tp or t, 1, h]."""
+        if len(decoder_input) != len(hidden_states):
+            decoder_input = scatter_to_sequence_parallel_region(
+                decoder_input, group=layer.eh_proj.tp_group
+            )
+        return self.plain(layer, hidden_states, decoder_input)
