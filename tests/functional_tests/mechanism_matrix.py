@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +107,30 @@ def spread_of_losses(records: Records) -> float:
     return max(max(each) / min(each) - 1 for each in losses.values())
 
 
+def summary(records: Records, cores: Sequence[str]) -> str:
+    """Returns a paragraph of how many cases hold, and what the numbers are."""
+    cases = {str(case): case for case in CASES}
+    held = sum(fault_of(cases[key[1]], record) is None for key, record in records.items())
+    refused = sum(record["refusal"] is not None for record in records.values())
+    not_run = len(cores) * len(CASES) - len(records)
+    return (
+        f"{held} of {len(records)} cases hold: {held - refused} are exact, {refused} refused in "
+        f"one line on all ranks. {not_run} were not run. A number is the largest difference of "
+        "loss, gradients and weights after a step from each sequence alone in one process, "
+        f"float64. It may be {TOLERANCE:g}. Images are the embeddings that payloads bring, fields "
+        "weight each token's loss. Between releases the loss of a case differs by "
+        f"{spread_of_losses(records):.1e} at most."
+    )
+
+
 def page(records: Records) -> str:
     """Returns Markdown: of each release a table of mechanisms alone, and one of pairs."""
-    cases = {str(case): case for case in CASES}
-    known = {key: record for key, record in records.items() if key[1] in cases}
+    names = {str(case) for case in CASES}
+    known = {key: record for key, record in records.items() if key[1] in names}
     cores = sorted({core for core, _ in known})
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     )
-    held = sum(fault_of(cases[key[1]], record) is None for key, record in known.items())
-    refused = sum(record["refusal"] is not None for record in known.values())
-    pairs = list(dict.fromkeys(case.mechanisms for case in CASES if len(case.mechanisms) == 2))
     lines = [
         "# Mechanisms in pairs",
         "",
@@ -127,20 +141,15 @@ def page(records: Records) -> str:
         "make mechanisms",
         "```",
         "",
-        f"{held} of {len(cores) * len(CASES)} cases hold: {held - refused} are exact, {refused} "
-        "refused in one line on all ranks. A number is the largest difference of loss, gradients "
-        "and weights after a step from each sequence alone in one process, float64. It may be "
-        f"{TOLERANCE:g}. Images are the embeddings that payloads bring, fields weight each token's "
-        "loss.",
-        "",
-        f"Between releases the loss of a case differs by {spread_of_losses(known):.1e} at most.",
+        summary(known, cores),
         "",
         "Refused, and why:",
         "",
         *(f"{n}. `{line}`: {why}" for n, (line, why) in enumerate(TRUE_REFUSALS.items(), 1)),
     ]
+    alone = [(mechanism,) for mechanism in MECHANISMS]
+    pairs = list(combinations(MECHANISMS, 2))
     for core in cores:
-        alone = [(mechanism,) for mechanism in MECHANISMS]
         lines += ["", f"## megatron-core {core}", "", *table(known, core, alone, list(LAYOUTS))]
         lines += ["", *table(known, core, pairs, LAYOUTS_OF_PAIRS)]
     return "\n".join(lines) + "\n"

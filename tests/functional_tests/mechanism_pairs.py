@@ -87,10 +87,10 @@ LAYOUTS = {
 }
 """Names -> layouts and further flags."""
 LAYOUTS_OF_PAIRS = (
-    "DP2, EP2",
-    "TP4 SP, 2 query groups",
     "TP2 SP, CP2, recomputation of parts",
     "CP2, PP2 uneven, full recomputation",
+    "DP2, EP2",
+    "TP4 SP, 2 query groups",
 )
 """Those in which pairs of mechanisms are trained; a mechanism alone is trained in all."""
 TOLERANCE = 1e-12
