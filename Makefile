@@ -27,6 +27,7 @@
 # make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
 # make kernels  kernels in Triton by its interpreter, and compiled for GPUs that need not be here (1 GB to install)
 # make findings  what real libraries do otherwise than one guesses, in environments of their own (gigabytes); says what changed
+# make mechanisms  pairs of mechanisms in parallel layouts, exact or refused, with both releases of megatron-core (make test: a part)
 # make test-core VERSION=0.19.2 TORCH=2.15.0  a part of the tests with that megatron-core and torch, in an environment of its own
 
 # The newest of these versions of Python that is found and works, on the path or as pyenv keeps them.
@@ -59,7 +60,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families config-fields folder-mutations layouts trees released-tokenizers faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core other-core test-other-core check format clean
+.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms config-fields folder-mutations layouts trees released-tokenizers faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -151,6 +152,16 @@ families: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.families --results $(FAMILIES_RESULTS) --workers $(FUNCTIONAL_WORKERS) \
 	--write examples/benchmarks/results/families.md $(FAMILIES_OPTIONS)
 
+# Stopped, or with MECHANISMS_OPTIONS='--minutes 10', it continues where it was; remove $(MECHANISMS_RESULTS) to begin again.
+# The page has every release that is in the results: MECHANISMS_CORES=0.17.1 adds one.
+MECHANISMS_RESULTS ?= runs/mechanisms.jsonl
+MECHANISMS_CORES ?= 0.16.1 0.19.2
+mechanisms:
+	for version in $(MECHANISMS_CORES); do \
+	$(MAKE) core-environment VERSION=$$version && \
+	TORCH_EXTENSIONS_DIR=/dev/null .venv-core-$$version/bin/python -W ignore -m tests.functional_tests.mechanism_matrix \
+	--results $(MECHANISMS_RESULTS) --write examples/benchmarks/results/mechanisms.md $(MECHANISMS_OPTIONS) || exit; done
+
 folder-mutations: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.folders --write examples/benchmarks/results/folder_mutations.md
 
@@ -241,10 +252,14 @@ test-cpu-%: $(VENV)/.dev
 CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
 # With a torch of its own (TORCH=2.13.0) an environment of its own. C++ that megatron-core would compile in a step, half a
 # minute on each core and kept in the home folder, has no folder here.
+# pip refuses other releases beside pyproject.toml's; a script with the plug-in may have them.
+IS_PINNED = $(filter 0.16.1 0.19.%,$(VERSION))
 CORE_VENV = .venv-core-$(VERSION)$(if $(TORCH),-torch-$(TORCH))
-test-core:
+core-environment:
 	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }
 	$(MAKE) $(CORE_VENV)/.core VENV=$(CORE_VENV) PYTHON=$(CORE_PYTHON)
+
+test-core: core-environment
 	LAYOUTS=few TORCH_EXTENSIONS_DIR=/dev/null $(CORE_VENV)/bin/pytest $(SPREAD) $(CORE_TESTS)
 
 # A part of the tests with the megatron-core that $(PYTHON) is not for, and the newest torch.
@@ -302,7 +317,8 @@ $(VENV)/.dev: $(BUILT_FROM) | $(VENV)/.torch
 	touch $(VENV)/.run $(VENV)/.finetune $@
 
 $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
-	$(call install,--quiet --editable '.[test$(comma)tensorboard]' megatron-core==$(VERSION))
+	$(call install,--quiet --editable '.[test$(comma)tensorboard]' $(if $(IS_PINNED),megatron-core==$(VERSION)))
+	$(if $(IS_PINNED),,$(call install,--quiet --no-deps megatron-core==$(VERSION)))
 	touch $@
 
 clean:

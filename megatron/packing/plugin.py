@@ -34,7 +34,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.packing.model.layers.routers import define_te_general_gemm, mask_padding
 from megatron.packing.model.loss import auxiliary_losses
-from megatron.packing.model.mcore_versions import check_version
+from megatron.packing.model.mcore_versions import check_version, naming_version
 from megatron.packing.plugin_checks import (
     check_config,
     check_groups,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 # that they import, and would end in an ImportError instead of `check_version`'s message.
 
 __all__ = ["PackingSchedule", "add_arguments", "install", "uninstall"]
+USER = "the packing plug-in"
 SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
@@ -87,14 +88,16 @@ def install(
         A context manager, whose end takes back a first installation.
 
     Raises:
-        RuntimeError: for a megatron-core that was not checked.
+        RuntimeError: for a megatron-core that is too old, or lacks what packing needs. One that is
+            newer than those that were checked gets a warning.
         ValueError: for settings that are not supported.
     """
-    check_version("the packing plug-in", "or leave plugin.install out")
+    check_version(USER, "or leave plugin.install out")
     if arguments is None or asks_for_packing(arguments):
         configure(config, arguments, megatron_lm_calls, payloads)
-        check_config(config)
-        define_te_general_gemm()
+        with naming_version(USER):
+            check_config(config)
+            define_te_general_gemm()
     taken_back = ExitStack()
     if _replace_schedules():
         taken_back.callback(uninstall)
@@ -196,12 +199,13 @@ class PackingSchedule:
 
     def _check_once(self, chunk: torch.nn.Module) -> None:
         if chunk not in self._checked:
-            check_config(get_model_config(chunk))
-            check_modules(chunk)
+            with naming_version(USER):
+                check_config(get_model_config(chunk))
+                check_modules(chunk)
+                _leave_out_masked_tokens(chunk)
+                _give_whole_packs(chunk)
+                mask_padding(chunk)
             self._checked.add(chunk)
-            _leave_out_masked_tokens(chunk)
-            _give_whole_packs(chunk)
-            mask_padding(chunk)
 
 
 def _give_whole_packs(chunk: torch.nn.Module) -> None:

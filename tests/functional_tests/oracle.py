@@ -233,11 +233,13 @@ def train_one_by_one(
     numbers: Numbers = EXACT,
     has_own_layers: bool = False,
     objective: Objective = mean_of_tokens,
+    losses_alone: Callable[[Any, Sample], Tensor] | None = None,
 ) -> list[Step]:
     """The reference; in a world of one process. Gradients of the sequences are added in float64 in
     any case.
 
     has_own_layers: of what megatron-core cannot compute; unit tests compare that with definitions.
+    losses_alone: losses [1, L] of a sequence, for samples of more than tokens.
     """
     config = options(text, batches, 1)
     _prepare(config, numbers.dtype)
@@ -275,7 +277,7 @@ def train_one_by_one(
             name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()
         }
         loss = 0.0
-        for part in objective(batch, partial(_losses_alone, model)):
+        for part in objective(batch, partial(losses_alone or _losses_alone, model)):
             part.backward()
             loss += part.item()
             for name, parameter in parameters.items():
@@ -300,12 +302,12 @@ def train_one_by_one(
     return steps
 
 
-def _losses_alone(model: Any, sample: Sample) -> Tensor:
+def _losses_alone(model: Any, sample: Sample, **further: Tensor) -> Tensor:
     tokens, labels, loss_mask, positions = (
         torch.from_numpy(values).unsqueeze(0) for values in sample
     )
     mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-    return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask)
+    return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask, **further)
 
 
 def _cores_own_gpt(config: SFTConfig, transformer_config: Any) -> Any:
@@ -338,12 +340,18 @@ def train_packed(
     shape: Shape = "plain",
     numbers: Numbers = EXACT,
     step: Callable[..., Any] = forward_step,
+    prepare: Callable[[Any], None] | None = None,
 ) -> list[RankStep]:
-    """The product in the layout of `text`, on this rank."""
+    """The product in the layout of `text`, on this rank.
+
+    prepare: completes the model's config before the model is built.
+    """
     config = options(text, batches, dist.get_world_size())
     _prepare(config, numbers.dtype)
     loss_of_rows._CHUNK_LOGITS = 16 * VOCAB_SIZE  # several chunks
     transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
+    if prepare is not None:
+        prepare(transformer_config)
     model = build_model(config, transformer_config, VOCAB_SIZE, CPU)
     _set_weights([unwrap_model(chunk) for chunk in model], numbers)
     optimizer = build_optimizer(config, model)

@@ -93,9 +93,13 @@ def packed_mtp_block_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Returns the `mtp_block_spec` that goes with `block_spec`; None where this stage predicts no
     further tokens.
+
+    Its layers are of the kind of the last one, which `config` then says in its lists by layer.
+    Raises ValueError where that one is a gated delta net.
     """
     if config.mtp_num_layers is None:
         return None
+    _list_further_layers(config)
     use_transformer_engine = transformer_engine_installed()
     spec = get_gpt_mtp_block_spec(config, block_spec, use_transformer_engine, vp_stage=vp_stage)
     if spec is None or use_transformer_engine:
@@ -105,6 +109,17 @@ def packed_mtp_block_spec(
         replace(layer, submodules=replace(layer.submodules, **norms)) for layer in spec.layer_specs
     ]
     return replace(spec, layer_specs=layers)
+
+
+def _list_further_layers(config: TransformerConfig) -> None:
+    """Adds layers that predict further to the lists by layer, in which they look themselves up."""
+    last = config.num_layers - 1
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        flags = getattr(config, name)
+        if isinstance(flags, list):
+            # windows 0 1 0 1, and one further layer    ->    0 1 0 1 1
+            further = [flags[last]] * config.mtp_num_layers  # type: ignore[operator]
+            setattr(config, name, flags[: config.num_layers] + further)
 
 
 def _takes_packs(layer: ModuleSpec, options: Any) -> ModuleSpec:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
 
-import megatron.core
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -205,10 +204,11 @@ def check_config(config: TransformerConfig, device: Device) -> None:
             "meanwhile",
         ),
         (
-            None in (config.mtp_num_layers, config.recompute_granularity)
-            or megatron.core.__version__ >= "0.17",
-            "recompute_granularity=None with mtp_num_layers under megatron-core 0.16, which "
-            "recomputes no packs there",
+            config.mtp_num_layers is None
+            or config.recompute_method != "uniform"
+            or config.recompute_num_layers == 1,
+            'recompute_num_layers=1 with mtp_num_layers and recompute_method="uniform": '
+            "megatron-core recomputes layers of multi-token prediction one by one",
         ),
     ]
     require(demands)

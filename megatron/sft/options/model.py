@@ -85,8 +85,8 @@ class ModelConfig(Architecture):
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(self, name) is not None and self.recompute_granularity != "full":
                 raise ValueError(f"{flag_of(name)} needs --recompute-granularity full")
-        if self.num_experts is not None:
-            self._check_experts()
+        if self.mtp_num_layers is not None:
+            self._check_further_layers()
 
     def _check_positions(self) -> None:
         if (
@@ -97,11 +97,6 @@ class ModelConfig(Architecture):
                 f"--max-position-embeddings {self.max_position_embeddings} must be at least "
                 f"--seq-length {self.seq_length}"
             )
-        if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
-            raise ValueError(
-                "--mtp-num-layers needs --position-embedding-type rope; stages do not share "
-                "learned ones"
-            )
         scaling = None if self.rope_scaling is None else parse_rope_scaling(self.rope_scaling)
         if self.query_scale_beta is not None and not (
             scaling and scaling.original_max_position_embeddings
@@ -110,8 +105,25 @@ class ModelConfig(Architecture):
                 "--query-scale-beta needs a --rope-scaling with original_max_position_embeddings"
             )
 
-    def _check_experts(self) -> None:
-        if self.mtp_num_layers is not None and self.moe_aux_loss_coeff:
+    def _check_further_layers(self) -> None:
+        """Checks what layers of multi-token prediction need."""
+        if self.position_embedding_type == "learned_absolute":
+            raise ValueError(
+                "--mtp-num-layers needs --position-embedding-type rope; stages do not share "
+                "learned ones"
+            )
+        if self.linear_attention_freq[-1:] == (1,):
+            raise ValueError(
+                "--mtp-num-layers needs attention in the last layer, as its layers are of the same "
+                "kind, but --linear-attention-freq puts a gated delta net there; end it in 0"
+            )
+        if self.recompute_method != "block" and (self.recompute_num_layers or 1) > 1:
+            raise ValueError(
+                f"--recompute-num-layers {self.recompute_num_layers} must be 1 with "
+                "--mtp-num-layers, whose layers megatron-core recomputes one by one; drop it, or "
+                "pass --recompute-method block"
+            )
+        if self.num_experts is not None and self.moe_aux_loss_coeff:
             raise ValueError(
                 "--moe-aux-loss-coeff must be 0 with --mtp-num-layers, but is "
                 f"{self.moe_aux_loss_coeff}: megatron-core's layers of multi-token prediction "

@@ -12,7 +12,8 @@ Two things stand in the way, and each is mended where it is there:
   target further on. That ratio is another one for each pack, and for each context-parallel rank,
   where it may be zero.
 
-What multi-token prediction does by sequence is done for whole packs besides (see `packed_roll`).
+What multi-token prediction does by sequence is done for whole packs besides (see `packed_roll`),
+and its layers can be recomputed, or stand beside images (see `prediction_layers`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from megatron.packing.model.layers.routers import BiasCounts, ZLoss, multiplies_by_ranks
 from megatron.packing.model.loss.packed_roll import PackedRoll
+from megatron.packing.model.loss.prediction_layers import PredictionInput, PredictionRecompute
 
 
 class TokenCounts:
@@ -101,12 +103,15 @@ class PredictionLoss:
         return run(config=means, **options)
 
 
+_FURTHER_LAYER = multi_token_prediction.MultiTokenPredictionLayer
 _MENDED: tuple[tuple[Any, str, type], ...] = (
     (router, "get_tokens_per_expert_and_token_count", TokenCounts),
     (router.TopKRouter, "_apply_expert_bias", BiasCounts),
     (router.TopKRouter, "apply_z_loss", ZLoss),
     (gpt_model, "process_mtp_loss", PredictionLoss),  # inline in 0.16.1, and a sum
     (multi_token_prediction, "_roll_tensor_packed_seq", PackedRoll),
+    (_FURTHER_LAYER, "_checkpointed_forward", PredictionRecompute),
+    (_FURTHER_LAYER, "_concat_embeddings", PredictionInput),
 )
 
 

@@ -75,9 +75,9 @@ def add_adapters(
         layer.adapter = Adapter(layer, name, weight, layers, config, lora, seed)
         layer.register_forward_hook(_add_update)
         layer.sharded_state_dict = MethodType(_sharded_state_dict, layer)
-    if config.recompute_granularity == "full" and gpt.pre_process:
-        # With a frozen embedding the first layer's input needs no gradient, and full recomputation
-        # would then compute no gradients at all.
+    if config.recompute_granularity is not None and gpt.pre_process:
+        # With a frozen embedding the first layer's input needs no gradient, nor does that of its
+        # MLP if no adapter comes before. What is recomputed would then get no gradients at all.
         gpt.embedding.register_forward_hook(_require_grad)
 
 

@@ -45,3 +45,22 @@ def test_what_transformer_engine_does_not_compute_is_ours(
     monkeypatch.setattr(layer_spec, "is_te_min_version", lambda least: release >= least[:3])
     model: Any = SimpleNamespace(**vars(config), **ours)
     assert need_local_layers(config, model) == is_local
+
+
+def config_of(**lists: Any) -> Any:
+    plain = {"window_attn_skip_freq": None, "no_rope_freq": None, "linear_attention_freq": None}
+    return SimpleNamespace(num_layers=3, mtp_num_layers=2, **plain | lists)
+
+
+def test_further_layers_are_of_the_kind_of_the_last():
+    """They look themselves up by a number behind the lists: an IndexError, for lists that
+    megatron-core asks for.
+    """
+    config = config_of(window_attn_skip_freq=[1, 1, 0], no_rope_freq=[0, 0, 1])
+    for _ in range(2):  # once for each virtual stage
+        layer_spec._list_further_layers(config)
+        assert config.window_attn_skip_freq == [1, 1, 0, 0, 0]
+        assert config.no_rope_freq == [0, 0, 1, 1, 1]
+    config = config_of(window_attn_skip_freq=2)
+    layer_spec._list_further_layers(config)
+    assert (config.window_attn_skip_freq, config.no_rope_freq) == (2, None)
