@@ -26,7 +26,7 @@ from megatron.sft.environment import (
     tell_torchrun,
     world_from_environment,
 )
-from megatron.sft.heartbeat.cause import GRACE_SECONDS, USER_ERROR, Cause, silent
+from megatron.sft.heartbeat.cause import GRACE_SECONDS, USER_ERROR, Cause
 from megatron.sft.heartbeat.member import Heartbeat
 
 _running: list[Heartbeat] = []
@@ -34,13 +34,17 @@ _running: list[Heartbeat] = []
 
 
 @contextmanager
-def heartbeats(rank: int, world_size: int, store: dist.Store, minutes: float) -> Iterator[None]:
-    """Context in which ranks notice one another's end; of one rank alone it does nothing. All end
-    with the first error in it: see `abort`.
+def heartbeats(
+    rank: int, world_size: int, store: dist.Store | None, minutes: float
+) -> Iterator[None]:
+    """Context in which all ranks end with the first failure of one: its message, or its death.
+    Raises ValueError if rank 0 does not come within the timeout.
 
-    minutes: timeout of collectives. ValueError if rank 0 does not come within it.
+    Args:
+        store: store at which ranks meet; None for a single process, where this does nothing.
+        minutes: timeout of collectives.
     """
-    if world_size == 1:
+    if store is None:
         yield
         return
     try:
@@ -73,10 +77,7 @@ def end_unless_all_answer(is_agreed: threading.Event) -> None:
     waited for until the timeout.
     """
     if _running:
-        start = time.monotonic()
-        ranks = _running[0].silent_ranks()
-        if ranks and not is_agreed.is_set():
-            _end_for_silent(ranks, time.monotonic() - start)
+        _running[0].check_all_answer(is_agreed.is_set)
 
 
 def abort(failure: Exception) -> NoReturn:
@@ -114,22 +115,13 @@ def _cause_of(failure: Exception, rank: int, is_agreed: bool) -> Cause:
 
 def _cause_of_loss(failure: Exception) -> str:
     """Returns what is known of a failure to reach another rank, after all of them have answered."""
-    start = time.monotonic()
-    if ranks := _running[0].silent_ranks():
-        _end_for_silent(ranks, time.monotonic() - start)
+    _running[0].check_all_answer()
     time.sleep(2 * GRACE_SECONDS)  # the rank at fault may be about to say why
     if isinstance(failure, dist.DistNetworkError):
         return "; all ranks answer, so the store at which they met is lost: its host, torchrun"
     if re.search("time(d )?out", str(failure), re.IGNORECASE):
         return "; all ranks answer, so one of them came too late"
     return ""
-
-
-def _end_for_silent(ranks: list[int], seconds: float) -> NoReturn:
-    text = silent(ranks, seconds)
-    if 0 in ranks:  # it cannot end the others, which find out by themselves; rank 1 speaks
-        _running[0].finish(Cause(text, 1, 1))
-    _running[0].end(Cause(text, 1, None))
 
 
 def is_lost(failure: BaseException) -> bool:

@@ -183,6 +183,7 @@ FOLDERS = {
         "environment",
         "launch",
         "options",
+        "heartbeat",
         "agreement",
         "peers",
         "memory_estimate",

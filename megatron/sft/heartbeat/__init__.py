@@ -8,6 +8,6 @@ the one cause for which all of them end.
 
     >>> heartbeat = Heartbeat(rank, world_size, 600.0, store, tell, leave)   # doctest: +SKIP
     >>> heartbeat.wait_for_all()        # as a barrier, as long as all answer
-    >>> heartbeat.silent_ranks()        # []: all answer
+    >>> heartbeat.check_all_answer()    # ends all ranks if one is silent
     >>> heartbeat.end(Cause("no room", 1, rank))
 """

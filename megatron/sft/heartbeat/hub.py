@@ -104,16 +104,17 @@ class Hub(threading.Thread):
             self._receive(key.data)
 
     def _receive(self, connection: Connection) -> None:
-        messages, is_known = connection.receive(), connection.rank is not None
-        if messages and not is_known and messages[0].get("token") != self._token:
-            messages = None  # something else that connects, such as a port scanner
+        messages = connection.receive()
+        if messages and connection.rank is None:
+            if messages[0].get("token") == self._token:
+                self._join(connection, messages.pop(0)["rank"])
+            else:  # something else that connects, such as a port scanner
+                messages = None
         if messages is None:
             self._drop(connection)
-            return
-        if messages and not is_known:
-            self._join(connection, messages.pop(0)["rank"])
-        for message in messages:
-            self._hear(connection.rank, message)
+        elif connection.rank is not None:
+            for message in messages:
+                self._hear(connection.rank, message)
 
     def _send(self, ranks: Iterable[int], **message: object) -> None:
         for rank in ranks:
@@ -162,15 +163,20 @@ class Hub(threading.Thread):
 
     def _answer(self, now: float) -> None:
         for question in list(self._questions):
-            late = [
-                rank
-                for rank in range(self._world_size)
-                if rank not in self._connections or self._answered[rank] < question.ping
-            ]
-            if not late or now > question.asked + ANSWER_SECONDS:
+            answered = {rank for rank, ping in self._answered.items() if ping >= question.ping}
+            answered &= set(self._connections)
+            is_late = now > question.asked + ANSWER_SECONDS
+            if len(answered) == self._world_size or is_late:
                 self._questions.remove(question)
                 if question.rank in self._connections:
-                    self._send([question.rank], question=question.number, silent=late)
+                    fault = self._fault_of(sorted(set(range(self._world_size)) - answered))
+                    self._send([question.rank], question=question.number, fault=fault)
+
+    def _fault_of(self, ranks: list[int]) -> str:
+        """Returns the message of ranks that have not answered; "" if there are none."""
+        if absent := [rank for rank in ranks if rank not in self._answered]:
+            return f"{ranks_text(absent)} did not come: not started, or ended at its start"
+        return silent(ranks, ANSWER_SECONDS) if ranks else ""
 
     def _decide(self, now: float) -> Cause | None:
         """Returns the cause for which all ranks end, if there is one by now."""
@@ -194,7 +200,7 @@ class Hub(threading.Thread):
         first = next(iter(self._causes.values()))
         longest = ANSWER_SECONDS if first.rank is None else _ALIKE_SECONDS
         is_waited_for = first.status == USER_ERROR and now < self._first_cause + longest
-        if is_waited_for and len(self._causes) < len(self._connections):
+        if is_waited_for and len(self._causes) + len(self._lost) < self._world_size:
             return None
         if first.rank is None:
             return first._replace(rank=0)
@@ -208,9 +214,11 @@ class Hub(threading.Thread):
         rank 0 last, with which this thread ends.
         """
 
+        others = set(self._connections) - {0}
+
         def spread() -> None:
-            for ranks in ({cause.rank} - {0}, set(self._connections) - {0, cause.rank}):
-                told = ranks & set(self._connections)
+            for told in (others & {cause.rank}, others - {cause.rank}):
+                told &= set(self._connections)
                 self._send(told, cause=cause)
                 latest = time.monotonic() + _LEAVE_SECONDS
                 while told & set(self._connections) and time.monotonic() < latest:

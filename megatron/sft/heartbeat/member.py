@@ -63,7 +63,7 @@ class Heartbeat:
         self._clock = Clock(timeout_seconds)
         self._changed = threading.Condition()
         self._meetings, self._num_held = count(1), 0
-        self._questions, self._answers = count(), dict[int, list[int]]()
+        self._questions, self._answers = count(), dict[int, str]()
         self._is_over = False
         self._ending = threading.Lock()
         self._hub: Hub | None = None
@@ -91,13 +91,21 @@ class Heartbeat:
         with self._changed:
             self._changed.wait_for(lambda: self._num_held >= number)
 
-    def silent_ranks(self) -> list[int]:
-        """Returns the ranks that do not answer within 5 seconds; at once if all answer."""
+    def check_all_answer(self, is_excused: Callable[[], bool] = lambda: False) -> None:
+        """Returns once every rank has answered. Ends all ranks if one does not within 5 seconds,
+        and `is_excused` does not return True by then.
+        """
         number = next(self._questions)
         self._connection.send(question=number)
         with self._changed:
             self._changed.wait_for(lambda: number in self._answers, ANSWER_SECONDS + 1)
-            return self._answers.pop(number, [0])
+            fault = self._answers.pop(number, None)
+        if is_excused():
+            return
+        if fault is None:  # the others find out by themselves, and rank 1 speaks
+            self.finish(Cause(silent([0], ANSWER_SECONDS), 1, 1))
+        if fault:
+            self.end(Cause(fault, 1, None))
 
     def end(self, cause: Cause) -> NoReturn:
         """Ends all ranks with this cause, or with one that was reported before it.
@@ -156,7 +164,7 @@ class Heartbeat:
             with self._changed:
                 self._num_held = message.get("held", self._num_held)
                 if "question" in message:
-                    self._answers[message["question"]] = message["silent"]
+                    self._answers[message["question"]] = message["fault"]
                 self._changed.notify_all()
 
 
