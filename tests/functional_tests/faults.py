@@ -27,7 +27,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.functional_tests.fault_injection import AT_START, ENDS, LAYOUTS, MATRIX, Fault, Layout
+from tests.functional_tests.fault_injection import (
+    AT_START,
+    COVERED,
+    ENDS,
+    LAYOUTS,
+    MATRIX,
+    Fault,
+    Layout,
+)
 from tests.functional_tests.forked_runs import launch
 
 GROUP_TIMEOUT_SECONDS = 9.0
@@ -126,6 +134,8 @@ class Running:
             self._judge(found)
             if self.case.fault is not None and self.case.fault.kind not in ENDS:
                 return self._outcome()  # it was delayed, and trained to its end
+            if self.case.fault is not None and self.case.fault.stage in AT_START:
+                return self._outcome()  # nothing was written
             self._is_faulty = False
             self._process = self._start(None)
             return None
@@ -242,13 +252,13 @@ def is_distinct(fault: Fault, layout: Layout) -> bool:
 
 
 def covering(cases: list[Case]) -> list[Case]:
-    """Greedily the fewest cases that have each kind, stage and layout of all: small worlds first,
-    kinds in turns.
+    """Greedily the fewest cases that have each kind (on rank 0 and on another), stage and layout of
+    all: small worlds first, kinds in turns.
     """
 
     def features(case: Case) -> set[str]:
         assert case.fault is not None
-        return {case.fault.kind, case.fault.stage, case.layout}
+        return {f"{case.fault.kind}, {case.fault.on_last}", case.fault.stage, case.layout}
 
     def worth(case: Case) -> tuple[float, int]:
         is_new = len(features(case) & missing)
@@ -338,7 +348,7 @@ def main() -> None:
         if re.search(options.only, str(fault)) and is_distinct(fault, LAYOUTS[layout])
     ]
     if options.covering:
-        cases = covering(cases)
+        cases = covering([case for case in cases if case.layout in COVERED])
     if options.results is not None and options.results.exists():
         found = [json.loads(line) for line in options.results.read_text().splitlines()]
         done = {

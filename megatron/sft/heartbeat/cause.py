@@ -47,17 +47,17 @@ class Clock:
         """timeout_seconds: timeout of collectives."""
         self.patience = _PATIENCE * timeout_seconds
         """Silence that ends a run, in seconds."""
-        self.period = min(_PERIOD_SECONDS, timeout_seconds / 12)
+        self.period = min(_PERIOD_SECONDS, timeout_seconds / 24)
         """Time between two pings, in seconds. `tick` is called at least as often."""
         self._last = time.monotonic()
 
     def tick(self) -> tuple[float, float]:
-        """Returns the time, and the seconds since the last tick if this process did not run then:
+        """Returns the time, and the seconds since the last tick in which this process did not run:
         it was stopped, as by a scheduler that suspends the job, and others are not to blame.
         """
         now = time.monotonic()
         pause, self._last = now - self._last, now
-        return now, pause if pause > 2 * self.period else 0.0
+        return now, max(0.0, pause - 2 * self.period)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
