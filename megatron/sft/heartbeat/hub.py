@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.sft.heartbeat.cause import (
@@ -97,11 +98,12 @@ class Hub(threading.Thread):
 
     def _read(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
-            if key.data is None:
+            if key.data is not None:
+                self._receive(key.data)
+                continue
+            with suppress(OSError):  # who connects may be gone again
                 connection = Connection(self._listener.accept()[0])
                 self._selector.register(connection, selectors.EVENT_READ, connection)
-                continue
-            self._receive(key.data)
 
     def _receive(self, connection: Connection) -> None:
         messages = connection.receive()

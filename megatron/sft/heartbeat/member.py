@@ -146,6 +146,8 @@ class Heartbeat:
             messages = self._connection.receive() if is_ready else []
             if messages is None:
                 time.sleep(GRACE_SECONDS)  # a signal to all ranks ends this process as well
+                if self._is_over:
+                    return
                 self.finish(Cause(gone([0], _store_of_rank_0()), 1, 1))
             for message in messages:
                 heard = now
