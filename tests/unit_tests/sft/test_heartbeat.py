@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,7 +31,7 @@ class Rank:
         self.number = number
         self.ended = threading.Event()
         self.said: tuple[str, int, bool] | None = None
-        self.heartbeat = Heartbeat(
+        self.heartbeat: Any = Heartbeat(
             number, world_size, timeout_seconds, store, self._tell, self._leave
         )
 

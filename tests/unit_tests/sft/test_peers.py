@@ -2,6 +2,7 @@
 
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -115,9 +116,10 @@ def test_before_ranks_are_connected_the_rank_and_kind_are_told(monkeypatch, caps
 
 def test_a_first_rank_that_does_not_come_is_named():
     """Others waited for the store's address of it, and ended in a traceback."""
+    store: Any = Empty()
     with (
         pytest.raises(ValueError, match=r"rank 1: rank 0 did not come within 0.05 minutes \(wait"),
-        peers.heartbeats(1, 2, Empty(), 0.05),
+        peers.heartbeats(1, 2, store, 0.05),
     ):
         pass
 
