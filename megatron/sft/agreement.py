@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.sft.heartbeat.cause import ranks_text
+
 
 class AgreedError(ValueError):
     """Something that ends a run. Every rank raises it, with the same message."""
@@ -36,22 +38,10 @@ def differences(of_ranks: Sequence[Mapping[str, object]]) -> list[str]:
             if value != first:
                 others.setdefault(str(value), []).append(rank)
         found += [
-            f"{name} is {value} on {_ranks(ranks)}, but {first} on rank 0"
+            f"{name} is {value} on {ranks_text(ranks)}, but {first} on rank 0"
             for value, ranks in others.items()
         ]
     return found
-
-
-def _ranks(ranks: list[int]) -> str:
-    """`[1, 2, 3, 6] -> "ranks 1-3, 6"`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [str(start) if start == end else f"{start}-{end}" for start, end in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
 def gathered(own: object) -> list[Any]:

@@ -43,13 +43,16 @@ _KERNELS = {
 
 @contextmanager
 def process_groups(
-    config: SFTConfig, read: Mapping[str, str] | None = None
-) -> Iterator[tuple[Device, dist.Store]]:
+    config: SFTConfig,
+    read: Mapping[str, str] | None = None,
+    store: dist.Store | None = None,
+) -> Iterator[Device]:
     """Makes megatron-core's groups for the parallel layout and seeds random states; yields this
-    rank's device, and the store at which all ranks met.
+    rank's device. Raises AgreedError unless all ranks have the same options, versions and files.
 
-    read: fingerprints of the files that this rank reads. AgreedError unless all ranks have the
-    same, and the same options and versions.
+    Args:
+        read: fingerprints of the files that this rank reads.
+        store: store at which all ranks met; by default they meet here (see `meet`).
     """
     rank, world_size = world_from_environment()
     if config.training.deterministic_mode:
@@ -60,7 +63,7 @@ def process_groups(
     mcore_fixes.install()
     cpu_support.install()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    store = _store(rank, world_size, timeout)
+    store = meet(rank, world_size, timeout) if store is None else store
     _check_gpus(device, rank, world_size, store)
     backend = "nccl" if device.is_gpu else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
@@ -75,7 +78,7 @@ def process_groups(
     seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    yield device, store
+    yield device
     # Not after an error: others may be in a collective, and this rank would wait for them instead
     # of ending the job.
     parallel_state.destroy_model_parallel()
@@ -94,8 +97,16 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is read by nothing
 
 
-def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Returns the store at which all ranks meet: torchrun's, or that of rank 0 without torchrun.
+    Raises ValueError if there is none.
+    """
     if "MASTER_ADDR" not in os.environ:
+        if world_size > 1:
+            raise ValueError(
+                f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set in the environment; set "
+                "MASTER_ADDR and MASTER_PORT to where rank 0 shall listen, or start with torchrun"
+            )
         return dist.HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store: dist.Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]

@@ -260,10 +260,15 @@ def fail(message: str, rank: int, details: Sequence[str] = ()) -> NoReturn:
     """
     if rank == 0:
         _print_lines(details)
-    if rank != 0 and _ERROR_FILE not in os.environ:
+    if rank != 0 and not has_error_file():
         message = f"rank {world_from_environment()[0]}: {message}"
-    tell_torchrun(message, is_shown=rank == 0 or _ERROR_FILE not in os.environ)
+    tell_torchrun(message, is_shown=rank == 0 or not has_error_file())
     raise SystemExit(2)
+
+
+def has_error_file() -> bool:
+    """Returns whether torchrun prints what this process reports."""
+    return _ERROR_FILE in os.environ
 
 
 def exit_with_message(program: str, failure: Exception) -> NoReturn:

@@ -9,12 +9,16 @@ known by then.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.sft.memory_estimate import (
     MemoryEstimate,
@@ -25,7 +29,6 @@ from megatron.sft.memory_estimate import (
 )
 from megatron.sft.model.module_parts import part_of_module
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.peers import Peers
 from megatron.sft.training.train import Trainer
 
 LIMIT_SECONDS = 120.0
@@ -53,7 +56,7 @@ class Place(NamedTuple):
 
 
 def explained(
-    failure: BaseException, config: SFTConfig, vocab_size: int, world_size: int, peers: Peers
+    failure: BaseException, config: SFTConfig, vocab_size: int, world_size: int
 ) -> ValueError:
     """Returns the error for the user, for a failure of torch's allocator.
 
@@ -61,12 +64,22 @@ def explained(
     message.
     """
     estimate = MemoryEstimate()
-    if peers.leads("memory", LIMIT_SECONDS + 10):
+    if _is_first():
         estimate = estimate_memory(
             config, vocab_size, world_size, ways_out=True, seconds=LIMIT_SECONDS
         )
+    else:
+        time.sleep(LIMIT_SECONDS + 10)  # the first one ends this process before
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return ValueError(line_of(str(failure), place_of(failure), estimate, stage))
+
+
+def _is_first() -> bool:
+    """Returns whether this rank is the first that calls this."""
+    rank = str(dist.get_rank())
+    with suppress(RuntimeError):  # the store is lost
+        return _get_default_store().compare_set("out of memory", "", rank).decode() == rank
+    return True
 
 
 def place_of(failure: BaseException) -> Place:

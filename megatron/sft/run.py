@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,9 +84,9 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.packing.step.decide import GlobalBatchError
         from megatron.sft.data.datasets import build_datasets
         from megatron.sft.data.trained_tokens import check_trained
-        from megatron.sft.distributed import process_groups
+        from megatron.sft.distributed import meet, process_groups
         from megatron.sft.model.huggingface.pretrained import open_pretrained
-        from megatron.sft.peers import Peers, abort
+        from megatron.sft.peers import abort, end_unless_all_answer, heartbeats
         from megatron.sft.preflight.dry_run import dry_run
         from megatron.sft.preflight.notes_on_data import notes_on_data
         from megatron.sft.preflight.read_files import fingerprints
@@ -99,9 +100,12 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
 
     chosen = config.output.run_dir or config.output.save
     run_dir = Path(chosen or f"{RUNS}/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
-    peers = None
+    minutes = config.parallel.distributed_timeout_minutes
     with ExitStack() as end:  # keeps the signal handlers until the report is printed
         try:
+            store = meet(rank, world_size, timedelta(minutes=minutes)) if world_size > 1 else None
+            # First of all: a rank whose data are refused ends the others with its message.
+            end.enter_context(heartbeats(rank, world_size, store, minutes))
             prepare_output(config.output)
             given, config = config, with_samples_of_checkpoint(config)
             datasets = build_datasets(config)
@@ -113,33 +117,29 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             config = config.for_records(len(datasets.train))
             pretrained = open_pretrained(config, datasets.vocab_size)
             if config.output.dry_run:
-                dry_run(config, datasets, pretrained)
+                dry_run(config, datasets, pretrained, store)
                 return
-            with process_groups(config, fingerprints(config, datasets, pretrained)) as (
-                device,
-                store,
-            ):
-                peers = Peers(store)
+            read = fingerprints(config, datasets, pretrained)
+            with process_groups(config, read, store) as device:
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
 
                 def on_sigterm(agreed: threading.Event) -> None:
                     trainer.limit_data_wait()
-                    peers.exit_unless_all_stop(agreed)
+                    end_unless_all_answer(agreed)
 
                 trainer.train(end.enter_context(StopSignals(on_sigterm)))
-                peers.close()
         except BaseException as raised:
             if not is_failure(raised):
                 raise
             failure = raised
-            if peers is not None and isinstance(raised, torch.OutOfMemoryError):
+            if isinstance(raised, torch.OutOfMemoryError) and torch.distributed.is_initialized():
                 from megatron.sft.out_of_memory import explained
 
-                failure = explained(raised, config, datasets.vocab_size, world_size, peers)
+                failure = explained(raised, config, datasets.vocab_size, world_size)
             # With a single process, an unexpected error keeps its traceback.
             if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
                 raise
-            abort(failure, peers)
+            abort(failure)
         if rank == 0:
             _say_end(trainer, run_dir, config.training.train_iters)
 

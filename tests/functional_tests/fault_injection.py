@@ -1,4 +1,4 @@
-"""The faults of the matrix: what goes wrong (kind), in which stage of a step, and on which rank.
+"""The faults of the matrix: what goes wrong (kind), in which stage of a run, and on which rank.
 
 A stage is a function of the product, which is wrapped in the process of one rank; the product knows
 nothing of it.
@@ -11,7 +11,8 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 SLOW_SECONDS = 3.0
@@ -19,16 +20,22 @@ SLOW_SECONDS = 3.0
 timeout of groups.
 """
 
-ENDS = ("exception", "KILL", "STOP", "end of data", "other data", "other options", "disk full")
+ENDS = (
+    *("exception", "refused", "KILL", "STOP"),
+    *("end of data", "other data", "other options", "disk full"),
+)
 """Kinds that end a run; the others only delay it."""
 
 
 class Layout(NamedTuple):
-    """One of the six."""
+    """A parallel layout, with or without a launcher that hosts the store and ends all ranks once
+    one has failed.
+    """
 
     world_size: int
     flags: str
     last_data_rank: int = 0
+    has_launcher: bool = True
 
 
 LAYOUTS = {
@@ -38,7 +45,12 @@ LAYOUTS = {
     "CP2": Layout(2, "--context-parallel-size 2"),
     "DP2xPP2": Layout(4, "--pipeline-model-parallel-size 2", 1),
     "DP2xTP2": Layout(4, "--tensor-model-parallel-size 2 --sequence-parallel", 2),
+    "DP2 alone": Layout(2, "", 1, has_launcher=False),
+    "PP2 alone": Layout(2, "--pipeline-model-parallel-size 2", has_launcher=False),
 }
+"""Those that are alone have no launcher."""
+COVERED = ("DP2", "DP2xTP2", "DP2 alone", "PP2 alone")
+"""Layouts of the part that every test run does."""
 
 
 class Stage(NamedTuple):
@@ -56,6 +68,8 @@ class Stage(NamedTuple):
 _EXCHANGE = "megatron.packing.step.exchange"
 STAGES = {
     "start": Stage("megatron.sft.data.datasets", "build_datasets"),
+    "groups": Stage("megatron.sft.distributed", "_check_gpus"),
+    "verify": Stage("megatron.sft.model.checkpoints.files", "faults_in"),
     "draw": Stage("megatron.sft.data.stream:SampleStream", "__next__", 3, "data"),
     "encode": Stage("megatron.sft.data.chat_encoder:ChatEncoder", "encode", 5, "data"),
     "gather": Stage(_EXCHANGE, "gather", 2, "data"),
@@ -68,6 +82,8 @@ STAGES = {
     "reduce": Stage("megatron.sft.training.train", "Reduction", 2),
     "evaluate": Stage("megatron.sft.training.train:Trainer", "_evaluate"),
     "save": Stage("megatron.sft.model.checkpoints.save", "write_parts"),
+    "later save": Stage("megatron.sft.model.checkpoints.save", "write_parts", 2),
+    "export": Stage("megatron.sft.model.huggingface.write", "_write_weights"),
     "load": Stage("megatron.sft.model.checkpoints.content", "_load_state"),
     "stream": Stage("megatron.blending.loading.chunk_loader:ChunkLoader", "__next__", 3, "data"),
     # Where a full disk is found out, beside a file of a checkpoint that is being written.
@@ -82,21 +98,24 @@ class Fault(NamedTuple):
 
     kind: str
     stage: str
+    on_last: bool = True
+    """On the last rank that does the stage; otherwise on the first, which writes the logs and
+    decides.
+    """
 
     def __str__(self) -> str:
-        return f"{self.kind} in {self.stage}"
+        return f"{self.kind} in {self.stage}{'' if self.on_last else ' of rank 0'}"
 
     def rank(self, layout: Layout) -> int:
-        """The last rank that does the stage; for KILL and STOP the first, which writes the logs and
-        decides.
-        """
-        if self.kind in ("KILL", "STOP") or STAGES[self.stage].on == "scheduling":
+        """The rank on which it comes."""
+        if not self.on_last or STAGES[self.stage].on == "scheduling":
             return 0
         return layout.last_data_rank if STAGES[self.stage].on == "data" else layout.world_size - 1
 
-    def options(self) -> list[str]:
+    def options(self, folder: Path) -> list[str]:
         """Of all ranks: encoding is done by a process of its own."""
-        return ["--num-workers", "1" if self.stage == "encode" else "0"]
+        export = ["--save-hf", str(folder / "model")] if self.stage == "export" else []
+        return [*export, "--num-workers", "1" if self.stage == "encode" else "0"]
 
     def inject(self) -> list[str]:
         """Make the fault come in this process; returns what differs in its options."""
@@ -124,8 +143,11 @@ class Fault(NamedTuple):
         return wrapped
 
     def _happen(self) -> None:
+        Path(os.environ["FAULT_MOMENT"]).write_text(str(time.monotonic()))
         if self.kind == "exception":
             raise MemoryError(f"injected in {self.stage}")
+        if self.kind == "refused":
+            raise ValueError(f"chats.jsonl:3: injected in {self.stage}")
         if self.kind == "end of data":
             raise StopIteration
         if self.kind == "disk full":
@@ -140,33 +162,49 @@ class Fault(NamedTuple):
         os.kill(os.getpid(), signal.SIGKILL if self.kind == "KILL" else signal.SIGSTOP)
 
 
+AT_START = ("start", "groups", "load", "verify")
+"""Stages before the first step: a signal ends a rank at once."""
 _STEP = (
-    "start",
-    "draw",
-    "encode",
-    "gather",
-    "decide",
-    "move",
-    "pack",
-    "forward",
-    "backward",
-    "optimizer",
+    *("draw", "encode", "gather", "decide", "move"),
+    *("pack", "forward", "backward", "optimizer", "reduce", "evaluate"),
 )
-_ALL = (*_STEP, "reduce", "evaluate", "save", "load")
+_SAVE = ("shard", "save", "tracker", "later save", "export", "metrics")
+
+
+def _on_both(kind: str, stages: Sequence[str]) -> list[Fault]:
+    """On rank 0, and on the last rank of those stages that others do, too."""
+    faults = [Fault(kind, stage, on_last=False) for stage in stages]
+    return faults + [Fault(kind, stage) for stage in stages if STAGES[stage].on != "scheduling"]
+
+
 MATRIX = [
-    *(Fault(kind, stage) for kind in ("exception", "KILL") for stage in _ALL),
-    *(Fault("STOP", stage) for stage in ("draw", "gather", "forward", "reduce", "save")),
+    *(Fault("exception", stage) for stage in (*AT_START, *_STEP, "save", "export")),
+    *_on_both("KILL", (*AT_START, *_STEP, *_SAVE)),
+    *_on_both(
+        "STOP",
+        (
+            *AT_START,
+            "draw",
+            "gather",
+            "forward",
+            "reduce",
+            "evaluate",
+            "save",
+            "later save",
+            "export",
+        ),
+    ),
     *(
         Fault("slow", stage)
-        for stage in ("start", "draw", "gather", "pack", "backward", "reduce", "save")
+        for stage in ("start", "draw", "gather", "pack", "backward", "reduce", "save", "export")
     ),
     *(
         Fault("STOP+CONT", stage)
         for stage in ("encode", "decide", "move", "forward", "optimizer", "evaluate", "load")
     ),
+    Fault("refused", "start"),
     Fault("end of data", "stream"),
     Fault("other data", "start"),
     *(Fault("other options", stage) for stage in ("start", "load")),
-    Fault("KILL", "shard"),
     *(Fault("disk full", stage) for stage in ("shard", "save", "tracker", "metrics")),
 ]

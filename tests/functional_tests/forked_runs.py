@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -157,9 +157,14 @@ def launch(
     fault: Fault | None,
     faulty_rank: int,
     script: Callable[[], None] = main,
+    *,
+    has_launcher: bool = True,
 ) -> int:
     """Start a launcher with its ranks; returns its process. It leaves `folder`/outcome.json, ranks
     rank*.log there.
+
+    has_launcher: False as under Slurm: rank 0 hosts the store, and nobody ends the others when one
+        has failed.
     """
     sys.stdout.flush()
     before_fork()
@@ -172,8 +177,11 @@ def launch(
         # the child subreaper: whoever outlives a rank becomes the launcher's
         ctypes.CDLL(None).prctl(36, 1)
         listener = socket.socket()
+        # Without a launcher it only keeps the port from others, until rank 0 listens there.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
+        if has_launcher:
+            listener.listen(64)
         start, ranks = time.monotonic(), dict[int, int]()
         for rank in range(world_size):
             forked = os.fork()
@@ -181,14 +189,18 @@ def launch(
                 ranks[forked] = rank
                 continue
             own = fault if rank == faulty_rank else None
-            run = partial(_run_rank, folder, rank, world_size, listener, arguments, own, script)
+            environment = _environment(folder, rank, world_size, listener.getsockname()[1])
+            if not has_launcher:
+                environment = {name: environment[name] for name in _WITHOUT_LAUNCHER}
+            listener.close()
+            run = partial(_run_rank, folder, environment, arguments, own, script)
             if fault is None:
                 _end_after(run)  # what is to be done at an interpreter's end is the parent's
             run()
             sys.exit()
         (folder / "pids.tmp").write_text(json.dumps(list(ranks)))
         os.replace(folder / "pids.tmp", folder / "pids.json")
-        _end_after(partial(_watch, folder, ranks, start, listener))
+        _end_after(partial(_watch, folder, ranks, start, listener, has_launcher))
     finally:
         if os.getpid() == launcher:  # else a rank that ends as an interpreter does
             traceback.print_exc()
@@ -197,16 +209,13 @@ def launch(
 
 def _run_rank(
     folder: Path,
-    rank: int,
-    world_size: int,
-    listener: socket.socket,
+    environment: Mapping[str, str],
     arguments: Sequence[str],
     fault: Fault | None,
     script: Callable[[], None],
 ) -> None:
-    port = listener.getsockname()[1]
-    listener.close()
-    _become_rank(folder, rank, world_size, port)
+    _become_rank(folder, environment)
+    os.environ["FAULT_MOMENT"] = str(folder / "moment")
     sys.argv = ["pretrain_sft.py", *arguments, *(fault.inject() if fault is not None else ())]
     script()
 
@@ -237,24 +246,34 @@ def _status_of(work: Callable[[], None]) -> int:
     return 0
 
 
-def _become_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
-    """Make this process one that torchrun would have started."""
-    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+def _become_rank(folder: Path, environment: Mapping[str, str]) -> None:
+    """Make this process one that a launcher would have started."""
+    path = folder / f"rank{environment['RANK']}.log"
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     _become_script()
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="none",
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_ERROR_FILE=str(folder / f"error{rank}.json"),
-    )
+    os.environ.update(environment)
+
+
+_WITHOUT_LAUNCHER = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+"""Variables that a user sets without a launcher."""
+
+
+def _environment(folder: Path, rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"error{rank}.json"),
+    }
 
 
 def _become_script() -> None:
@@ -274,15 +293,14 @@ def _become_script() -> None:
     logging.getLogger().handlers.clear()
 
 
-def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+def _watch(
+    folder: Path,
+    ranks: dict[int, int],
+    start: float,
+    listener: socket.socket,
+    has_launcher: bool,
+) -> None:
+    store = _host_store(listener) if has_launcher else None
     codes: dict[int, int] = {}
     ends: dict[int, float] = {}
     is_told = hangs = False
@@ -299,7 +317,7 @@ def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.s
         left = {pid: rank for pid, rank in ranks.items() if rank not in codes}
         if any(codes.values()) and not is_told:
             is_told = True
-            _signal(left, signal.SIGTERM)
+            _signal(left if has_launcher else (), signal.SIGTERM)
         if (
             is_told
             and left
@@ -323,10 +341,22 @@ def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.s
         ),  # others end by its signal
         "ends": [round(ends[rank], 2) for rank in sorted(ends)],
         "hangs": hangs,
+        "start": start,
         "num_orphans": len(alive),
     }
     (folder / "outcome.json").write_text(json.dumps(outcome))
     del store
+
+
+def _host_store(listener: socket.socket) -> dist.TCPStore:
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _signal_tree(pid: int, number: int) -> None:

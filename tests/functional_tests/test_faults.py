@@ -42,8 +42,6 @@ from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_run import MODEL, Run, chats, options, steps_of, wait_for_step
 
 __all__ = ["chats"]  # a fixture
-LLAMA = ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
-"""With OPTIONS a model of a HuggingFace family."""
 
 
 def started_with(learning_rates: list[float]) -> str:
@@ -275,7 +273,7 @@ def test_a_full_disk_under_the_model_says_how_to_write_it_again(tmp_path: Path) 
     write_chats(tmp_path / "chats.jsonl", 40)
     saved, model = tmp_path / "save", tmp_path / "model"
     arguments = [
-        *(*OPTIONS, *LLAMA, "--train-iters", "2", "--num-workers", "0"),
+        *(*OPTIONS, "--train-iters", "2", "--num-workers", "0"),
         *("--data-path", str(tmp_path / "chats.jsonl"), "--save", str(saved)),
         *("--save-hf", str(model)),
     ]
@@ -331,7 +329,7 @@ def test_a_rank_that_writes_for_long_is_waited_for(
     write_chats(tmp_path / "chats.jsonl", 40)
     saved, model = tmp_path / "save", tmp_path / "model"
     arguments = [
-        *(*OPTIONS, *LLAMA, "--train-iters", "2", "--num-workers", "0", *way.split()),
+        *(*OPTIONS, "--train-iters", "2", "--num-workers", "0", *way.split()),
         *("--data-path", str(tmp_path / "chats.jsonl"), "--distributed-timeout-minutes", "0.05"),
         *("--save", str(saved), "--save-hf", str(model)),
     ]

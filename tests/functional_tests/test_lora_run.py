@@ -61,7 +61,7 @@ def _train(text: str, port: int) -> str:
     refused = ""
     try:
         prepare_output(config.output)
-        with process_groups(config) as (device, _):
+        with process_groups(config) as device:
             datasets = build_datasets(config)
             pretrained = open_pretrained(config, datasets.vocab_size)
             assert config.output.run_dir is not None

@@ -44,7 +44,7 @@ def train(
     config = parse_config(text.split(), 1)
     datasets = build_datasets(config)
     config = config.for_records(len(datasets.train))
-    with process_groups(config) as (found, _):
+    with process_groups(config) as found:
         assert found.kind == device.type
         trainer = Trainer(config, datasets, found, folder)
         take_step: Any = trainer._step

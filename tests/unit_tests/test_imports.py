@@ -190,6 +190,7 @@ FOLDERS = {
         "environment",
         "launch",
         "options",
+        "heartbeat",
         "agreement",
         "peers",
         "memory_estimate",

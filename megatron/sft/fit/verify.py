@@ -64,7 +64,7 @@ def measured(request: Request, counter: ByteCounter) -> dict[str, int]:
         from megatron.sft.fit.stages import one_step
         from megatron.sft.fit.step import run_step
     config = one_step(request.config)
-    with process_groups(config) as (device, _):
+    with process_groups(config) as device:
         run_step(config, request.vocab_size, request.data(1), counter, device=device)
     return {phase.name: phase.peak for phase in counter.phases}
 

@@ -32,13 +32,17 @@ class Sampled(NamedTuple):
     num_trained: int
 
 
-def dry_run(config: SFTConfig, datasets: Datasets, pretrained: object) -> None:
+def dry_run(
+    config: SFTConfig, datasets: Datasets, pretrained: object, store: dist.Store | None = None
+) -> None:
     """Tries to write to all output folders, and prints what the run would do. Collective under a
     launcher.
+
+    store: store at which the launcher's ranks met.
     """
     dtype = "bfloat16" if config.training.bf16 else "float32"
     companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
-    with _groups(config, datasets, pretrained):
+    with _groups(config, datasets, pretrained, store):
         check_output(companions, None).release()
     if world_from_environment()[0] == 0:
         for line in summary(config, datasets, companions):
@@ -60,10 +64,12 @@ def _world_size(config: SFTConfig) -> int:
 
 
 @contextmanager
-def _groups(config: SFTConfig, datasets: Datasets, pretrained: object) -> Iterator[None]:
+def _groups(
+    config: SFTConfig, datasets: Datasets, pretrained: object, store: dist.Store | None
+) -> Iterator[None]:
     """Context with process groups: those of the run under a launcher, else one of this process."""
     if not _is_alone():
-        with process_groups(config, fingerprints(config, datasets, pretrained)):  # type: ignore[arg-type]
+        with process_groups(config, fingerprints(config, datasets, pretrained), store):  # type: ignore[arg-type]
             yield
         return
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

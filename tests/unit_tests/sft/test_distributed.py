@@ -139,7 +139,7 @@ def test_a_taken_port_ends_every_rank(monkeypatch, taken_port, rank):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(distributed, "_ANSWER_SECONDS", 2.0)
     with pytest.raises(ValueError, match=rf"at port {taken_port} of 127.*set another MASTER_PORT"):
-        distributed._store(rank, 2, timedelta(minutes=10))
+        distributed.meet(rank, 2, timedelta(minutes=10))
 
 
 def test_a_wrong_port_and_an_absent_first_rank_are_named(monkeypatch):
@@ -151,12 +151,12 @@ def test_a_wrong_port_and_an_absent_first_rank_are_named(monkeypatch):
     with pytest.raises(
         ValueError, match=r"MASTER_PORT must be the number of a port, but is 'http'"
     ):
-        distributed._store(1, 2, timedelta(seconds=1))
+        distributed.meet(1, 2, timedelta(seconds=1))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(unused.getsockname()[1]))
         with pytest.raises(ValueError, match=r"rank 0 does not listen at port .* start it"):
-            distributed._store(1, 2, timedelta(seconds=0.3))
+            distributed.meet(1, 2, timedelta(seconds=0.3))
 
 
 @pytest.mark.parametrize(
