@@ -145,9 +145,12 @@ def _store_of_first(
     thread.join(_ANSWER_SECONDS)
     if not made or isinstance(made[0], Exception):
         cause = f" ({' '.join(str(made[0]).split()):.200})" if made else ""
-        done = "rank 0 cannot listen" if rank == 0 else "something else than rank 0 listens"
+        fault = "rank 0 cannot listen"
+        if rank != 0:
+            fault = "rank 0 has ended, or something else listens"
         raise ValueError(
-            f"{done} at port {place[1]} of {place[0]}{cause}; set another MASTER_PORT on all ranks"
+            f"{fault} at port {place[1]} of {place[0]}{cause}; see the log of rank 0, or set "
+            "another MASTER_PORT on all ranks"
         )
     return made[0]
 

@@ -175,6 +175,8 @@ class Running:
         moment = float(path.read_text()) - found["start"] if path.exists() else min(ends)
         self._seconds = max(counted) - moment
         longest = NOTICED_SECONDS.get(fault.kind, OTHERS_NOTICED_SECONDS)
+        if fault.stage in ("encode", "stream"):
+            longest = LONGEST_SECONDS  # of a lost worker, or the end of the data: ranks save first
         if self._seconds > longest:
             self._failures.append(f"{self._seconds:.1f} s until all were gone")
 
