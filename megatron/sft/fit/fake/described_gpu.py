@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from megatron.packing.device import CPU, Device
 from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.packing.model.loss import cross_entropy
-from megatron.packing.model.parts import PARTS
+from megatron.packing.model.parts import known_parts
 
 ALLOCATION_BYTES = 512
 """torch's allocator on CUDA rounds each tensor up to a multiple of it."""
@@ -50,11 +51,11 @@ class DescribedGPU(Device):
 
     def has_package(self, name: str) -> bool:
         """Returns whether its kernels are described here; they need not be installed."""
-        return any(module.startswith(f"{name}.") for module in _KERNELS)
+        return any(module.startswith(f"{name}.") for module in _kernels())
 
     def kernels(self, module: str) -> Any:
         """Returns what takes the place of a module of kernels."""
-        return _KERNELS[module]
+        return _kernels()[module]
 
 
 def replaced() -> Iterator[tuple[Any, str, Any]]:
@@ -95,11 +96,10 @@ class _FusedLoss:
         """Over the logits."""
 
 
-_KERNELS = {
-    cross_entropy.FUSED: _FusedLoss,
-    **{name: made for part in PARTS for name, made in part.kernel_stand_ins().items()},
-}
-"""By the names of modules."""
+def _kernels() -> dict[str, Any]:
+    """Returns what takes the place of modules of kernels, by their names."""
+    of_parts = (part.kernel_stand_ins().items() for part in known_parts())
+    return {cross_entropy.FUSED: _FusedLoss} | dict(chain.from_iterable(of_parts))
 
 
 def _half(x: Tensor, *_: Tensor) -> Tensor:
