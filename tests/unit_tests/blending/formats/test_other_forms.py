@@ -51,7 +51,7 @@ def test_other_encodings_are_named(tmp_path, name, text, encoding, told):
         ),
         (json.dumps(OBJECTS).encode(), "is one JSON list, not an object per line; name it .json"),
         (json.dumps(OBJECTS, indent=1).encode(), "is one JSON list, not an object per line"),
-        (gzip.compress(LINES.encode()), "is compressed by gzip; unpack it: gunzip -c "),
+        (gzip.compress(LINES.encode(), mtime=0), "is compressed by gzip; unpack it: gunzip -c "),
         (b"PAR1\x15\x04", "is a Parquet file; name it .parquet"),
         # Faults of one line stay faults of that line.
         (b'{"text": "a" "b"}\n' + LINES.encode(), "a.jsonl:1: not JSON: Expecting ',' delimiter"),
