@@ -83,8 +83,8 @@ class Part(Protocol):
     @classmethod
     def is_in(cls, options: Any, layer: int) -> bool:
         """Returns whether a layer, numbered over the whole model, has it."""
-        flags = getattr(options, cls.layers_option)
-        return bool(flags) and bool(flags[layer])
+        flags = getattr(options, cls.layers_option, None)
+        return bool(flags) and bool(flags[layer])  # type: ignore[index]
 
     @classmethod
     def of(cls, options: Any) -> Part:
@@ -168,11 +168,49 @@ class LayerKind:
 
 EACH_LAYER = MappingProxyType({"layers": "each"})
 """Metadata of an option that has a value for each layer, or () where the layers are alike in it."""
+NUMBERED_LAYERS = MappingProxyType({"layers": "numbered"})
+"""Metadata of an option that has numbers of layers, from 0 over the whole model."""
+NO_LAYERS = MappingProxyType({"layers": "none"})
+"""Metadata of an option of several numbers that says nothing of single layers. All others must say
+one of these, or smaller models that stand for a large one would have other layers than that.
+"""
 
 
 def options_of_each_layer(options: Any) -> list[str]:
     """Returns the names of the fields with a value for each layer."""
     return [field.name for field in fields(options) if field.metadata.get("layers") == "each"]
+
+
+def options_by_layer(options: Any) -> list[tuple[Any, ...]]:
+    """Returns for each layer what `options` say of it: equal entries are layers alike.
+
+    3 layers, window_attn_skip_freq=(1, 0, 1)    ->    [(1,), (0,), (1,)]
+    """
+    layers = range(options.num_layers)
+    said: list[Sequence[Any]] = []
+    for field in fields(options):
+        values = getattr(options, field.name)
+        if field.metadata.get("layers") == "each" and values:
+            said.append(values)
+        elif field.metadata.get("layers") == "numbered" and values:
+            said.append([layer in values for layer in layers])
+    return list(zip(*said)) if said else [() for _ in layers]
+
+
+def options_at_depth(options: Any, num_layers: int, period: int) -> dict[str, Any]:
+    """Returns the changes of `options` for another number of layers, of which layer n is alike
+    layer n % period.
+
+        period 2, 5 layers, window_attn_skip_freq=(1, 0, 1, 0)    ->    (1, 0, 1, 0, 1)
+    """
+    changes: dict[str, Any] = {"num_layers": num_layers}
+    for field in fields(options):
+        values, layers = getattr(options, field.name), range(num_layers)
+        if field.metadata.get("layers") == "each" and values:
+            changes[field.name] = tuple(values[layer % period] for layer in layers)
+        elif field.metadata.get("layers") == "numbered":
+            changes[field.name] = tuple(layer for layer in layers if layer % period in values)
+    return changes
 
 
 def flags_of_layers(flags: Sequence[int], num_layers: int, default: bool) -> list[bool]:

@@ -5,8 +5,10 @@ layout.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import check_range, flag_of
@@ -40,6 +42,16 @@ STAGE_OPTIONS = (
     "account_for_loss_in_pipeline_split",
 )
 """Options about the layers of pipeline stages, which the planner and runs have alike."""
+_OF_RUN = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "num_virtual_stages_per_pipeline_rank": "vpp",
+    "sequence_parallel": "sequence_parallel",
+    **{name: name for name in STAGE_OPTIONS},
+}
+"""Layout option of a run -> the planner's."""
 _PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -311,6 +323,16 @@ class LayoutOptions:
             ),
             seconds_per_unit=seconds_per_unit,
         )
+
+
+def layout_of_run(options: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]:
+    """Returns the fields of `LayoutOptions` that a run's `options` say, all of them or some."""
+    found = {ours: options[n] for n, ours in _OF_RUN.items() if options.get(n) is not None}
+    per_chunk = options.get("num_layers_per_virtual_pipeline_stage")
+    if num_layers is not None and per_chunk is not None:
+        num_counted = num_layers + sum(found.get(name) is True for name in STAGE_OPTIONS)
+        found["vpp"] = max(num_counted // found.get("pp", 1) // per_chunk, 1)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

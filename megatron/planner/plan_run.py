@@ -11,11 +11,7 @@ from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.user_files import read_json
 from megatron.planner.lengths import OPTIONS_FILE, RunSource
-from megatron.planner.plan_options import (
-    STAGE_OPTIONS,
-    LayoutOptions,
-    ModelOptions,
-)
+from megatron.planner.plan_options import LayoutOptions, ModelOptions, layout_of_run
 
 
 class Planned(NamedTuple):
@@ -105,23 +101,11 @@ def _is_readable(path: str) -> bool:
 
 
 def _layout_of(options: Mapping[str, Any], run: RunSource) -> LayoutOptions:
-    parallel, stages = options["parallel"], options["parallel"]["pipeline_model_parallel_size"]
-    per_chunk = parallel["num_layers_per_virtual_pipeline_stage"]
+    parallel, training = options["parallel"], options["training"]
     context = parallel["context_parallel_size"]
-    # Runs made before stages could be uneven do not have these options.
-    of_stages = {name: parallel[name] for name in STAGE_OPTIONS if name in parallel}
-    counted = options["model"]["num_layers"]
-    counted += sum(is_on is True for is_on in of_stages.values())
-    chunks = parallel.get("num_virtual_stages_per_pipeline_rank") or 1
     return LayoutOptions(
         dp=run.num_ranks,
-        tp=parallel["tensor_model_parallel_size"],
-        pp=stages,
-        vpp=chunks if per_chunk is None else counted // stages // per_chunk,
-        **of_stages,
-        cp=context,
-        ep=parallel["expert_model_parallel_size"],
-        sequence_parallel=parallel["sequence_parallel"],
-        global_batch_size=options["training"]["global_batch_size"],
+        **layout_of_run(parallel, options["model"]["num_layers"]),
+        global_batch_size=training["global_batch_size"],
         max_seqlen_per_dp_cp_rank=None if run.capacity is None else run.capacity // context,
     )

@@ -33,7 +33,11 @@ def architecture(options: Architecture) -> dict[str, Any]:
             for field in fields(options)
             if field.name in known
         },
-        **{name: list(getattr(options, name)) or None for name in options_of_each_layer(options)},
+        **{
+            name: list(getattr(options, name)) or None
+            for name in options_of_each_layer(options)
+            if name in known
+        },
         "ffn_hidden_size": options.resolved_ffn_hidden_size,
         "gated_linear_unit": options.is_gated,
         "activation_func": _activation_func(options),

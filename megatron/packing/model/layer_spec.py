@@ -68,7 +68,7 @@ def packed_block_spec(
         layers = [_residual_form(_takes_packs(layer, options), config, options) for layer in layers]
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        _mixes(layer, part_in(config, number), of_attention(number))
+        _mixes(layer, part_in(options, number), of_attention(number))
         for number, layer in enumerate(layers, first)
     ]
     if use_transformer_engine:
@@ -85,7 +85,7 @@ def need_local_layers(config: TransformerConfig, options: Any) -> bool:
         or getattr(options, "residual_multiplier", 1.0) != 1.0
     )
     engine = Engine(config.context_parallel_size, is_te_min_version)
-    return has_other_residuals or bool(parts_in(config)) or not is_in_engine(options, engine)
+    return has_other_residuals or bool(parts_in(options)) or not is_in_engine(options, engine)
 
 
 def packed_mtp_block_spec(

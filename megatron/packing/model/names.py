@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from megatron.packing.model.parts import attention, parameters
+from megatron.packing.model.parts import parameter_at
 
 EMBEDDING = "embedding.weight"
 OUTPUT = "output.weight"
@@ -40,10 +40,6 @@ _MODULES = {
     "self_attn_bda.norm": "mixer_norm_behind",
     "mlp_bda.norm": "mlp_norm_behind",
 }
-_MIXERS = (*attention.PARAMETERS, *parameters())
-_PARAMETERS = {parameter.path: parameter.name for parameter in _MIXERS}
-"""megatron-core's parameters of attention and of the parts in its place -> logical names."""
-_LINEARS = {"fc1", "fc2", *(p.linear for p in _MIXERS if p.takes_adapter)}
 _ALIASES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
     (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -79,8 +75,8 @@ def logical_name(name: str) -> LogicalName:
     expert = None
     if found := _EXPERT.fullmatch(rest):
         expert, rest = int(found[1]), f"mlp.experts.{found[2]}"
-    if rest in _PARAMETERS:
-        return LogicalName(_PARAMETERS[rest], layer, expert)
+    if (parameter := parameter_at(rest)) is not None:
+        return LogicalName(parameter.name, layer, expert)
     for module, logical in _MODULES.items():
         if rest.startswith(f"{module}."):
             return LogicalName(logical + rest[len(module) :], layer, expert)
@@ -91,8 +87,13 @@ def linear_of(name: str) -> str | None:
     """Returns the kind of a linear layer that adapters may stand beside, by its module's name: qkv,
     proj, fc1, fc2 or one of a part; None for other modules.
     """
-    kind = name.rsplit(".", 1)[-1].removeprefix("linear_")
-    return kind if kind in _LINEARS and name.startswith("decoder.layers.") else None
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return None
+    if name.endswith((".linear_fc1", ".linear_fc2")):
+        return name[-3:]
+    parameter = parameter_at(f"{match[2]}.weight")
+    return parameter.linear if parameter is not None and parameter.takes_adapter else None
 
 
 def layer_prefix(name: str) -> str | None:

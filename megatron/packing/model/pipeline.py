@@ -69,7 +69,11 @@ class PackedPasses:
         if forward_only:
             if self._training is not None:
                 self._training.batches.settle()
-            batch = schedule_global_batch(data_iterator, config, num_microbatches, groups)
+            done = 0 if self._training is None else self._training.num_steps_done
+            step = PackingOptions.of(config).step + done
+            batch = schedule_global_batch(
+                data_iterator, config, num_microbatches, groups, step=step
+            )
         else:
             if self._training is None:
                 self._training = _Training(data_iterator, config, num_microbatches, groups)
@@ -117,6 +121,8 @@ class _Training:
             self._iterator = getattr(self._iterator, "iterable", self._iterator)
             self._working_queue = None if self._queue is None else self._queue.copy()
         self._given = _only(data_iterator)
+        self.num_steps_done = 0
+        """Training steps whose batch was handed out."""
         self._last: GlobalBatch | None = None
         store = options.payloads
         self.batches = Prefetcher(
@@ -131,7 +137,9 @@ class _Training:
             self._iterator, self._num_fetches = _only(data_iterator), num_fetches
             # megatron-core's rerun state machine runs a step again whose loss looked wrong, on the
             # samples that its iterator has recorded: the same step, so the same schedule.
-            self._step -= getattr(self._iterator, "replaying", False)
+            is_again = getattr(self._iterator, "replaying", False)
+            self._step -= is_again
+            self.num_steps_done += not is_again
             return next(self.batches)
         if _only(data_iterator) is not self._given or num_fetches != self._num_fetches:
             raise ValueError(
@@ -146,6 +154,7 @@ class _Training:
             # Its iterator records nothing of data that are read ahead: the batch itself is kept.
             return self._last
         self._last = batch = next(self.batches)
+        self.num_steps_done += 1
         if self._queue is not None:
             # The working queue is steps ahead; this one is what a checkpoint of this step saves.
             self._queue.finish(batch.delayed)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.layers import (
     EACH_LAYER,
+    NO_LAYERS,
     ExpertsShape,
     LayerKind,
     flags_of_layers,
     options_of_each_layer,
 )
-from megatron.packing.model.parts import PARTS, part_in
+from megatron.packing.model.parts import check_options, part_in
 from megatron.packing.model.parts.delta_net import DeltaNetOptions
-from megatron.packing.rules import check_rules
 from megatron.packing.stages import StageLayers
 
 
@@ -57,7 +57,7 @@ class TransformerShape:
     """FFN width of the shared expert."""
     mtp_num_layers: int | None = None
     """Layers of multi-token prediction."""
-    window_size: tuple[int, ...] = ()
+    window_size: tuple[int, ...] = field(default=(), metadata=NO_LAYERS)
     """Sliding attention window: tokens to the left, and 0 to the right. `1023 0` lets a token
     attend to itself and the 1,023 before it (default: no window).
     """
@@ -98,8 +98,7 @@ class ModelShape(DeltaNetOptions, TransformerShape):
             )
         self._check_expert_shape()
         self._check_layers()
-        for part in PARTS:
-            check_rules(part.rules, options=self)
+        check_options(self)
 
     def _check_layers(self) -> None:
         """Checks the options that have a number for each layer, and what they need."""

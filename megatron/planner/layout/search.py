@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from megatron.packing.flags import flag_of
 from megatron.packing.stages import StageLayers
 
 Recompute = Literal["none", "selective", "full"]
@@ -91,26 +92,34 @@ class Candidate:
         """Returns the layers of a virtual stage, with what counts as one."""
         return self.stage_layers.num_counted(num_layers) // self.pp // self.vpp
 
+    def options(self, num_layers: int) -> dict[str, Any]:
+        """Returns the options of training that make it for a model of so many layers, by name."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.tp > 1,
+            "pipeline_model_parallel_size": self.pp,
+            "num_layers_per_virtual_pipeline_stage": self.layers_per_chunk(num_layers)
+            if self.vpp > 1
+            else None,
+            "account_for_embedding_in_pipeline_split": self.counts_embedding,
+            "account_for_loss_in_pipeline_split": self.counts_loss,
+            "decoder_first_pipeline_num_layers": self.first_layers,
+            "decoder_last_pipeline_num_layers": self.last_layers,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "recompute_granularity": None if self.recompute == "none" else self.recompute,
+            "sequence_packing": True,
+            "max_seqlen_per_dp_cp_rank": self.capacity,
+            "use_distributed_optimizer": self.shards_optimizer,
+        }
+
     def flags(self, num_layers: int) -> str:
-        """Returns the options of training that make it."""
-        parts = [
-            f"--tensor-model-parallel-size {self.tp} --sequence-parallel" * (self.tp > 1),
-            f"--pipeline-model-parallel-size {self.pp}" * (self.pp > 1),
-            "--num-layers-per-virtual-pipeline-stage "
-            f"{self.layers_per_chunk(num_layers)}" * (self.vpp > 1),
-            "--account-for-embedding-in-pipeline-split" * self.counts_embedding,
-            "--account-for-loss-in-pipeline-split" * self.counts_loss,
-            f"--decoder-first-pipeline-num-layers {self.first_layers}"
-            * (self.first_layers is not None),
-            f"--decoder-last-pipeline-num-layers {self.last_layers}"
-            * (self.last_layers is not None),
-            f"--context-parallel-size {self.cp}" * (self.cp > 1),
-            f"--expert-model-parallel-size {self.ep}" * (self.ep > 1),
-            f"--recompute-granularity {self.recompute}" * (self.recompute != "none"),
-            f"--sequence-packing --max-seqlen-per-dp-cp-rank {self.capacity}",
-            "--use-distributed-optimizer" * self.shards_optimizer,
-        ]
-        return " ".join(part for part in parts if part)
+        """Returns these options as a command line, without those that are off."""
+        return " ".join(
+            flag_of(name) if value is True else f"{flag_of(name)} {value}"
+            for name, value in self.options(num_layers).items()
+            if not (value in (None, False) or (name.endswith("_parallel_size") and value == 1))
+        )
 
 
 def enumerated(

@@ -4,7 +4,7 @@ a run's YAML file are what is searched for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,26 +12,14 @@ from megatron.packing.flags import flag_of
 from megatron.planner.layout.search import Candidate
 from megatron.sft.options.config import GROUPS, SFTConfig
 
-_OF_CANDIDATE: dict[str, Callable[[Candidate, int], Any]] = {
-    "tensor_model_parallel_size": lambda one, _: one.tp,
-    "pipeline_model_parallel_size": lambda one, _: one.pp,
-    "num_layers_per_virtual_pipeline_stage": lambda one, layers: (
-        one.layers_per_chunk(layers) if one.vpp > 1 else None
-    ),
-    "num_virtual_stages_per_pipeline_rank": lambda one, _: one.vpp,
-    "decoder_first_pipeline_num_layers": lambda one, _: one.first_layers,
-    "decoder_last_pipeline_num_layers": lambda one, _: one.last_layers,
-    "account_for_embedding_in_pipeline_split": lambda one, _: one.counts_embedding,
-    "account_for_loss_in_pipeline_split": lambda one, _: one.counts_loss,
-    "context_parallel_size": lambda one, _: one.cp,
-    "expert_model_parallel_size": lambda one, _: one.ep,
-    "sequence_parallel": lambda one, _: one.tp > 1,
-    "use_distributed_optimizer": lambda one, _: one.shards_optimizer,
-    "recompute_granularity": lambda one, _: None if one.recompute == "none" else one.recompute,
-    "sequence_packing": lambda one, _: True,
-    "max_seqlen_per_dp_cp_rank": lambda one, _: one.capacity,
-}
-"""Option that the search decides -> its value in a layout of a model with that many layers."""
+
+def _options_of(candidate: Candidate, num_layers: int) -> dict[str, Any]:
+    """Returns the options that the search decides, in a layout."""
+    options = candidate.options(num_layers)
+    return options | {"num_virtual_stages_per_pipeline_rank": candidate.vpp}
+
+
+_DECIDED = frozenset(_options_of(Candidate(), num_layers=1))
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class FixedLayout:
             field.name: getattr(part, field.name)
             for part, group in zip(parts, GROUPS)
             for field in fields(group)
-            if field.name in _OF_CANDIDATE
+            if field.name in _DECIDED
             and (flag_of(field.name) in typed or getattr(part, field.name) != field.default)
         }
         # The search packs; run files that do so say nothing that it would change.
@@ -69,7 +57,8 @@ class FixedLayout:
         """
         is_empty = True
         for one in candidates:
-            if all(_OF_CANDIDATE[n](one, num_layers) == v for n, v in self.values.items()):
+            options = _options_of(one, num_layers)
+            if all(options[name] == value for name, value in self.values.items()):
                 is_empty = False
                 yield one
         if is_empty:

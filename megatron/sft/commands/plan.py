@@ -13,20 +13,11 @@ from typing import Any
 
 from megatron.packing.flags import FlagError, flag_of
 from megatron.planner.plan import plan
-from megatron.planner.plan_options import STAGE_OPTIONS, ModelOptions
+from megatron.planner.plan_options import ModelOptions, layout_of_run
 from megatron.sft.arguments.pretrained import implied_options
 from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.environment import exit_with_message, outlive_output
 
-_LAYOUT = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "num_virtual_stages_per_pipeline_rank": "vpp",
-    **{name: name for name in STAGE_OPTIONS},
-}
-"""Option of a run -> the planner's."""
 _SHAPE = {field.name for field in fields(ModelOptions)}
 
 
@@ -70,12 +61,7 @@ def implied(given: Mapping[str, Any]) -> dict[str, Any]:
         of_model = implied_options({"pretrained_checkpoint": folder})
         found = {name: value for name, value in of_model.items() if name in _SHAPE}
         found["tokenizer_model"] = of_model.get("tokenizer_model")
-    found |= {short: given[name] for name, short in _LAYOUT.items() if given.get(name) is not None}
-    layers = given.get("num_layers", found.get("num_layers"))
-    per_stage = given.get("num_layers_per_virtual_pipeline_stage")
-    if layers is not None and per_stage is not None:
-        layers += sum(found.get(name) is True for name in STAGE_OPTIONS)
-        found["vpp"] = max(layers // found.get("pp", 1) // per_stage, 1)
+    found |= layout_of_run(given, given.get("num_layers", found.get("num_layers")))
     paths = given.get("data_path")
     if isinstance(paths, str) or (isinstance(paths, list) and len(paths) == 1):
         found["source"] = paths if isinstance(paths, str) else str(paths[0])

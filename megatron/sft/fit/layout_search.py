@@ -8,7 +8,7 @@ flight it says what the first stage holds at least.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from megatron.packing.flags import FlagError
 from megatron.planner.layout.search import Candidate
@@ -26,30 +26,14 @@ from megatron.sft.options.config import SFTConfig
 
 def config_of(base: SFTConfig, candidate: Candidate) -> SFTConfig:
     """Returns the options of `base` in that layout; ValueError where they contradict it."""
-    granularity = None if candidate.recompute == "none" else candidate.recompute
-    per_stage = candidate.layers_per_chunk(base.model.num_layers)
-    return replace(
-        base,
-        model=replace(base.model, recompute_granularity=granularity),
-        parallel=replace(
-            base.parallel,
-            tensor_model_parallel_size=candidate.tp,
-            sequence_parallel=candidate.tp > 1,
-            pipeline_model_parallel_size=candidate.pp,
-            num_layers_per_virtual_pipeline_stage=per_stage if candidate.vpp > 1 else None,
-            num_virtual_stages_per_pipeline_rank=None,
-            decoder_first_pipeline_num_layers=candidate.first_layers,
-            decoder_last_pipeline_num_layers=candidate.last_layers,
-            account_for_embedding_in_pipeline_split=candidate.counts_embedding,
-            account_for_loss_in_pipeline_split=candidate.counts_loss,
-            context_parallel_size=candidate.cp,
-            expert_model_parallel_size=candidate.ep,
-            use_distributed_optimizer=candidate.shards_optimizer,
-        ),
-        packing=replace(
-            base.packing, sequence_packing=True, max_seqlen_per_dp_cp_rank=candidate.capacity
-        ),
-    )
+    options = candidate.options(base.model.num_layers)
+    options["num_virtual_stages_per_pipeline_rank"] = None
+    changed = {}
+    for name in ("model", "parallel", "packing"):
+        group = getattr(base, name)
+        known = {field.name for field in fields(group)}
+        changed[name] = replace(group, **{n: v for n, v in options.items() if n in known})
+    return replace(base, **changed)
 
 
 def is_valid(base: SFTConfig, candidate: Candidate) -> bool:

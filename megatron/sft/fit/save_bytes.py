@@ -14,10 +14,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron.sft.model.build import Training
+from megatron.sft.options.optimizer import ADAM_STATE
 
 _FLOAT32 = 4
-_STATES = 3
-"""Main parameter and Adam's two moments."""
+_STATES = 1 + len(ADAM_STATE)
+"""Tensors of each weight, its main parameter among them."""
 
 
 def save_bytes(training: Training) -> int:

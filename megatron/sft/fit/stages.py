@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from megatron.packing.layers import options_at_depth, options_by_layer
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.optimizer import OptimizerStateConfig
 from megatron.sft.options.training import TrainingConfig
@@ -65,7 +66,7 @@ def kinds_of(config: SFTConfig, stage: Stage) -> tuple[tuple[Any, ...], ...]:
     """Returns what options say of each layer of each virtual stage: stages of equal ones hold
     alike.
     """
-    kinds = _kinds(config)
+    kinds = options_by_layer(config.model)
     return tuple(tuple(kinds[layer] for layer in part) for part in layers_of(config, stage))
 
 
@@ -107,16 +108,13 @@ def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
     parallel, model = config.parallel, config.model
     chunks, period = config.num_virtual_stages or 1, _period(config)
     num_layers = depth * chunks * parallel.pipeline_model_parallel_size
-    changes: dict[str, Any] = {
-        field.name: tuple(getattr(model, field.name)[layer % period] for layer in range(num_layers))
-        for field in _of_layers(config)
-    }
+    changes = options_at_depth(model, num_layers, period)
     if model.recompute_method == "block":
         changes["recompute_num_layers"] = min(model.recompute_num_layers or 1, depth)
     cp_comm_types = (parallel.cp_comm_type * num_layers)[:num_layers]
     return replace(
         config,
-        model=replace(model, num_layers=num_layers, **changes),
+        model=replace(model, **changes),
         parallel=replace(
             parallel,
             cp_comm_type=cp_comm_types if len(set(cp_comm_types)) > 1 else cp_comm_types[:1],
@@ -148,28 +146,9 @@ def one_step(config: SFTConfig) -> SFTConfig:
     return replace(config, training=once, optimizer=OptimizerStateConfig())
 
 
-def _of_layers(config: SFTConfig) -> list[Any]:
-    """The fields of the model that say something of each layer."""
-    model = config.model
-    found = []
-    for field in fields(model):
-        value = getattr(model, field.name)
-        if field.name in ("window_size", "recompute_modules"):
-            continue  # to the left and to the right; names, however many
-        if isinstance(value, tuple) and len(value) == model.num_layers:
-            found.append(field)
-    return found
-
-
-def _kinds(config: SFTConfig) -> list[tuple[Any, ...]]:
-    """Returns for each layer the values of the options that have one per layer."""
-    lists = [getattr(config.model, field.name) for field in _of_layers(config)]
-    return list(zip(*lists)) if lists else [()] * config.model.num_layers
-
-
 def _period(config: SFTConfig) -> int:
     """After how many layers kinds of layers repeat: 3 for (0, 0, 1, 0, 0, 1)."""
-    kinds = _kinds(config)
+    kinds = options_by_layer(config.model)
     for period in range(1, len(kinds) + 1):
         if all(kind == kinds[number % period] for number, kind in enumerate(kinds)):
             return period

@@ -14,6 +14,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron.sft.options.optimizer import ADAM_STATE
+
 _OF_THIS_RUN = {
     "bias_correction",
     "cpu_optimizer_cls",
@@ -85,8 +87,7 @@ def make_adam_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             adam.state[parameter] = {
                 "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                **{name: torch.zeros_like(parameter) for name in ADAM_STATE},
             }
     if isinstance(optimizer, HybridDeviceOptimizer):
         optimizer._sync_sub_optimizers_state_to_hdo()

@@ -10,11 +10,10 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.packing.model.parts import PARTS
+from megatron.packing.model.parts import known_parts
 
 _PARTS: tuple[tuple[type, str], ...] = (
     (Attention, "attention"),
-    *((part.module(), part.title) for part in PARTS),
     (SharedExpertMLP, "experts"),
     (MLP, "MLP"),
     (BaseMoELayer, "experts"),
@@ -29,4 +28,5 @@ def part_of_module(module: object) -> str | None:
     """Returns the part that a module's storages count for; None for what is none of these kinds."""
     if isinstance(module, MLP) and getattr(module.linear_fc1, "is_expert", False):
         return "experts"
-    return next((part for kind, part in _PARTS if isinstance(module, kind)), None)
+    kinds = (*((part.module(), part.title) for part in known_parts()), *_PARTS)
+    return next((title for kind, title in kinds if isinstance(module, kind)), None)

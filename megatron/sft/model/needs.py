@@ -14,8 +14,13 @@ from megatron.packing.flags import flag_of
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.sft.model import kernels
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.optimizer import ADAM_STATE
 
-_OF_FUSED_ADAM = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
+_OF_FUSED_ADAM = {
+    "master_weight_dtype",
+    "use_decoupled_grad",
+    *(f"{name}_dtype" for name in ADAM_STATE),
+}
 
 
 def check_needs(config: SFTConfig, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.optimizer import ADAM_STATE
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -50,8 +51,7 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
         store_param_remainders=state.main_params_dtype == "fp32",
         main_grads_dtype=_DTYPES[state.main_grads_dtype],
         main_params_dtype=_DTYPES[state.main_params_dtype],
-        exp_avg_dtype=_DTYPES[state.exp_avg_dtype],
-        exp_avg_sq_dtype=_DTYPES[state.exp_avg_sq_dtype],
+        **{f"{name}_dtype": _DTYPES[getattr(state, f"{name}_dtype")] for name in ADAM_STATE},
         optimizer_cpu_offload=state.optimizer_cpu_offload,
         optimizer_offload_fraction=state.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=state.overlap_cpu_optimizer_d2h_h2d,

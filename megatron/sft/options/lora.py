@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.packing.flags import check_range, flag_of
-from megatron.packing.model.parts import PARTS
+from megatron.packing.layers import Part
+from megatron.packing.model.parts import known_parts
 
 LINEARS: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -34,11 +35,6 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
 """Linear layer -> HuggingFace's names of several of these modules in one layer, where a family has
 them so, in order.
 """
-_OF_PARTS = {
-    part.name: [one for p in part.parameters if p.takes_adapter for one in LINEARS[p.linear]]
-    for part in PARTS
-}
-"""Part in the place of attention -> its modules."""
 _EVERY = tuple(module for modules in LINEARS.values() for module in modules)
 _ALL = "all-linear"
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
@@ -172,11 +168,12 @@ class LoraConfig:
         is_all = self.lora_experts == "routed" and not has_shared_experts
         experts = "all" if is_all else self.lora_experts
         # Apart, since checkpoints from before a part had adapters do not name its modules.
-        others = {module for modules in _OF_PARTS.values() for module in modules}
+        of_parts = {part.name: modules_of_part(part) for part in known_parts()}
+        others = {module for modules in of_parts.values() for module in modules}
         return {
             "lora": True,
             **{
-                modules_of_part(part): [one for one in self.targets if one in _OF_PARTS[part]]
+                key_of_part(part): [one for one in self.targets if one in of_parts[part]]
                 for part in parts
             },
             **({"lora_experts": experts} if has_experts else {}),
@@ -188,6 +185,12 @@ class LoraConfig:
         }
 
 
-def modules_of_part(name: str) -> str:
+def modules_of_part(part: type[Part]) -> list[str]:
+    """Returns the modules of a part that adapters may stand beside, by PEFT's names."""
+    linears = [one.linear for one in part.parameters if one.takes_adapter]
+    return [module for linear in linears for module in LINEARS[linear]]
+
+
+def key_of_part(name: str) -> str:
     """Returns the key of a checkpoint for a part's modules among --lora-target-modules."""
     return f"lora_{name}_modules"

@@ -7,6 +7,11 @@ from typing import Literal
 
 from megatron.packing.flags import check_range
 
+ADAM_STATE = ("exp_avg", "exp_avg_sq")
+"""Tensors that the optimizer keeps of each weight, beside its main parameter: Adam's moments, under
+the names that torch, megatron-core and checkpoints have for them. Their precisions are options.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStateConfig:
@@ -53,7 +58,7 @@ class OptimizerStateConfig:
 
     def __post_init__(self) -> None:
         check_range(self, 0, 1, "optimizer_offload_fraction")
-        kept = {self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype}
+        kept = {getattr(self, f"{name}_dtype") for name in ("main_params", *ADAM_STATE)}
         if self.optimizer_cpu_offload and kept != {"fp32"}:
             raise ValueError(
                 "--optimizer-cpu-offload keeps --main-params-dtype, --exp-avg-dtype and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ def plot_loss(axes: Axes, steps: Sequence[StepMetrics], evaluations: Sequence[Ev
         axes, [step.iteration for step in steps], [step.loss for step in steps], BLUE, "training"
     )
     splits = dict.fromkeys(evaluation.split for evaluation in evaluations)
-    for split, color, marker in zip(splits, (ORANGE, GREEN, PURPLE), "osD"):
+    # Three colours and four markers in turn make twelve pairs.
+    for split, color, marker in zip(splits, cycle((ORANGE, GREEN, PURPLE)), cycle("osD^")):
         points = [(each.iteration, each.loss) for each in evaluations if each.split == split]
         axes.plot(
             *zip(*points),

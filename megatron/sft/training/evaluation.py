@@ -73,7 +73,14 @@ class Evaluator:
         if num_batches == 0:
             return None
         self._settle()
-        batches = StepBatches(self._config, self._model_config, samples, self._share, num_batches)
+        batches = StepBatches(
+            self._config,
+            self._model_config,
+            samples,
+            self._share,
+            num_batches,
+            evaluated_after=iteration,
+        )
         names = samples.names
         losses: list[Any] = []
         with self._passes.without_training():

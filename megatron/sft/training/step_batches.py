@@ -104,6 +104,7 @@ class StepBatches(Iterator[StepBatch]):
         num_batches: int,
         *,
         progress: Progress | None = None,
+        evaluated_after: int = 0,
         queue: DelayQueue | None = None,
     ) -> None:
         """Starts preparing batches. The first call in a process is collective: it makes groups.
@@ -112,6 +113,8 @@ class StepBatches(Iterator[StepBatch]):
             num_batches: maximum number of batches. The last one takes all delayed sequences.
             progress: position in the training data to start at; None to read the samples once,
                 from the start (evaluation).
+            evaluated_after: number of training steps before an evaluation, all of whose batches
+                are of that step.
             queue: delayed sequences of the checkpoint; it is copied.
         """
         data = config.data
@@ -125,7 +128,8 @@ class StepBatches(Iterator[StepBatch]):
         )
         self._share = share
         self._config = model_config
-        self._step = 0 if progress is None else progress.iteration
+        self._trains = progress is not None
+        self._step = evaluated_after if progress is None else progress.iteration
         self._end = self._step + num_batches
         self._queue = None if queue is None else queue.copy()
         prepare, reads = self._padded, True
@@ -184,7 +188,7 @@ class StepBatches(Iterator[StepBatch]):
             queue=self._queue,
             step=self._step,
         )
-        self._step += 1
+        self._step += self._trains
         return StepBatch(batch, [], self._stream.counts - before)
 
     def _padded(self) -> StepBatch:

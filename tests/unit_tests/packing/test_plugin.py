@@ -123,24 +123,26 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     used = []
 
     def schedule_global_batch(*arguments: Any, queue: Any = None, step: int = 0) -> Any:
-        used.append(queue)
+        used.append((queue, step))
         return SimpleNamespace(iterators=lambda num_virtual_stages, device: iter([]), stats=stats)
 
     monkeypatch.setattr(pipeline, "schedule_global_batch", schedule_global_batch)
     monkeypatch.setattr(pipeline, "device_of", lambda group: torch.device("cpu"))
     groups = SimpleNamespace(**dict.fromkeys(data_schedule.GROUPS, "group"))
     run = get_forward_backward_func()
-    for forward_only in (False, True):
+    model = Model(config)
+    for forward_only in (True, False, False, True, True):
         run(
             data_iterator=iter([]),
-            model=Model(config),
+            model=model,
             forward_step_func=forward_step,
             num_microbatches=1,
             forward_only=forward_only,
             pg_collection=groups,
         )
-    assert used == [queue, None]
-    assert [call["forward_only"] for call in calls] == [False, True]
+    # An evaluation is of the step behind which it is, however many batches it has.
+    assert used == [(None, 0), (queue, 0), (queue, 1), (None, 2), (None, 2)]
+    assert [call["forward_only"] for call in calls] == [True, False, False, True, True]
     plain = make_config()
     plugin.install(plain, parse("--sequence-packing"))
     assert plain.sequence_packing_options.delay_queue is None

@@ -9,15 +9,21 @@ All who build, save, count or refuse layers ask these; a new part is its file an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from megatron.packing.layers import Parameter, Part
+from megatron.packing.model.parts import attention
 from megatron.packing.model.parts.delta_net import DeltaNet
 from megatron.packing.rules import check_rules
 
 PARTS: tuple[type[Part], ...] = (DeltaNet,)
 """Every part; at most one is in a layer, in place of self-attention."""
+
+
+def known_parts() -> tuple[type[Part], ...]:
+    """Returns every part."""
+    return PARTS
 
 
 def part_in(options: Any, layer: int) -> type[Part] | None:
@@ -43,6 +49,22 @@ def check_parts(options: Any, **known: Any) -> None:
         check_rules(part.rules, options=options, **known)
 
 
-def parameters() -> Iterator[Parameter]:
-    """Yields the parameters of every part."""
-    return (parameter for part in PARTS for parameter in part.parameters)
+def check_options(options: Any) -> None:
+    """Raises ValueError where options of parts contradict one another, also of a part that is in no
+    layer.
+    """
+    for part in PARTS:
+        check_rules(part.rules, options=options)
+
+
+def parameter_at(path: str) -> Parameter | None:
+    """Returns the parameter that megatron-core has at `path` below a layer, of attention or of a
+    part in its place; None for others.
+    """
+    return _by_path(PARTS).get(path)
+
+
+@cache
+def _by_path(parts: tuple[type[Part], ...]) -> dict[str, Parameter]:
+    every = (*attention.PARAMETERS, *(one for part in parts for one in part.parameters))
+    return {parameter.path: parameter for parameter in every}

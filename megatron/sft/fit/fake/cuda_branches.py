@@ -24,7 +24,7 @@ from megatron.packing.model import grouped_experts
 from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.packing.model.attention import zigzag
 from megatron.packing.model.loss import cross_entropy
-from megatron.packing.model.parts import PARTS
+from megatron.packing.model.parts import known_parts
 from megatron.sft.model import build, kernels
 
 How = Literal["run", "described", "none"]
@@ -174,7 +174,7 @@ def replaced() -> Iterator[tuple[Any, str, Any]]:
         its = getattr(module, zigzag.to_device.__name__, None)
         if name.startswith("megatron.packing.model.") and its is zigzag.to_device:
             yield module, zigzag.to_device.__name__, _copy
-    for part in PARTS:
+    for part in known_parts():
         yield from part.kernel_stand_ins()
     grouped = grouped_experts._is_for_grouped_mm
     yield (

@@ -20,7 +20,8 @@ from megatron.core.dist_checkpointing.strategies import common as common_strateg
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
-from megatron.packing.model.parts import PARTS
+from megatron.packing.model.names import is_of_adapter
+from megatron.packing.model.parts import known_parts
 from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.files import CheckpointError, check_sound
@@ -28,7 +29,7 @@ from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iterat
 from megatron.sft.model.checkpoints.own_state import own_state_alone
 from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
 from megatron.sft.model.cpu_offload import make_adam_state
-from megatron.sft.options.lora import modules_of_part
+from megatron.sft.options.lora import key_of_part
 from megatron.sft.options.model import ModelConfig
 
 METADATA = {
@@ -41,7 +42,7 @@ METADATA = {
 # Checkpoints from before an option existed do not record it. Their runs had its default.
 _DEFAULTS_OF_OLD = {
     field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING
-} | {"lora": False, "lora_experts": "all", **{modules_of_part(part.name): [] for part in PARTS}}
+} | {"lora": False, "lora_experts": "all"}
 
 
 class Progress(NamedTuple):
@@ -173,10 +174,11 @@ def _check_readable(path: Path) -> None:
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
-    saved = _DEFAULTS_OF_OLD | saved
+    without_adapters: dict[str, list[str]] = {key_of_part(part.name): [] for part in known_parts()}
+    saved = _DEFAULTS_OF_OLD | without_adapters | saved
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
     names["base"] = f"the base model (then {saved.get('base_folder')})"
-    names |= {modules_of_part(p.name): f"--lora-target-modules of {p.title}" for p in PARTS}
+    names |= {key_of_part(p.name): f"--lora-target-modules of {p.title}" for p in known_parts()}
     differing = {
         name: f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
         for name, value in model_options.items()
@@ -264,7 +266,7 @@ def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any
             gpt = unwrap_model(chunk)
             missing, unknown = gpt.load_state_dict(state[f"model{number}"], strict=False)
             assert not unknown, unknown
-            assert set(missing) <= _frozen(gpt), missing
+            assert set(missing) <= _left_out(gpt), missing
         if wanted.optimizer:
             training.optimizer.load_state_dict(state["optimizer"])
         else:
@@ -284,9 +286,9 @@ def _sharded_state(
     state: dict[str, Any] = {}
     for number, chunk in enumerate(training.model):
         gpt = unwrap_model(chunk)
-        whole, frozen = gpt.sharded_state_dict(metadata=METADATA), _frozen(gpt)
+        whole, left_out = gpt.sharded_state_dict(metadata=METADATA), _left_out(gpt)
         state[f"model{number}"] = {
-            name: entry for name, entry in whole.items() if name not in frozen
+            name: entry for name, entry in whole.items() if name not in left_out
         }
     if with_optimizer:
         optimizer = training.optimizer
@@ -304,9 +306,14 @@ def _sharded_state(
     return state
 
 
-def _frozen(gpt: torch.nn.Module) -> set[str]:
-    """Returns the parameters that a checkpoint leaves out: those of the base model under LoRA."""
-    return {name for name, parameter in gpt.named_parameters() if not parameter.requires_grad}
+def _left_out(gpt: torch.nn.Module) -> set[str]:
+    """Returns the parameters that a checkpoint leaves out: under LoRA those of the base model,
+    which are in its folder. Without adapters a parameter that is not trained is nowhere else.
+    """
+    parameters = dict(gpt.named_parameters())
+    if not any(map(is_of_adapter, parameters)):
+        return set()
+    return {name for name, parameter in parameters.items() if not parameter.requires_grad}
 
 
 def _parallel_sizes() -> list[int]:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-_KINDS = ("param", "exp_avg", "exp_avg_sq")
+from megatron.sft.options.optimizer import ADAM_STATE
+
+_KINDS = ("param", *ADAM_STATE)
 
 
 @contextmanager

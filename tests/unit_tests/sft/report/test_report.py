@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from megatron.sft.commands import report as command
 from megatron.sft.report import report
-from megatron.sft.report.metrics import SourceMetrics
+from megatron.sft.report.metrics import Evaluation, SourceMetrics
 from megatron.sft.report.metrics_file import read_metrics
 from megatron.sft.report.metrics_writer import MetricsWriter
 from megatron.sft.report.model_card import CARD, write_card
-from megatron.sft.report.plot import packs_to_draw
+from megatron.sft.report.plot import packs_to_draw, plot_loss
 from tests.unit_tests.sft.command_line import parse
 from tests.unit_tests.sft.runs import step
 
@@ -233,3 +234,17 @@ def test_command_line(run_dir, capsys, monkeypatch):
         command.main([str(run_dir / "absent")], "report")
     assert exit_info.value.code == 2
     assert capsys.readouterr().err.startswith("report: error: ")
+
+
+def test_every_held_out_set_is_drawn():
+    """The fourth had a colour no more, and was left out without a word."""
+    names = [f"set {number}" for number in range(13)]
+    evaluations = [
+        Evaluation(iteration=1, split=name, loss=float(number), num_tokens=1)
+        for number, name in enumerate(names)
+    ]
+    axes = Figure().add_subplot()
+    plot_loss(axes, [step(1)], evaluations)
+    lines = {str(line.get_label()).removeprefix("held out: "): line for line in axes.lines}
+    looks = [(lines[name].get_color(), lines[name].get_marker()) for name in names]
+    assert len(set(looks)) == 12

@@ -1,10 +1,13 @@
 """Which checkpoint a run continues from."""
 
+import inspect
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -16,10 +19,13 @@ from megatron.sft.model.checkpoints.content import (
     _check_same_model,
     _check_same_parts,
     _data_notes,
+    _left_out,
     load_checkpoint,
 )
 from megatron.sft.model.checkpoints.delayed import gather_delayed, restored_queue
 from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path
+from megatron.sft.model.cpu_offload import make_adam_state
+from megatron.sft.options.optimizer import ADAM_STATE, OptimizerStateConfig
 from megatron.sft.options.packing import PackingConfig
 from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
 
@@ -151,6 +157,43 @@ def test_another_kind_of_expert_parallel_is_refused_in_a_line():
         _check_same_parts(Path("saved"), apart, one)
     with pytest.raises(ValueError, match="model-parallel-size 1; lower it, or pass --no-load-opt"):
         _check_same_parts(Path("saved"), together, two)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_only_a_base_model_is_left_out(has_adapter):
+    """A layer that is frozen without adapters is in no other file: a run that continues would have
+    its random start.
+    """
+    model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(2, 2), "trained": torch.nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    if has_adapter:
+        model["trained"].register_module("adapter", torch.nn.Linear(2, 1))
+    expected = {"frozen.weight", "frozen.bias"} if has_adapter else set()
+    assert _left_out(model) == expected
+
+
+def test_adams_state_is_declared_once():
+    """Loading, the estimates and the options' precisions follow from it; it is what torch's Adam
+    makes, and what megatron-core's sharded optimizer saves.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    adam = torch.optim.Adam([parameter])
+    adam.step()
+    made = {name: type(value) for name, value in adam.state[parameter].items()}
+    make_adam_state(adam)
+    assert {name: type(value) for name, value in adam.state[parameter].items()} == made
+    assert set(made) == {"step", *ADAM_STATE}
+    kinds = ", ".join(f'"{name}"' for name in ("param", *ADAM_STATE))
+    assert f"for key in ({kinds})" in inspect.getsource(DistributedOptimizer)
+    names = {one.name for one in fields(OptimizerStateConfig)}
+    assert {f"{name}_dtype" for name in ADAM_STATE} <= names
+    users = [
+        path.name
+        for path in (Path(__file__).parents[5] / "megatron").rglob("*.py")
+        if any(name in path.read_text() for name in ADAM_STATE)
+    ]
+    assert users == ["optimizer.py"]  # of options
 
 
 def test_a_sharded_optimizer_is_gathered_by_one_rank():
