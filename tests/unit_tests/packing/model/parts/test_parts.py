@@ -1,0 +1,26 @@
+"""Who knows a part: its own files, a family that has it, and the list of parts."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron.packing.layers import Part
+from megatron.packing.model.parts import known_parts
+
+MEGATRON = Path(__file__).resolve().parents[5] / "megatron"
+FAMILIES = {"delta_net": {"qwen3_next.py"}}
+"""Part -> the families that have it."""
+
+
+@pytest.mark.parametrize("part", known_parts())
+def test_nobody_asks_for_a_part_by_name(part: type[Part]) -> None:
+    """The next part would be missing wherever somebody asks for this one."""
+    words = {part.__name__, part.name, part.layers_option, *(one.name for one in fields(part))}  # type: ignore[arg-type]
+    users = {
+        path.name
+        for path in MEGATRON.rglob("*.py")
+        if path.parent.name != "parts" and any(word in path.read_text() for word in words)
+    }
+    # `shape` has its options among its bases.
+    assert users == {"shape.py"} | FAMILIES[part.name]
