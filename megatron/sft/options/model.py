@@ -112,11 +112,6 @@ class ModelConfig(Architecture):
                 "--mtp-num-layers needs --position-embedding-type rope; stages do not share "
                 "learned ones"
             )
-        if self.linear_attention_freq[-1:] == (1,):
-            raise ValueError(
-                "--mtp-num-layers needs attention in the last layer, as its layers are of the same "
-                "kind, but --linear-attention-freq puts a gated delta net there; end it in 0"
-            )
         if self.recompute_method != "block" and (self.recompute_num_layers or 1) > 1:
             raise ValueError(
                 f"--recompute-num-layers {self.recompute_num_layers} must be 1 with "

@@ -60,6 +60,7 @@ PARTS = {
     "adjust_logits": "script",
 }
 SETTINGS = {
+    "device": "script",  # else it is that of the tensors
     "variable_seq_lengths": "demanded",
     "overlap_p2p_comm": "demanded",
     "batch_p2p_comm": "demanded",

@@ -1,6 +1,5 @@
 """The options as megatron-core's config, and the demands of packing on it."""
 
-import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -361,19 +360,3 @@ def test_files_that_differ_between_machines_are_refused(fitted_file, monkeypatch
         ValueError, match="must be the same file on all machines, but differs; copy it"
     ):
         agreed(f"--sequence-packing --pack-cost {fitted_file}", [PackCost(1.0, 1.0)], monkeypatch)
-
-
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
-def test_layers_that_predict_further_recompute_packs_where_megatron_core_does(version, monkeypatch):
-    """Its 0.16 ends the first step with a TypeError that names neither option."""
-    import megatron.core
-
-    from megatron.packing.model.pipeline import check_config
-
-    monkeypatch.setattr(megatron.core, "__version__", version)
-    with contextlib.ExitStack() as expected:
-        if version < "0.17":
-            expected.enter_context(
-                pytest.raises(ValueError, match="recompute_granularity=None with mtp_num_layers")
-            )
-        check_config(suitable(mtp_num_layers=1), CPU)

@@ -55,13 +55,13 @@ def test_nothing_where_cuda_is(monkeypatch, not_installed):
 
 
 @needs_no_cuda
-def test_unknown_version_is_refused_untouched(monkeypatch, not_installed):
-    """A site that is new in another version would say `cuda` in the middle of somebody's run."""
+def test_an_older_version_is_refused_untouched(monkeypatch, not_installed):
+    """A site that other code has would say `cuda` in the middle of somebody's run."""
     import megatron.core
 
-    monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.0")
     monkeypatch.setattr(cpu_support, "rewrite", pytest.fail)
-    with pytest.raises(RuntimeError, match=r"0\.99\.0.*, or run where CUDA is available"):
+    with pytest.raises(RuntimeError, match=r"0\.15\.0.*, or run where CUDA is available"):
         cpu_support.install()
     assert cpu_support.report() == "nothing changed"
 

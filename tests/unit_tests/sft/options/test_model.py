@@ -57,13 +57,6 @@ CONTRADICTIONS = [
         1,
         ["--recompute-num-layers 2 must be 1 with --mtp-num-layers", "--recompute-method block"],
     ),
-    (
-        "--mtp-num-layers 1 --position-embedding-type rope --linear-attention-freq 0 0 0 0 0 0 0 1 "
-        "--linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 8 "
-        "--linear-value-head-dim 8",
-        1,
-        ["--mtp-num-layers needs attention in the last layer", "end it in 0"],
-    ),
     ("--swiglu --geglu", 1, ["--swiglu", "--geglu", "drop one"]),
     ("--moe-layer-freq 1 0", 1, ["--moe-layer-freq", "need --num-experts"]),
     (
