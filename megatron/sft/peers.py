@@ -101,7 +101,7 @@ def abort(failure: BaseException) -> NoReturn:
     fail(f"rank {rank}: {type(failure).__name__}: {failure}", 0)
 
 
-def _cause_of(failure: Exception, rank: int, is_agreed: bool) -> Cause:
+def _cause_of(failure: BaseException, rank: int, is_agreed: bool) -> Cause:
     """Returns the cause to report. Ends all ranks if the failure only says that others are gone."""
     if is_agreed:
         return Cause(str(failure), USER_ERROR, None)
@@ -113,7 +113,7 @@ def _cause_of(failure: Exception, rank: int, is_agreed: bool) -> Cause:
     return Cause(f"{type(failure).__name__}: {failure}{more}", 1, rank)
 
 
-def _cause_of_loss(failure: Exception) -> str:
+def _cause_of_loss(failure: BaseException) -> str:
     """Returns what is known of a failure to reach another rank, after all of them have answered."""
     _running[0].check_all_answer()
     time.sleep(2 * GRACE_SECONDS)  # the rank at fault may be about to say why

@@ -90,7 +90,7 @@ def table(
             elif fault_of(case, record) is not None:
                 cells.append(f"**{fault_of(case, record)}**")
             elif record["refusal"] is not None:
-                number = list(TRUE_REFUSALS).index(expected_refusal(case)) + 1
+                number = [*TRUE_REFUSALS, None].index(expected_refusal(case)) + 1
                 cells.append(f"refused ({number})")
             else:
                 cells.append(f"{record['difference']:.1e}")

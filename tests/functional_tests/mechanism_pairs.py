@@ -296,13 +296,14 @@ def outcome_of(case: Case, ranks: Sequence[list[RankStep] | Refused]) -> Outcome
     or a refusal is not a line.
     """
     refusals = {rank for rank in ranks if isinstance(rank, Refused)}
+    trained = [rank for rank in ranks if not isinstance(rank, Refused)]
     if refusals:
-        assert all(isinstance(rank, Refused) for rank in ranks), f"not all ranks: {refusals}"
+        assert not trained, f"not all ranks: {refusals}"
         assert len(refusals) == 1, f"ranks say otherwise: {refusals}"
         (line,) = refusals.pop()
         assert "\n" not in line, f"{case}: not a line: {line}"
         return Outcome(None, line)
-    steps = assemble(ranks)
+    steps = assemble(trained)
     return Outcome(largest_difference(steps, reference(case.mechanisms)), loss=steps[0].loss)
 
 

@@ -1,10 +1,14 @@
 """Values of users' files in messages: recognisable, and short whatever they are."""
 
 import functools
+from typing import Any, cast
 
 import pytest
 
 from megatron.packing.quoting import cut, shortened, shown
+
+MANY: Any = dict.fromkeys(range(99))
+NESTED: Any = functools.reduce(lambda inner, _: [inner], range(100_000), cast(Any, []))
 
 
 @pytest.mark.parametrize(
@@ -14,10 +18,10 @@ from megatron.packing.quoting import cut, shortened, shown
         "a b " * 250_000,
         10**4000,
         ["a b " * 1000] * 99,
-        {"a b " * 1000: ["c"] * 99, **dict.fromkeys(range(99))},
+        {"a b " * 1000: ["c"] * 99, **MANY},
         [[[["a b " * 99] * 9] * 9] * 9] * 9,
         b"\0" * 10**6,
-        functools.reduce(lambda inner, _: [inner], range(100_000), []),
+        NESTED,
     ],
 )
 def test_large_values_are_not_printed_whole(value):

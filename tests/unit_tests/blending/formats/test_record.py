@@ -1,5 +1,7 @@
 """Fingerprints of files of records."""
 
+from typing import Any
+
 import pytest
 
 from megatron.blending.formats.record import fingerprint_file, num_probes_of
@@ -26,7 +28,8 @@ def test_a_lost_megabyte_is_noticed(hole):
     """What a copy over a broken network leaves: records of zeros on one machine alone."""
 
     def fingerprint(hole):
-        return fingerprint_file(FileWithHole(hole), 1000, num_probes_of(SIZE))
+        file: Any = FileWithHole(hole)
+        return fingerprint_file(file, 1000, num_probes_of(SIZE))
 
     assert fingerprint(hole) != fingerprint(None)
 

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -139,4 +140,5 @@ def test_sound_folders_are_opened(monkeypatch):
     for name in ("qwen", "gemma", "llama2", "llama3", "mistral", "trl"):
         chat._check_files(RELEASED / name, is_model=True, has_adapter=False)
     chat.check_served(RELEASED / "trl", RELEASED / "trl-adapter")
-    assert chat.open_speaker(RELEASED / "qwen", OPTIONS).templates.by_name
+    speaker: Any = chat.open_speaker(RELEASED / "qwen", OPTIONS)
+    assert speaker.templates.by_name

@@ -139,5 +139,5 @@ def test_a_checkpoint_names_the_experts_that_have_adapters():
     assert "lora_experts" not in shared.identity()
     assert shared.identity(has_experts=True)["lora_experts"] == "shared"
     assert routed.identity(has_experts=True) == every.identity(has_experts=True)
-    of_both = {"has_experts": True, "has_shared_experts": True}
-    assert routed.identity(**of_both)["lora_experts"] == "routed"
+    of_both = routed.identity(has_experts=True, has_shared_experts=True)
+    assert of_both["lora_experts"] == "routed"

@@ -1,6 +1,7 @@
 """Preference data is refused, with options that train the good answers when they are pasted."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ ANSWERS = {
     "sharegpt": ([{"from": "gpt", "value": "good"}], [{"from": "gpt", "value": "bad"}]),
     "several": ([GOOD, AGAIN, GOOD], [BAD]),
 }
-QUESTIONS = {
+QUESTIONS: dict[str, dict[str, Any]] = {
     "text": {"prompt": "Q?"},
     "turns": {"prompt": [USER]},
     "with system": {"prompt": [SYSTEM, USER]},

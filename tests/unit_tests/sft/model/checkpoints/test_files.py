@@ -3,6 +3,7 @@
 import pickle
 import re
 import resource
+from typing import Any
 
 import pytest
 import torch
@@ -58,12 +59,16 @@ def test_other_failures_keep_their_words(tmp_path):
         raise RuntimeError("ours")
 
 
+FAILURES: Any = {1: (EOFError(), None), 0: (KeyError("x"), None)}
+"""By rank, with stacks."""
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("raised", "kind", "told"),
     [
         (
-            CheckpointException("read", {1: (EOFError(), None), 0: (KeyError("x"), None)}),
+            CheckpointException("read", FAILURES),
             CheckpointError,
             "KeyError: 'x'",
         ),

@@ -5,6 +5,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,9 +76,11 @@ def test_shards_stay_in_the_checkpoint(tmp_path: Path, name: str) -> None:
     assert f"names the shard '{name}', which is no file of the checkpoint" in fault
 
 
-@pytest.mark.parametrize(
-    "entry", [torch.float32, _StorageInfo("a", "b", 1), _StorageInfo([], 0, 1)]
-)
+INFO: Any = _StorageInfo
+"""For values of other types than it asks for."""
+
+
+@pytest.mark.parametrize("entry", [torch.float32, INFO("a", "b", 1), INFO([], 0, 1)])
 def test_a_table_of_other_values_is_named(tmp_path: Path, entry: object) -> None:
     content = Metadata({}, storage_data={MetadataIndex("weights"): entry})
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
