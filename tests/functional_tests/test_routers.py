@@ -200,7 +200,7 @@ def train_both(layout: Layout | None) -> list[Routed]:
 
 @cache
 def alone() -> list[Routed]:
-    return run_ranks(train_both, 1, None)[0]
+    return run_ranks(train_both, 1, None, timeout_seconds=240)[0]
 
 
 @pytest.mark.parametrize(
