@@ -62,7 +62,7 @@ class Device:
 
     @property
     def place(self) -> torch.device:
-        """Where its tensors are."""
+        """torch's device of its tensors."""
         index = torch.cuda.current_device() if self.is_gpu and self.index is None else self.index
         return torch.device(self.kind) if index is None else torch.device(self.kind, index)
 

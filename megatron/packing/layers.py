@@ -189,14 +189,14 @@ def options_by_layer(options: Any) -> list[tuple[Any, ...]]:
     3 layers, window_attn_skip_freq=(1, 0, 1)    ->    [(1,), (0,), (1,)]
     """
     layers = range(options.num_layers)
-    said: list[Sequence[Any]] = []
+    values_of_options: list[Sequence[Any]] = []
     for field in fields(options):
         values = getattr(options, field.name)
         if field.metadata.get("layers") == "each" and values:
-            said.append(values)
+            values_of_options.append(values)
         elif field.metadata.get("layers") == "numbered" and values:
-            said.append([layer in values for layer in layers])
-    return list(zip(*said)) if said else [() for _ in layers]
+            values_of_options.append([layer in values for layer in layers])
+    return list(zip(*values_of_options)) if values_of_options else [() for _ in layers]
 
 
 def options_at_depth(options: Any, num_layers: int, period: int) -> dict[str, Any]:

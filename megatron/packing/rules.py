@@ -65,7 +65,7 @@ class Rule:
     when: Callable[..., object]
     """Function from facts, by their names, to whether the run is refused."""
     why: str
-    """What is wrong and what is expected."""
+    """The fault, and what is expected instead."""
     way_out: str
     """Imperative: what to change."""
 

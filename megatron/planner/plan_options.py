@@ -327,12 +327,12 @@ class LayoutOptions:
 
 def layout_of_run(options: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]:
     """Returns the fields of `LayoutOptions` that a run's `options` say, all of them or some."""
-    found = {ours: options[n] for n, ours in _OF_RUN.items() if options.get(n) is not None}
+    layout = {ours: options[n] for n, ours in _OF_RUN.items() if options.get(n) is not None}
     per_chunk = options.get("num_layers_per_virtual_pipeline_stage")
     if num_layers is not None and per_chunk is not None:
-        num_counted = num_layers + sum(found.get(name) is True for name in STAGE_OPTIONS)
-        found["vpp"] = max(num_counted // found.get("pp", 1) // per_chunk, 1)
-    return found
+        num_counted = num_layers + sum(layout.get(name) is True for name in STAGE_OPTIONS)
+        layout["vpp"] = max(num_counted // layout.get("pp", 1) // per_chunk, 1)
+    return layout
 
 
 @dataclass(frozen=True, kw_only=True)

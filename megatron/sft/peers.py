@@ -48,7 +48,7 @@ def heartbeats(
         yield
         return
     try:
-        heartbeat = Heartbeat(rank, world_size, 60 * minutes, store, _tell, _leave)
+        heartbeat = Heartbeat(rank, world_size, 60 * minutes, store, _report, _leave)
     except dist.DistError as error:
         raise ValueError(
             f"rank {rank}: rank 0 did not come within {minutes:g} minutes ({error}); see its log"
@@ -132,7 +132,7 @@ def is_lost(failure: BaseException) -> bool:
     )
 
 
-def _tell(cause: Cause, speaks: bool) -> None:
+def _report(cause: Cause, speaks: bool) -> None:
     # Without torchrun, whose summary has it, each rank may have a terminal of its own.
     tell_torchrun(cause.text, is_shown=speaks or not has_error_file())
 

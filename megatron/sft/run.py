@@ -22,6 +22,7 @@ from megatron.packing.quoting import shortened
 from megatron.sft.arguments.megatron_flags import megatron_flag_notes
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_with_notes
+from megatron.sft.base_exceptions import is_failure
 from megatron.sft.commands import table
 from megatron.sft.environment import (
     check_temporary_folder,
@@ -34,7 +35,6 @@ from megatron.sft.environment import (
     world_from_environment,
 )
 from megatron.sft.launch import Launch, is_launched, launch, taken_apart
-from megatron.sft.library_errors import is_failure
 from megatron.sft.options.config import SFTConfig
 
 if TYPE_CHECKING:

@@ -186,7 +186,7 @@ FOLDERS = {
         "calibrate",
     ),
     "sft": (
-        "library_errors",
+        "base_exceptions",
         "environment",
         "launch",
         "options",

@@ -68,14 +68,14 @@ class DelimitedSource(FileSource):
         fault = encoding_fault(self._path, self._file.read(0, min(HEAD_BYTES, self._file.size)))
         if fault is not None:
             raise ValueError(f"{self._path}: {fault}")
-        found = self._other_separator()
-        if found is not None:
+        separator = self._other_separator()
+        if separator is not None:
             suffixes = {mark: f"name it {suffix}" for suffix, mark in _SEPARATORS.items()}
-            way_out = suffixes.get(found, "save it with that, values that hold one in quotes")
+            way_out = suffixes.get(separator, "save it with that, values that hold one in quotes")
             first = self._text(0).strip()
             raise ValueError(
                 f"{self._path}:1: columns must be separated by {self._separator!r}, but "
-                f"{shown(first)} are by {shown(found)}; {way_out}"
+                f"{shown(first)} are by {shown(separator)}; {way_out}"
             )
         try:
             return self._row(0)

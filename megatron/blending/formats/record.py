@@ -83,7 +83,7 @@ class FileSource(RecordSource):
     def fingerprint(self) -> str:
         # Earlier versions had the first half alone, and checkpoints hold it.
         num_records = len(self)
-        dense = fingerprint_file(self._file, num_records, num_probes_of(self._file.size))
+        dense = fingerprint_file(self._file, num_records, count_probes(self._file.size))
         return fingerprint_file(self._file, num_records) + dense
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def check_indices(indices: Sequence[int], source: RecordSource) -> None:
             check_index(index, source)
 
 
-def num_probes_of(size: int) -> int:
+def count_probes(size: int) -> int:
     """Returns the number of blocks that a fingerprint of a file reads: at least one in 512 KiB up
     to 128 MiB, so that a lost megabyte is noticed, and 256 of any larger file.
     """

@@ -95,7 +95,6 @@ def packed_mtp_block_spec(
     further tokens.
 
     Its layers are of the kind of the last one, which `config` then says in its lists by layer.
-    Raises ValueError where that one is a gated delta net.
     """
     if config.mtp_num_layers is None:
         return None

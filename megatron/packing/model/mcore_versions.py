@@ -26,14 +26,14 @@ def check_version(user: str, way_out: str) -> None:
     installed = _installed_version()
     if _is_checked(installed):
         return
-    found = (
+    checked = (
         f"{user} was checked with megatron-core {', '.join(CHECKED_VERSIONS[:-1])} and "
         f"{CHECKED_VERSIONS[-1]}, but this is {installed}"
     )
     if Version(installed) < Version(CHECKED_VERSIONS[0]):
-        raise RuntimeError(f"{found}; {_install_checked()}, {way_out}")
+        raise RuntimeError(f"{checked}; {_install_checked()}, {way_out}")
     warnings.warn(
-        f"{found}, which may compute something else; compare the losses of a few steps with and "
+        f"{checked}, which may compute something else; compare the losses of a few steps with and "
         f"without packing, or {_install_checked()}",
         stacklevel=3,
     )

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, Protocol
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, check_range, parse_flags
 from megatron.packing.quoting import shortened, shown
+from megatron.sft.base_exceptions import describe_failure, is_failure
 from megatron.sft.data.hf_tokenizer import build_hugging_face
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.templates.named import NamedTemplates
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
-from megatron.sft.library_errors import fault_of, is_failure
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, some
 from megatron.sft.model.huggingface.names import wrapper_message
@@ -194,7 +194,7 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
     except BaseException as error:  # of many kinds: no memory, a family of a later version
         if not is_failure(error) or isinstance(error, (ValueError, torch.OutOfMemoryError)):
             raise
-        raise ValueError(f"{folder} cannot be loaded: {fault_of(error)}") from None
+        raise ValueError(f"{folder} cannot be loaded: {describe_failure(error)}") from None
     if Device.here().is_gpu:
         model = model.cuda()
     return TransformersSpeaker(model, read.tokenizer, read.templates)

@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron.packing.quoting import shortened, shown
 from megatron.packing.user_files import Kind, check_types, read_json, read_text
+from megatron.sft.base_exceptions import describe_failure, is_failure
 from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.records.content import Conversation, Passage
 from megatron.sft.data.records.turns import Contexts
@@ -31,7 +32,6 @@ from megatron.sft.data.templates.named import (
     read_templates,
 )
 from megatron.sft.data.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
-from megatron.sft.library_errors import fault_of, is_failure
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 _log = logging.getLogger("megatron.sft.data")
@@ -269,7 +269,7 @@ def _read_folder(folder: str, named: str) -> FolderTokenizer:
             ) from None
         # transformers reads both files, and says of one value only its key.
         of_config = "/config.json" * ("alidation error for" in str(error))
-        raise ValueError(f"{named}{of_config} cannot be read: {fault_of(error)}") from error
+        raise ValueError(f"{named}{of_config} cannot be read: {describe_failure(error)}") from error
 
 
 def build_templates(tokenizer: Any, folder: str, choice: TemplateChoice) -> NamedTemplates:

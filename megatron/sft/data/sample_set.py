@@ -93,7 +93,7 @@ def _leaves(node: Any) -> Iterator[SourceDataset]:
         yield from _leaves(child)
 
 
-def in_form_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+def match_saved_form(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the identity `now` of data in the form of a saved one: earlier versions had
     fingerprints of 32 digits, the first half of today's.
     """

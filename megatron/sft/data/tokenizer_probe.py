@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from megatron.sft.library_errors import is_failure
+from megatron.sft.base_exceptions import is_failure
 
 PROBE = (
     "\n\n1. One\n2. Two 3,141.59 and 20260101",

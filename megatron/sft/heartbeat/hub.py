@@ -27,7 +27,7 @@ _ALIKE_SECONDS = 1.0
 _FILES_FACTOR = 12
 """How much longer than in a collective ranks wait for one that writes or reads files."""
 _LEAVE_SECONDS = 1.0
-"""Time in which ranks end that were told to."""
+"""Time that ranks have to end, once they have the cause."""
 
 
 class _Question(NamedTuple):
@@ -171,10 +171,10 @@ class Hub(threading.Thread):
             if len(answered) == self._world_size or is_late:
                 self._questions.remove(question)
                 if question.rank in self._connections:
-                    fault = self._fault_of(sorted(set(range(self._world_size)) - answered))
+                    fault = self._describe_silent(sorted(set(range(self._world_size)) - answered))
                     self._send([question.rank], question=question.number, fault=fault)
 
-    def _fault_of(self, ranks: list[int]) -> str:
+    def _describe_silent(self, ranks: list[int]) -> str:
         """Returns the message of ranks that have not answered; "" if there are none."""
         if absent := [rank for rank in ranks if rank not in self._answered]:
             return f"{ranks_text(absent)} did not come: not started, or ended at its start"
@@ -219,11 +219,11 @@ class Hub(threading.Thread):
         others = set(self._connections) - {0}
 
         def spread() -> None:
-            for told in (others & {cause.rank}, others - {cause.rank}):
-                told &= set(self._connections)
-                self._send(told, cause=cause)
+            for ranks in (others & {cause.rank}, others - {cause.rank}):
+                connected = ranks & set(self._connections)
+                self._send(connected, cause=cause)
                 latest = time.monotonic() + _LEAVE_SECONDS
-                while told & set(self._connections) and time.monotonic() < latest:
+                while connected & set(self._connections) and time.monotonic() < latest:
                     self._read(0.05)
 
         if cause.rank != 0:

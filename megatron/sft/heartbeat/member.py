@@ -48,7 +48,7 @@ class Heartbeat:
         world_size: int,
         timeout_seconds: float,
         store: dist.Store,
-        tell: Callable[[Cause, bool], None],
+        report: Callable[[Cause, bool], None],
         leave: Callable[[int], NoReturn],
     ) -> None:
         """Raises ValueError if rank 0 cannot be reached.
@@ -56,10 +56,10 @@ class Heartbeat:
         Args:
             timeout_seconds: timeout of collectives.
             store: store at which ranks meet.
-            tell: function that reports a cause; True on the one rank that speaks for all.
+            report: function that reports a cause; True on the one rank that speaks for all.
             leave: function that ends this process with a status.
         """
-        self._rank, self._tell, self._leave = rank, tell, leave
+        self._rank, self._report, self._leave = rank, report, leave
         self._clock = Clock(timeout_seconds)
         self._changed = threading.Condition()
         self._meetings, self._num_held = count(1), 0
@@ -129,7 +129,7 @@ class Heartbeat:
     def finish(self, cause: Cause, before_leaving: Callable[[], None] | None = None) -> NoReturn:
         """Reports a cause and ends this process, without asking other ranks."""
         self._ending.acquire()  # for good: one thread of this process ends it
-        self._tell(cause, cause.rank == self._rank)
+        self._report(cause, cause.rank == self._rank)
         self._connection.close()
         if before_leaving is not None:
             before_leaving()

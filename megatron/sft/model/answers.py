@@ -111,14 +111,14 @@ class Answers:
         run(batch)
         if head is not None:
             head.likeliest = None
-        found = torch.zeros(len(asked), dtype=torch.int64, device=device.place)
+        tokens = torch.zeros(len(asked), dtype=torch.int64, device=device.place)
         is_first = parallel_state.get_data_parallel_rank() == 0
         if likeliest and is_first and parallel_state.get_tensor_model_parallel_rank() == 0:
-            found[torch.tensor(batch.asked, dtype=torch.int64, device=device.place)] = torch.cat(
+            tokens[torch.tensor(batch.asked, dtype=torch.int64, device=device.place)] = torch.cat(
                 likeliest
             )
-        dist.all_reduce(found)
-        return found.tolist()
+        dist.all_reduce(tokens)
+        return tokens.tolist()
 
 
 def prompt_batch(config: SFTConfig, sequences: Sequence[Sequence[int]]) -> PromptBatch:

@@ -58,8 +58,8 @@ class OptimizerStateConfig:
 
     def __post_init__(self) -> None:
         check_range(self, 0, 1, "optimizer_offload_fraction")
-        kept = {getattr(self, f"{name}_dtype") for name in ("main_params", *ADAM_STATE)}
-        if self.optimizer_cpu_offload and kept != {"fp32"}:
+        dtypes = {getattr(self, f"{name}_dtype") for name in ("main_params", *ADAM_STATE)}
+        if self.optimizer_cpu_offload and dtypes != {"fp32"}:
             raise ValueError(
                 "--optimizer-cpu-offload keeps --main-params-dtype, --exp-avg-dtype and "
                 "--exp-avg-sq-dtype in fp32; drop them"

@@ -2,7 +2,7 @@
 machines may have different copies under the same path.
 
 A fingerprint is a hash of size and content: all of a file up to 64 MiB, otherwise evenly spread
-blocks of 4 KiB (see `num_probes_of`), and the header of a safetensors file. Times are left out, as
+blocks of 4 KiB (see `count_probes`), and the header of a safetensors file. Times are left out, as
 equal copies differ in them. Sources of records have fingerprints of their own. Each rank reads some
 MiB.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.blending.formats.record import PROBE_BYTES, num_probes_of, probe_starts
+from megatron.blending.formats.record import PROBE_BYTES, count_probes, probe_starts
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.model.checkpoints.checksums import CHECKSUMS, file_names
 from megatron.sft.model.checkpoints.folder import (
@@ -134,6 +134,6 @@ def _sampled(file: BinaryIO, size: int, has_header: bool) -> Iterable[bytes]:
         return
     if has_header:
         yield file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER))
-    for start in probe_starts(size, num_probes_of(size)):
+    for start in probe_starts(size, count_probes(size)):
         file.seek(start)
         yield file.read(PROBE_BYTES)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron.sft.library_errors import is_failure
+from megatron.sft.base_exceptions import is_failure
 from megatron.sft.model.checkpoints.content import read_common
 from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
 from megatron.sft.options.chat_template import to_json

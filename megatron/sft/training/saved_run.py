@@ -13,7 +13,7 @@ from megatron.packing.model.parts import parts_in
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.user_files import disk_fault
 from megatron.sft.data.datasets import Datasets
-from megatron.sft.data.sample_set import in_form_of
+from megatron.sft.data.sample_set import match_saved_form
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.content import (
     Progress,
@@ -96,7 +96,8 @@ class SavedRun:
         identity = datasets.valid.identity
         evaluated = [
             str((form, num_evaluated, config.model.seq_length))
-            for form in (identity, in_form_of({}, identity))  # the second one of earlier versions
+            # the latter by earlier versions
+            for form in (identity, match_saved_form({}, identity))
         ]
         self._evaluated, self._same_evaluated = evaluated[0], {None, *evaluated}
         self._companions = companions

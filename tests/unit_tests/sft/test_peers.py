@@ -97,7 +97,7 @@ def test_the_line_is_on_each_terminal_that_torchrun_does_not_serve(
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     line = "pretrain_sft.py: error: rank 1 is gone\n"
     for speaks in (True, False):
-        peers._tell(Cause("rank 1 is gone", 1, 0), speaks)
+        peers._report(Cause("rank 1 is gone", 1, 0), speaks)
         assert capsys.readouterr().err == (line if speaks or not has_file else "")
     if has_file:
         assert "rank 1 is gone" in (tmp_path / "error.json").read_text()

@@ -143,8 +143,8 @@ class PackedSelfAttention(SelfAttention):
         """Returns the angles of the microbatch, which all layers share: they are kept with what
         describes it.
         """
-        kept = getattr(packed_seq_params, "turns", None)
-        if kept is None or kept[0] is not frequencies or kept[1].cos.dtype != query.dtype:
+        cached = getattr(packed_seq_params, "turns", None)
+        if cached is None or cached[0] is not frequencies or cached[1].cos.dtype != query.dtype:
             places = self._places(packed_seq_params, query)
             is_of_pack = self.config.mrope_section is not None and getattr(
                 packed_seq_params, "has_axes", False
@@ -159,12 +159,12 @@ class PackedSelfAttention(SelfAttention):
             of_tokens = frequencies_of_tokens(frequencies, *places, is_of_pack=is_of_pack)
             scale = _yarn_get_concentration_factor_from_config(self.config)
             is_interleaved = self.config.rotary_interleaved
-            kept = (
+            cached = (
                 frequencies,
                 turns_of(of_tokens, query.shape[-1], is_interleaved, scale, query.dtype),
             )
-            packed_seq_params.turns = kept
-        return kept[1]
+            packed_seq_params.turns = cached
+        return cached[1]
 
 
 class QueryScale:

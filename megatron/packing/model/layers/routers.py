@@ -15,9 +15,7 @@ So the mask travels in `PackedSeqParams`, which each layer gets anyway, recomput
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import update_wrapper
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +24,8 @@ from megatron.core.transformer.moe import moe_utils, router
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from megatron.packing.model.replaced_method import ReplacedMethod
 
 
 def define_te_general_gemm() -> None:
@@ -80,20 +80,13 @@ def _pass_mask(
     return arguments, {**options, "padding_mask": mask}
 
 
-class BiasCounts:
+class BiasCounts(ReplacedMethod):
     """`TopKRouter._apply_expert_bias`, which counts tokens by expert, without padding.
 
     megatron-core's combines [tokens, experts] with a mask [tokens]: it raises RuntimeError, or
     masks experts in place of tokens where there are as many of both. It is compiled when it is
     first called, which on a CPU takes longer than a step, for a sum of a few numbers.
     """
-
-    def __init__(self, plain: Callable[..., None]) -> None:
-        update_wrapper(self, plain)
-        self.plain = plain
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
 
     def __call__(
         self, topk_router: Any, routing_map: Tensor, padding_mask: Tensor | None = None
@@ -107,19 +100,12 @@ class BiasCounts:
         topk_router.local_tokens_per_expert += routing_map.sum(dim=0)
 
 
-class ZLoss:
+class ZLoss(ReplacedMethod):
     """`TopKRouter.apply_z_loss` as a sum over the tokens of all ranks.
 
     0.16.1 divides it by the size of the tensor and context parallel group, whose ranks hold
     different tokens: the gradients of a sequence would depend on that size.
     """
-
-    def __init__(self, plain: Any) -> None:
-        update_wrapper(self, plain)
-        self.plain = plain
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
 
     def __call__(
         self, topk_router: Any, logits: Tensor, padding_mask: Tensor | None = None

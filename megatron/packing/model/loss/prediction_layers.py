@@ -9,25 +9,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import update_wrapper
-from types import MethodType
 from typing import Any
 
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
+from megatron.packing.model.replaced_method import ReplacedMethod
 
-class PredictionRecompute:
+
+class PredictionRecompute(ReplacedMethod):
     """`MultiTokenPredictionLayer._checkpointed_forward`, which saves the tensors among its
     arguments and keeps the others as they are.
     """
-
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        update_wrapper(self, plain)
-        self.plain = plain
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
 
     def __call__(
         self, layer: Any, forward_func: Callable[..., Any] | None = None, **arguments: Any
@@ -45,17 +38,10 @@ class PredictionRecompute:
         return self.plain(layer, forward, **tensors)
 
 
-class PredictionInput:
+class PredictionInput(ReplacedMethod):
     """`MultiTokenPredictionLayer._concat_embeddings`, which cuts embeddings of the whole pack to
     this tensor-parallel rank's part under sequence parallel.
     """
-
-    def __init__(self, plain: Callable[..., Tensor]) -> None:
-        update_wrapper(self, plain)
-        self.plain = plain
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
 
     def __call__(self, layer: Any, hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
         """See megatron-core; [t / tp, 1, h] and [t / tp or t, 1, h]."""

@@ -98,13 +98,13 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
     """
     fields = rename_fields(record, columns)
     keys = Keys(*(_column_of(name, columns) for name in ("role", "content")))
-    found = _find(fields, keys, record)
+    reading = _find(fields, keys, record)
     weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
-    unread = {key for key in fields if not is_empty(fields[key])} - found.read - {"weight"}
-    _check_unread(fields, unread, found.content, keys)
-    if not isinstance(found.content, TokenIds) and found.read != {"text"}:
+    unread = {key for key in fields if not is_empty(fields[key])} - reading.read - {"weight"}
+    _check_unread(fields, unread, reading.content, keys)
+    if not isinstance(reading.content, TokenIds) and reading.read != {"text"}:
         check_marks(fields)
-    return Reading(found.content, weight, (unread - TEXT_COLUMNS) | found.unread_of_turns)
+    return Reading(reading.content, weight, (unread - TEXT_COLUMNS) | reading.unread_of_turns)
 
 
 class _Found(NamedTuple):

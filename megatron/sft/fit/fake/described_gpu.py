@@ -46,7 +46,7 @@ class DescribedGPU(Device):
 
     @property
     def place(self) -> torch.device:
-        """Where its tensors are."""
+        """torch's device of its tensors."""
         return CPU.place
 
     def has_package(self, name: str) -> bool:

@@ -23,7 +23,7 @@ from megatron.packing.device import Device
 from megatron.packing.flags import flag_of
 from megatron.packing.model.names import is_of_adapter
 from megatron.packing.model.parts import known_parts
-from megatron.sft.data.sample_set import blend_changes, in_form_of
+from megatron.sft.data.sample_set import blend_changes, match_saved_form
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.files import CheckpointError, check_sound, read_or_refused
 from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
@@ -144,7 +144,7 @@ def load_checkpoint(
         }
     _check_same_model(path, common["model_options"], model_options)
     if wanted.progress:
-        now = in_form_of(common["data"], data)
+        now = match_saved_form(common["data"], data)
         _check_same_blend(path, common["data"], now, wanted.changed_blend)
     if wanted.optimizer:
         _check_same_parts(path, common, training.optimizer)

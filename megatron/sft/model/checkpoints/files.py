@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.packing.folder_gate import open_output
 from megatron.sft.agreement import AgreedError, gathered
-from megatron.sft.library_errors import fault_of, is_failure
+from megatron.sft.base_exceptions import describe_failure, is_failure
 from megatron.sft.model.checkpoints.checksums import faults_in, file_names, read_checksums
 from megatron.sft.model.checkpoints.folder import TRACKER, checkpoint_path
 from megatron.sft.model.checkpoints.lock import FolderLock
@@ -238,7 +238,7 @@ def read_or_refused(folder: str | Path, iteration: int) -> Iterator[None]:
         is_worded = isinstance(error, (ValueError, AssertionError, torch.OutOfMemoryError))
         if is_worded or not is_failure(error) or is_lost(root):
             raise
-        message = f"{checkpoint_path(folder, iteration)} cannot be read: {fault_of(root)}; "
+        message = f"{checkpoint_path(folder, iteration)} cannot be read: {describe_failure(root)}; "
         if not isinstance(error, CheckpointException):
             raise ValueError(message + _way_back(folder, iteration)) from error
         way_out = gathered(_way_back(folder, iteration) if dist.get_rank() == 0 else None)[0]

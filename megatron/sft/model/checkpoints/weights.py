@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.packing.model.names import layer_prefix
-from megatron.sft.library_errors import fault_of, is_failure
+from megatron.sft.base_exceptions import describe_failure, is_failure
 from megatron.sft.model.checkpoints.files import CheckpointError, found_faults
 from megatron.sft.model.checkpoints.unpickling import only_weights
 
@@ -144,7 +144,7 @@ class CheckpointWeights:
             if not is_failure(error) or isinstance(error, (ValueError, torch.OutOfMemoryError)):
                 raise
             raise ValueError(
-                f"{self._path} cannot be read: {fault_of(error)}; {self._way_out}"
+                f"{self._path} cannot be read: {describe_failure(error)}; {self._way_out}"
             ) from error
 
 

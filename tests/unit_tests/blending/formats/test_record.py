@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.blending.formats.record import fingerprint_file, num_probes_of
+from megatron.blending.formats.record import count_probes, fingerprint_file
 from megatron.blending.formats.sources import open_source
 
 SIZE = 100_000_000
@@ -29,7 +29,7 @@ def test_a_lost_megabyte_is_noticed(hole):
 
     def fingerprint(hole):
         file: Any = FileWithHole(hole)
-        return fingerprint_file(file, 1000, num_probes_of(SIZE))
+        return fingerprint_file(file, 1000, count_probes(SIZE))
 
     assert fingerprint(hole) != fingerprint(None)
 
@@ -45,4 +45,4 @@ def test_the_first_half_is_that_of_earlier_versions(tmp_path):
     ("size", "count"), [(0, 64), (1 << 25, 64), (SIZE, 191), (1 << 27, 256), (1 << 40, 256)]
 )
 def test_large_files_are_not_read_at_length(size, count):
-    assert num_probes_of(size) == count
+    assert count_probes(size) == count

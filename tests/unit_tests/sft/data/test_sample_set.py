@@ -10,7 +10,7 @@ from megatron.blending import RepeatDataset
 from megatron.blending.loading.sources import LoadedDataset
 from megatron.blending.metadatasets.tree import SourceEntry
 from megatron.blending.streams.source import SourceDataset
-from megatron.sft.data.sample_set import blend_changes, blended, in_form_of
+from megatron.sft.data.sample_set import blend_changes, blended, match_saved_form
 from megatron.sft.data.stream import SampleStream, Share
 from tests.unit_tests.sft.data.test_stream import Numbered, one_after_the_other
 
@@ -139,7 +139,10 @@ def test_checkpoints_of_earlier_versions_are_of_the_same_data():
 
     now = identity(first + other, f"0-10 of {second}{other}")
     former = identity(first, f"0-10 of {second}")
-    assert in_form_of(former, now) == former
-    assert in_form_of(now, now) == now
-    assert in_form_of(identity(first + second), now) == now  # other data, of this version
-    assert in_form_of({}, {"seed": 1, "fingerprint": "mock"}) == {"seed": 1, "fingerprint": "mock"}
+    assert match_saved_form(former, now) == former
+    assert match_saved_form(now, now) == now
+    assert match_saved_form(identity(first + second), now) == now  # other data, of this version
+    assert match_saved_form({}, {"seed": 1, "fingerprint": "mock"}) == {
+        "seed": 1,
+        "fingerprint": "mock",
+    }

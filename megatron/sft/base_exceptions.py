@@ -16,7 +16,7 @@ def is_failure(error: BaseException) -> bool:
     return not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
 
 
-def fault_of(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Returns one line that names an error of a library: `"EOFError"`, `"KeyError: 'bias'"`."""
     text = " ".join(str(error).split())
     # torch's own words are a page about trusting the file, also where its bytes are damaged.
