@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from blending_files import WEIGHTS, Way, floor, make_data
+from provenance import commit, processor
 
 ROOT = Path(__file__).parents[2]
 PROCESS = Path(__file__).parent / "blending_process.py"
@@ -237,22 +238,15 @@ inflated for both, CPU less so."""
 
 
 def _where(results: Results, rounds: int, load: float) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    ).stdout
-    info = Path("/proc/cpuinfo").read_text()
-    names = [
-        line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")
-    ]
     peer = (
         f"{ENERGON} (torch {results.torch['energon']})"
         if "energon" in results.torch
         else "energon not measured"
     )
     return (
-        f"{datetime.date.today()}, commit {commit.strip()}, Python {platform.python_version()}, "
+        f"{datetime.date.today()}, commit {commit()}, Python {platform.python_version()}, "
         f"torch {results.torch['ours']}, {peer}; {os.cpu_count()} cores of "
-        f"{names[0] if names else platform.processor()}, load average {load:.0f} before and "
+        f"{processor()}, load average {load:.0f} before and "
         f"{os.getloadavg()[0]:.0f} after; medians of {rounds} rounds."
     )
 

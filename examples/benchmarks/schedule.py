@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import commit, processor
 from schedule_cases import SEED, TIMED, Case
 from schedule_contenders import CONTENDERS, differencing_by_cost
 from schedule_run import MODES, request_of
@@ -170,7 +171,7 @@ def report(quick: bool, other: Path | None, seed: int) -> str:
     lines = [f"{len(now) // len(MODES)} batches of seed {seed:,}, in each mode.", ""]
     folders, milliseconds = {"this": mine}, {}
     if other is not None:
-        folders = {f"{_commit(other)} (old)": other, "this (new)": mine}
+        folders = {f"{commit(other)} (old)": other, "this (new)": mine}
         lines += [
             "## Side by side",
             "",
@@ -192,23 +193,12 @@ algorithms, in Python, are left out above 8,192 sequences, and Karmarkar-Karp by
 """
 
 
-def _commit(folder: Path) -> str:
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def _where() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [
-        line.split(":")[1].strip()
-        for line in info.read_text().splitlines()
-        if line.startswith("model name")
-    ]
     form = "compiled" if compiled.CORE is not None else "not compiled"
     return (
-        f"{datetime.date.today()}, commit {_commit(HERE)}, Python {platform.python_version()}, "
+        f"{datetime.date.today()}, commit {commit()}, Python {platform.python_version()}, "
         f"numpy {np.__version__}, placement {form}, one core of "
-        f"{names[0] if names else platform.processor()}."
+        f"{processor()}."
     )
 
 

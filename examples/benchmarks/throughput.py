@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from examples.benchmarks.provenance import commit
 from megatron.sft.environment import let_memory_grow
 
 ROOT = Path(__file__).parents[2]
@@ -308,13 +309,6 @@ def document(
     seconds: float,
 ) -> str:
     """The results file."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     text = "# Speed on one GPU\n\n"
     if arguments.device == "cpu":
         text += (
@@ -325,7 +319,7 @@ def document(
         f"--device {arguments.device}{' --tiny' * arguments.tiny}{' --profile' * arguments.profile}"
         f"{f' --only {arguments.only!r}' if arguments.only else ''}"
     )
-    text += f"{date.today()}, commit {commit}, {machine}, {seconds / 60:.1f} minutes.\n\n"
+    text += f"{date.today()}, commit {commit()}, {machine}, {seconds / 60:.1f} minutes.\n\n"
     text += f"```\npython -m examples.benchmarks.throughput {flags}\n```\n\n"
     text += __doc__[__doc__.index("Each case is") :] + "\n"
     text += (

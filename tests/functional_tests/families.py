@@ -23,6 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from examples.benchmarks.provenance import commit
+
 FILES = {
     "test_hf_weights.py": "Older families beside transformers, by layout",
     "test_families.py": "Families beside transformers, on one rank and with TP2 + SP (EP2)",
@@ -78,13 +80,10 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         for outcomes in (("passed",), ("passed", "failed", "skipped"))
     )
     names = ("torch", "megatron-core", "transformers", "peft")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
     lines = [
         "# Families and mechanisms",
         "",
-        f"{date.today()}, commit {commit.stdout.strip()}, CPU, Python "
+        f"{date.today()}, commit {commit()}, CPU, Python "
         f"{platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in names),
         "",
         "```",

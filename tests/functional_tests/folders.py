@@ -10,7 +10,6 @@ import argparse
 import json
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from examples.benchmarks.provenance import commit
 from tests.functional_tests import tensor_mutations
 from tests.functional_tests.folder_losses import loss_by_product, loss_by_transformers, prepare
 from tests.functional_tests.folder_mutations import CHANGES, EQUAL, LENIENT, REFUSED, Model
@@ -207,15 +207,12 @@ def page(found: Sequence[Outcome], seconds: float) -> str:
     names = list(dict.fromkeys(one.model for one in found))
     by_place = {(one.change, one.model): one for one in found}
     wrong = [one for one in found if not one.is_right]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
     packages = ", ".join(f"{n} {version(n)}" for n in ("torch", "megatron-core", "transformers"))
     num_equal, num_refused = (sum(one.right == kind for one in found) for kind in (EQUAL, REFUSED))
     lines = [
         "# Changed folders beside transformers",
         "",
-        f"{date.today()}, commit {commit.stdout.strip()}, CPU, Python "
+        f"{date.today()}, commit {commit()}, CPU, Python "
         f"{platform.python_version()}, {packages}, {seconds:.0f} s",
         "",
         "```",

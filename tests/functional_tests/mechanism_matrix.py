@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 import megatron.core
 
+from examples.benchmarks.provenance import commit
 from tests.functional_tests.mechanism_pairs import (
     CASES,
     LAYOUTS,
@@ -128,13 +128,10 @@ def page(records: Records) -> str:
     names = {str(case) for case in CASES}
     known = {key: record for key, record in records.items() if key[1] in names}
     cores = sorted({core for core, _ in known})
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
     lines = [
         "# Mechanisms in pairs",
         "",
-        f"{date.today()}, commit {commit.stdout.strip()}, CPU, torch {version('torch')} (Python "
+        f"{date.today()}, commit {commit()}, CPU, torch {version('torch')} (Python "
         f"{platform.python_version()}) in the last run, megatron-core {' and '.join(cores)}",
         "",
         "```",

@@ -99,16 +99,20 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> Any:
     return (losses * loss_mask).sum(), loss_mask.sum().int(), {}
 
 
-def train(layout: Layout | None, options: dict[str, Any]) -> Routed:
-    """One step of all samples: packed in `layout`, or each alone if that is None."""
-    context, tensor, megatron_lm_calls = layout or Layout()
-    counted: list[list[float]] = []
+def routers_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
-    def routers(model: Any) -> list[Any]:
-        return [module for module in model.modules() if isinstance(module, TopKRouter)]
+
+def build_config(
+    layout: Layout | None, options: dict[str, Any], counted: list[list[float]]
+) -> TransformerConfig:
+    """A model of experts. Each router's tokens per expert, over all ranks, are appended to
+    `counted` in a step.
+    """
+    context, tensor, megatron_lm_calls = layout or Layout()
 
     def finalize(models: list[Any], *arguments: Any, **named: Any) -> None:
-        for router in routers(models[0]):
+        for router in routers_of(models[0]):
             total = router.local_tokens_per_expert.clone()
             dist.all_reduce(total)
             counted.append(total.tolist())
@@ -143,23 +147,35 @@ def train(layout: Layout | None, options: dict[str, Any]) -> Routed:
         flags += "empty" if options is BALANCE else "default"
         arguments = plugin.add_arguments(ArgumentParser()).parse_args(flags.split())
         plugin.install(config, arguments, megatron_lm_calls=megatron_lm_calls)
-    block_spec = packed_block_spec(config) if layout else get_gpt_decoder_block_spec(config, False)
+    return config
+
+
+def build_model(config: TransformerConfig, is_packed: bool) -> DistributedDataParallel:
+    spec = packed_block_spec(config) if is_packed else get_gpt_decoder_block_spec(config, False)
     make_further = (
         packed_mtp_block_spec
-        if layout
+        if is_packed
         else partial(get_gpt_mtp_block_spec, use_transformer_engine=False)
     )
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec,
-        mtp_block_spec=make_further(config, block_spec) if config.mtp_num_layers else None,
+        transformer_layer_spec=spec,
+        mtp_block_spec=make_further(config, spec) if config.mtp_num_layers else None,
         vocab_size=96,
         max_sequence_length=64,
         position_embedding_type="rope",
     )
     _set_weights([gpt], EXACT)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
-    has_data = not megatron_lm_calls or parallel_state.get_tensor_model_parallel_rank() == 0
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+
+
+def train(layout: Layout | None, options: dict[str, Any]) -> Routed:
+    """One step of all samples: packed in `layout`, or each alone if that is None."""
+    counted: list[list[float]] = []
+    config = build_config(layout, options, counted)
+    model = build_model(config, is_packed=layout is not None)
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    has_data = is_first or layout is None or not layout.megatron_lm_calls
     get_forward_backward_func()(
         forward_step_func=alone_step if layout is None else packed_step,
         data_iterator=samples() if has_data else None,
@@ -168,13 +184,13 @@ def train(layout: Layout | None, options: dict[str, Any]) -> Routed:
         seq_length=64,
         micro_batch_size=1,
     )
-    found = routers(model)
+    routers = routers_of(model)
     if layout is not None:
         plugin.uninstall()
     return Routed(
         counted,
-        [router.expert_bias.tolist() for router in found],
-        [router.weight.main_grad.clone() for router in found],
+        [router.expert_bias.tolist() for router in routers],
+        [router.weight.main_grad.clone() for router in routers],
     )
 
 
