@@ -26,7 +26,7 @@ AFTER = RUN / "huggingface"
 QUESTIONS = Path(__file__).parent / "questions.jsonl"
 MAX_TOKENS = 48
 """Length of each answer in tokens, the `sample-tokens` of config.yaml."""
-NUM_CHATS = 32
+NUM_CHATS = 8
 END = "<|im_end|>"
 TOLERANCE = 1e-5
 REFERENCE = "transformers"

@@ -18,6 +18,10 @@ class ReplacedMethod:
         update_wrapper(self, plain)
         self.plain = plain
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the plain method."""
+        raise NotImplementedError
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         # Functions bind by themselves, other objects do not.
         return self if instance is None else MethodType(self, instance)
