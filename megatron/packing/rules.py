@@ -59,7 +59,7 @@ class Layout:
     context: int = 1
     experts: int = 1
     sequence_parallel: bool = False
-    stages: StageLayers = StageLayers()
+    stages: StageLayers = field(default_factory=StageLayers)
     """The layers of each stage."""
     flags: Mapping[str, str] = field(default_factory=lambda: MEGATRON_FLAGS, compare=False)
     """Flag of each size in the program that asks."""
