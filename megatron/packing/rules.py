@@ -110,6 +110,12 @@ class Rule:
         return "; ".join(filter(None, (self.why, self.way_out))).format_map(terms)
 
 
+def rules_of(group: type) -> Iterator[Rule]:
+    """Yields the rules of a class of options, behind those of the classes that it extends."""
+    for base in reversed(group.__mro__):
+        yield from vars(base).get("rules", ())
+
+
 def check_rules(rules: Iterable[Rule], **known: Any) -> None:
     """Raises ValueError with the words of the first rule that refuses.
 
@@ -217,7 +223,7 @@ class _Terms(dict[str, Any]):
 
     def __init__(self, known: Mapping[str, Any], found: object) -> None:
         super().__init__(found if isinstance(found, Mapping) else {})
-        self._known = known
+        self._known = {"origin": "", **known}
 
     def __missing__(self, name: str) -> object:
         layout = self._known.get("layout")
@@ -226,4 +232,4 @@ class _Terms(dict[str, Any]):
         if name in self._known:
             return self._known[name]
         value = getattr(self._known["options"], name)
-        return _Term(flag_of(name), value, self._known.get("origin", ""))
+        return _Term(flag_of(name), value, self._known["origin"])

@@ -8,13 +8,13 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.flags import check_range, flag_of
-from megatron.packing.model.parts import check_parts
-from megatron.packing.model.shape import ModelShape, Split, check_splits
-from megatron.packing.rules import Layout
+from megatron.packing.flags import flag_of
+from megatron.packing.model.layout_rules import check_layout
+from megatron.packing.model.shape import ModelShape
+from megatron.packing.rules import Layout, Rule, at_least, check_rules, in_range
 from megatron.packing.scheduling.cost import PackCost, layers_pack_cost, part_shares
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.problem import Scheduler
@@ -52,7 +52,25 @@ _OF_RUN = {
     **{name: name for name in STAGE_OPTIONS},
 }
 """Layout option of a run -> the planner's."""
+_FLAGS = {
+    "tensor": "--tp",
+    "pipeline": "--pp",
+    "virtual": "--vpp",
+    "context": "--cp",
+    "experts": "--ep",
+}
+"""Size of a `Layout` -> the planner's flag."""
 _PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
+
+_WHOLE_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def _incomplete_shape(options: Any) -> dict[str, str]:
+    missing = [flag_of(name) for name in _WHOLE_SHAPE if getattr(options, name) is None]
+    others = (options.ffn_hidden_size, options.kv_channels, options.num_query_groups)
+    is_begun = len(missing) < len(_WHOLE_SHAPE) or any(others) or options.is_gated
+    return {"missing": ", ".join(missing)} if missing and is_begun else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,32 +88,24 @@ class ModelOptions(ModelShape):
     pack_cost: str | None = None
     """File of megatron-sft calibrate, whose cost in seconds counts instead of a shape's."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, 1, None, "vocab_size")
-        check_range(self, 0, 1, "loss_share")
-        self._check_given()
-        if self.pack_cost is not None and self.loss_share != 1:
-            raise ValueError(
-                "--loss-share needs a model's shape, as --pack-cost was measured; leave one of "
-                "them out"
-            )
-
-    def _check_given(self) -> None:
-        shape = {
-            name: getattr(self, name)
-            for name in ("num_layers", "hidden_size", "num_attention_heads")
-        }
-        missing = [flag_of(name) for name, value in shape.items() if value is None]
-        others = (self.ffn_hidden_size, self.kv_channels, self.num_query_groups, self.is_gated)
-        is_begun = len(missing) < len(shape) or any(others)
-        if missing and is_begun:
-            raise ValueError(
-                f"a model's shape also needs {', '.join(missing)}; pass all, or none for the 8B "
-                "default"
-            )
-        if self.pack_cost is not None and len(missing) < len(shape):
-            raise ValueError("pass either --pack-cost or a model's shape")
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "vocab_size"),
+        *in_range(0, 1, "loss_share"),
+        Rule(
+            when=_incomplete_shape,
+            why="a model's shape also needs {missing}",
+            way_out="pass all, or none for the 8B default",
+        ),
+        Rule(
+            when=lambda options: options.pack_cost is not None and options.num_layers is not None,
+            why="pass either {pack_cost.flag} or a model's shape",
+        ),
+        Rule(
+            when=lambda options: options.pack_cost is not None and options.loss_share != 1,
+            why="{loss_share.flag} needs a model's shape, as {pack_cost.flag} was measured",
+            way_out="leave one of them out",
+        ),
+    )
 
     def shape(self) -> ModelShape:
         """Returns the shape of the model: that of the flags, or of the file of --pack-cost, or of
@@ -215,51 +225,56 @@ class LayoutOptions:
     max_seqlen_per_dp_cp_rank: int | None = None
     """Tokens of a pack that one rank holds, at most (default: those of the longest sequence)."""
 
-    def __post_init__(self) -> None:
-        check_range(self, 1, None, "dp", "tp", "pp", "vpp", "cp", "ep")
-        check_range(self, 1, None, "global_batch_size", "max_seqlen_per_dp_cp_rank")
-        if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"--vpp {self.vpp} needs --pp of at least 2")
-        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
-            check_range(self, 1, None, name)
-            if getattr(self, name) is not None and self.pp == 1:
-                raise ValueError(f"{flag_of(name)} needs --pp of at least 2")
-        if self.dp * self.tp * self.cp % self.ep:
-            raise ValueError(
-                f"--ep {self.ep} must divide --dp x --tp x --cp, {self.dp * self.tp * self.cp}"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "dp", "tp", "pp", "vpp", "cp", "ep"),
+        *at_least(1, "global_batch_size", "max_seqlen_per_dp_cp_rank", *STAGE_OPTIONS[:2]),
+        Rule(
+            when=lambda options: options.vpp > 1 and options.pp == 1,
+            why="{vpp} needs {pp.flag} of at least 2",
+        ),
+        *(
+            Rule(
+                when=lambda options, name=name: (
+                    getattr(options, name) is not None and options.pp == 1
+                ),
+                why=f"{{{name}.flag}} needs {{pp.flag}} of at least 2",
             )
+            for name in STAGE_OPTIONS[:2]
+        ),
+        Rule(
+            when=lambda options: (
+                {"ranks": options.dp * options.tp * options.cp}
+                if options.dp * options.tp * options.cp % options.ep
+                else {}
+            ),
+            why="{ep} must divide {dp.flag} x {tp.flag} x {cp.flag}, {ranks}",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self.rules, options=self)
 
     def check(self, model: ModelOptions) -> None:
         """Raises ValueError for a parallel layout that the model cannot be trained in, with the
         flags and the way out.
         """
-        shape = model.shape()
-        says_nothing = (
-            model.pack_cost is not None
-            and "num_experts" not in read_fitted_cost(model.pack_cost).model
-        )
-        if self.ep > 1 and shape.num_experts is None and not says_nothing:
-            raise ValueError(
-                f"--ep {self.ep} needs a model of experts; pass --num-experts, or leave out --ep"
-            )
-        check_splits(
-            shape,
-            stages=self.stage_layers,
-            stages_flag="--pp",
-            virtual=Split("--vpp", self.vpp),
-            tensor=Split("--tp", self.tp),
-            experts=Split("--ep", self.ep),
-            sequence_parallel=self.sequence_parallel,
-            origin=model.origin,
-        )
-        check_parts(shape, layout=self.layout)
+        layout, fitted = self.layout, model.pack_cost
+        if fitted is not None and "num_experts" not in read_fitted_cost(fitted).model:
+            layout = replace(layout, experts=1)  # whether it has experts is not known
+        check_layout(model.shape(), layout, model.origin)
 
     @property
     def layout(self) -> Layout:
         """Sizes of the layout, for rules, under the flags of this program."""
-        flags = {"tensor": "--tp", "pipeline": "--pp", "context": "--cp", "experts": "--ep"}
         return Layout(
-            tensor=self.tp, pipeline=self.pp, context=self.cp, experts=self.ep, flags=flags
+            tensor=self.tp,
+            pipeline=self.pp,
+            virtual=self.vpp,
+            context=self.cp,
+            experts=self.ep,
+            sequence_parallel=self.sequence_parallel,
+            stages=self.stage_layers,
+            flags=_FLAGS,
         )
 
     @property
@@ -350,9 +365,13 @@ class PlanOptions:
     html: str | None = None
     """File for a page with table, advice and pictures; needs nothing."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "num_batches"),
+        *at_least(1e-3, "tflops_per_device"),
+    )
+
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "num_batches")
-        check_range(self, 1e-3, None, "tflops_per_device")
+        check_rules(self.rules, options=self)
         for name in self.names:
             scheduler_of(name)
         self._check_png()

@@ -7,13 +7,13 @@ An option that megatron-core's TransformerConfig has under the same name needs n
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from megatron.packing.flags import check_range, flag_of
 from megatron.packing.layers import EACH_LAYER
 from megatron.packing.model.shape import ModelShape
+from megatron.packing.rules import Rule, above_zero, at_least, belong_together, needs
 
 _ABOVE_ZERO = (
     "softmax_scale",
@@ -26,6 +26,33 @@ _ABOVE_ZERO = (
     "moe_router_topk_scaling_factor",
     "window_rotary_base",
 )
+_DEFAULT_RECOMPUTED = ("core_attn",)
+_NEEDS_EXPERTS = Rule(
+    lambda options: options.num_experts is None, "needs {num_experts.flag}", "drop it"
+)
+
+
+def _recomputable(options: Any) -> dict[str, bool]:
+    """Returns whether any layer has each of megatron-core's parts that may be recomputed."""
+    return {
+        "core_attn": True,
+        "layernorm": True,
+        "mlp": 0 in options.moe_layer_freq or options.num_experts is None,
+        "moe": options.num_experts is not None,
+        "shared_experts": options.moe_shared_expert_intermediate_size is not None,
+    }
+
+
+def _unknown_recomputed_module(options: Any) -> dict[str, str]:
+    known = _recomputable(options)
+    unknown = [name for name in options.recompute_modules if name not in known]
+    return {"module": unknown[0], "known": ", ".join(known)} if unknown else {}
+
+
+def _absent_recomputed_module(options: Any) -> dict[str, str]:
+    known = _recomputable(options)
+    absent = [name for name in options.recompute_modules if not known[name]]
+    return {"module": absent[0]} if absent else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,80 +147,105 @@ class Architecture(ModelShape):
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, or --recompute-modules only."""
     recompute_modules: tuple[str, ...] = field(
-        default=("core_attn",), metadata={"idle_without": "recompute_granularity=selective"}
+        default=_DEFAULT_RECOMPUTED,
+        metadata={"idle_without": "recompute_granularity=selective"},
     )
     """Parts that --recompute-granularity selective recomputes: any of core_attn, layernorm, mlp,
     moe, shared_experts."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, 1, None, "make_vocab_size_divisible_by")
-        check_range(self, 1, None, "moe_router_num_groups", "moe_router_group_topk")
-        for name in _ABOVE_ZERO:
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{flag_of(name)} must be above 0, but is {getattr(self, name)}")
-        self._check_recompute_modules()
-        if self.window_rotary_base is not None and not self.window_size:
-            raise ValueError("--window-rotary-base needs --window-size; pass it")
-        if self.add_proj_bias and not self.add_qkv_bias:
-            raise ValueError("--add-proj-bias needs --add-qkv-bias; pass it")
-        if self.qk_layernorm_over_heads and not self.qk_layernorm:
-            raise ValueError("--qk-layernorm-over-heads needs --qk-layernorm; pass it")
-        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
-            raise ValueError(
-                "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; pass it"
-            )
-        if (self.moe_router_num_groups is None) != (self.moe_router_group_topk is None):
-            raise ValueError(
-                "--moe-router-num-groups and --moe-router-group-topk belong together; pass both"
-            )
-        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
-            raise ValueError(
-                "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; pass it"
-            )
-
-    def _check_recompute_modules(self) -> None:
-        chosen = self.recompute_modules
-        if chosen == ("core_attn",):
-            return
-        needs = {
-            "core_attn": True,
-            "layernorm": True,
-            "mlp": 0 in self.moe_layer_freq or self.num_experts is None,
-            "moe": self.num_experts is not None,
-            "shared_experts": self.moe_shared_expert_intermediate_size is not None,
-        }
-        for name in chosen:
-            if name not in needs:
-                raise ValueError(
-                    f"--recompute-modules knows {', '.join(needs)}, but not {name}; leave it out"
-                )
-            if not needs[name]:
-                raise ValueError(
-                    f"--recompute-modules {name} is of no layer of this model; leave it out"
-                )
-        if "mlp" in chosen and not self.disable_bias_linear:
-            # megatron-core returns the bias from the recomputed part, which autograd then takes for
-            # a result of it: the backward pass never ends.
-            raise ValueError("--recompute-modules mlp needs --disable-bias-linear; leave mlp out")
-        if self.recompute_granularity != "selective":
-            raise ValueError("--recompute-modules needs --recompute-granularity selective; pass it")
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "make_vocab_size_divisible_by"),
+        *at_least(1, "moe_router_num_groups", "moe_router_group_topk"),
+        *above_zero(*_ABOVE_ZERO),
+        Rule(
+            when=_unknown_recomputed_module,
+            why="{recompute_modules.flag} knows {known}, but not {module}",
+            way_out="leave it out",
+        ),
+        Rule(
+            when=_absent_recomputed_module,
+            why="{recompute_modules.flag} {module} is of no layer of this model",
+            way_out="leave it out",
+        ),
+        # megatron-core returns the bias from the recomputed part, which autograd then takes for a
+        # result of it: the backward pass never ends.
+        Rule(
+            when=lambda options: (
+                "mlp" in options.recompute_modules and not options.disable_bias_linear
+            ),
+            why="{recompute_modules.flag} mlp needs {disable_bias_linear.flag}",
+            way_out="leave mlp out",
+        ),
+        Rule(
+            when=lambda options: (
+                options.recompute_modules != _DEFAULT_RECOMPUTED
+                and options.recompute_granularity != "selective"
+            ),
+            why="{recompute_modules.flag} needs {recompute_granularity.flag} selective",
+            way_out="pass it",
+        ),
+        *needs("window_rotary_base", "window_size"),
+        *needs("add_proj_bias", "add_qkv_bias"),
+        *needs("qk_layernorm_over_heads", "qk_layernorm"),
+        Rule(
+            when=lambda options: (
+                options.moe_router_enable_expert_bias
+                and options.moe_router_score_function != "sigmoid"
+            ),
+            why="{moe_router_enable_expert_bias.flag} needs {moe_router_score_function.flag} "
+            "sigmoid",
+            way_out="pass it",
+        ),
+        belong_together("moe_router_num_groups", "moe_router_group_topk", "pass both"),
+        *needs("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+    )
+    kernel_rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {
+        "bias_swiglu_fusion": (
+            Rule(lambda options: not options.swiglu, "needs {swiglu.flag}", "drop it"),
+            Rule(
+                when=lambda options: (
+                    options.activation_func_clamp_value is not None or options.glu_linear_offset
+                ),
+                why="leaves out {activation_func_clamp_value.flag} and {glu_linear_offset.flag}",
+                way_out="drop it",
+            ),
+            Rule(
+                when=lambda options: (
+                    options.num_experts is not None and not options.disable_bias_linear
+                ),
+                why="of experts needs {disable_bias_linear.flag}",
+                way_out="drop it",
+            ),
+        ),
+        "cross_entropy_loss_fusion": (
+            Rule(
+                when=lambda options: (
+                    options.final_logit_softcapping is not None or options.logits_scaling != 1
+                ),
+                why="leaves out {final_logit_softcapping.flag} and {logits_scaling.flag}",
+                way_out="drop it",
+            ),
+        ),
+        "moe_grouped_gemm": (_NEEDS_EXPERTS,),
+        "moe_permute_fusion": (_NEEDS_EXPERTS,),
+    }
+    """Fused kernel -> rules under which it does not compute the model; `why` goes on behind its
+    flag.
+    """
 
     def refused_kernels(self) -> dict[str, str]:
         """Returns why the fused kernels that do not compute this model do not, by their option."""
-        why = {}
-        if not self.swiglu:
-            why["bias_swiglu_fusion"] = "needs --swiglu; drop it"
-        elif self.activation_func_clamp_value is not None or self.glu_linear_offset:
-            why["bias_swiglu_fusion"] = (
-                "leaves out --activation-func-clamp-value and --glu-linear-offset; drop it"
-            )
-        elif self.num_experts is not None and not self.disable_bias_linear:
-            why["bias_swiglu_fusion"] = "of experts needs --disable-bias-linear; drop it"
-        if self.final_logit_softcapping is not None or self.logits_scaling != 1:
-            why["cross_entropy_loss_fusion"] = (
-                "leaves out --final-logit-softcapping and --logits-scaling; drop it"
-            )
-        if self.num_experts is None:
-            why["moe_grouped_gemm"] = why["moe_permute_fusion"] = "needs --num-experts; drop it"
-        return why
+        return refused_kernels(self.kernel_rules, self)
+
+
+def refused_kernels(rules: Mapping[str, tuple[Rule, ...]], options: object) -> dict[str, str]:
+    """Returns why kernels are refused, by their option.
+
+    rules: as those of `Architecture.kernel_rules`.
+    """
+    known = {"options": options}
+    return {
+        kernel: why
+        for kernel, of_kernel in rules.items()
+        if (why := next(filter(None, (rule.refusal(known) for rule in of_kernel)), None))
+    }

@@ -5,9 +5,9 @@ calibration and planner. See `options` for what else decides what is computed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, ClassVar
 
-from megatron.packing.flags import check_range, flag_of
+from megatron.packing.flags import flag_of
 from megatron.packing.layers import (
     EACH_LAYER,
     NO_LAYERS,
@@ -18,7 +18,7 @@ from megatron.packing.layers import (
 )
 from megatron.packing.model.parts import check_options, part_in
 from megatron.packing.model.parts.delta_net import DeltaNetOptions
-from megatron.packing.stages import StageLayers
+from megatron.packing.rules import Rule, at_least, check_rules, exclude, needs, rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,78 +67,85 @@ class TransformerShape:
     """Multiply the attention's output by a sigmoid gate."""
 
 
+def _wrong_value_of_layers(options: Any) -> dict[str, str]:
+    for name in options_of_each_layer(options):
+        values = getattr(options, name)
+        is_known = bool(values) and options.num_layers is not None
+        if is_known and (len(values) != options.num_layers or not set(values) <= {0, 1}):
+            return {"flag": flag_of(name)}
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(DeltaNetOptions, TransformerShape):
     """Model: what decides the FLOPs of a token, parts of layers included. What the planner may
     leave open is None.
     """
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups"),
+        *at_least(1, "kv_channels", "ffn_hidden_size"),
+        *at_least(1, "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+        *at_least(1, "moe_shared_expert_intermediate_size", "mtp_num_layers"),
+        Rule(
+            when=lambda options: (
+                options.kv_channels is None
+                and options.hidden_size is not None
+                and options.hidden_size % (options.num_attention_heads or 1)
+            ),
+            why="{hidden_size} must be a multiple of {num_attention_heads}, or pass "
+            "{kv_channels.flag}",
+        ),
+        Rule(
+            when=lambda options: (
+                (options.num_attention_heads or 0) % (options.num_query_groups or 1)
+            ),
+            why="{num_attention_heads} must be a multiple of {num_query_groups}",
+        ),
+        exclude("swiglu", "geglu"),
+        exclude("swiglu", "quick_geglu"),
+        exclude("geglu", "quick_geglu"),
+        Rule(
+            when=lambda options: (
+                options.num_experts is None
+                and (options.moe_layer_freq or options.moe_shared_expert_intermediate_size)
+            ),
+            why="{moe_layer_freq.flag} and {moe_shared_expert_intermediate_size.flag} need "
+            "{num_experts.flag}",
+            way_out="pass it",
+        ),
+        Rule(
+            when=lambda options: (
+                options.num_experts is not None and options.moe_router_topk > options.num_experts
+            ),
+            why="{moe_router_topk} must be at most {num_experts}",
+            way_out="lower it",
+        ),
+        Rule(
+            when=lambda options: set(options.moe_layer_freq) == {0},
+            why="{moe_layer_freq.flag} must be a 0 or 1 for each of {num_layers}, with a 1 among "
+            "them",
+        ),
+        Rule(
+            when=lambda options: (
+                options.window_size and (len(options.window_size) != 2 or options.window_size[1])
+            ),
+            why="{window_size} must be tokens to the left and 0 to the right, such as 1023 0",
+        ),
+        Rule(
+            when=lambda options: options.window_size and options.window_size[0] < 0,
+            why="{window_size} must be at least 0 tokens to the left",
+        ),
+        *needs("window_attn_skip_freq", "window_size"),
+        Rule(
+            when=_wrong_value_of_layers,
+            why="{flag} must be a 0 or 1 for each of {num_layers}",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        check_range(
-            self, 1, None, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups"
-        )
-        check_range(self, 1, None, "kv_channels", "ffn_hidden_size")
-        check_range(self, 1, None, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
-        check_range(self, 1, None, "moe_shared_expert_intermediate_size", "mtp_num_layers")
-        heads = self.num_attention_heads or 1
-        if self.kv_channels is None and self.hidden_size is not None and self.hidden_size % heads:
-            raise ValueError(
-                f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads "
-                f"{heads}, or pass --kv-channels"
-            )
-        if self.num_attention_heads is not None and heads % (self.num_query_groups or 1):
-            raise ValueError(
-                f"--num-attention-heads {heads} must be a multiple of --num-query-groups "
-                f"{self.num_query_groups}"
-            )
-        gates = [name for name in ("swiglu", "geglu", "quick_geglu") if getattr(self, name)]
-        if len(gates) > 1:
-            raise ValueError(
-                f"{flag_of(gates[0])} and {flag_of(gates[1])} exclude one another; drop one"
-            )
-        self._check_expert_shape()
-        self._check_layers()
+        check_rules(rules_of(type(self)), options=self)
         check_options(self)
-
-    def _check_layers(self) -> None:
-        """Checks the options that have a number for each layer, and what they need."""
-        if self.window_size and (len(self.window_size) != 2 or self.window_size[1] != 0):
-            raise ValueError(
-                f"--window-size {' '.join(map(str, self.window_size))} must be tokens to the left "
-                "and 0 to the right, such as 1023 0"
-            )
-        if self.window_size and self.window_size[0] < 0:
-            raise ValueError(
-                f"--window-size {self.window_size[0]} 0 must be at least 0 tokens to the left"
-            )
-        if self.window_attn_skip_freq and not self.window_size:
-            raise ValueError("--window-attn-skip-freq needs --window-size; pass it")
-        for name in options_of_each_layer(self):
-            flags = getattr(self, name)
-            is_known = bool(flags) and self.num_layers is not None
-            if is_known and (len(flags) != self.num_layers or not set(flags) <= {0, 1}):
-                raise ValueError(
-                    f"{flag_of(name)} must be a 0 or 1 for each of --num-layers {self.num_layers}"
-                )
-
-    def _check_expert_shape(self) -> None:
-        if self.num_experts is None and (
-            self.moe_layer_freq or self.moe_shared_expert_intermediate_size
-        ):
-            raise ValueError(
-                "--moe-layer-freq and --moe-shared-expert-intermediate-size need --num-experts; "
-                "pass it"
-            )
-        if self.num_experts is not None and self.moe_router_topk > self.num_experts:
-            raise ValueError(
-                f"--moe-router-topk {self.moe_router_topk} must be at most --num-experts "
-                f"{self.num_experts}; lower it"
-            )
-        if set(self.moe_layer_freq) == {0}:
-            raise ValueError(
-                f"--moe-layer-freq must be a 0 or 1 for each of --num-layers {self.num_layers}, "
-                "with a 1 among them"
-            )
 
     @property
     def is_gated(self) -> bool:
@@ -197,101 +204,6 @@ class ModelShape(DeltaNetOptions, TransformerShape):
             width=self.moe_ffn_hidden_size or self.resolved_ffn_hidden_size,
             shared_width=self.moe_shared_expert_intermediate_size or 0,
         )
-
-
-class Split(NamedTuple):
-    """A flag of the parallel layout, and over how many the model is split by it."""
-
-    flag: str
-    size: int
-
-
-def check_splits(
-    shape: ModelShape,
-    *,
-    stages: StageLayers,
-    stages_flag: str,
-    virtual: Split,
-    tensor: Split,
-    experts: Split,
-    sequence_parallel: bool,
-    origin: str = "",
-) -> None:
-    """Raises ValueError for a layout that does not divide `shape`; what the shape leaves open is
-    taken to fit.
-
-    stages_flag: of the number of stages.
-    virtual: the flag of virtual stages, by their number or their layers.
-    origin: where the shape is from but from flags, as in " (the default model's)".
-    """
-    if shape.num_layers is not None:
-        _check_stages(
-            shape.num_layers, stages, Split(stages_flag, stages.num_stages), virtual, origin
-        )
-    widths = {
-        "num_attention_heads": shape.num_attention_heads,
-        "moe_shared_expert_intermediate_size": shape.moe_shared_expert_intermediate_size,
-    }
-    # More ranks than groups may share them, if each group has equally many ranks.
-    if tensor.size % (shape.num_query_groups or 1):
-        widths["num_query_groups"] = shape.num_query_groups
-    if shape.num_experts is None or 0 in shape.moe_layer_freq:
-        is_known = shape.hidden_size is not None
-        widths["ffn_hidden_size"] = (
-            shape.resolved_ffn_hidden_size if is_known else shape.ffn_hidden_size
-        )
-    for name, width in widths.items():
-        if width is not None and width % tensor.size:
-            raise ValueError(
-                f"{flag_of(name)} {width}{origin} must be a multiple of {tensor.flag} "
-                f"{tensor.size}; lower {tensor.flag}"
-            )
-    if shape.num_experts is None:
-        return
-    if tensor.size > 1 and not sequence_parallel:
-        raise ValueError(
-            f"--num-experts with {tensor.flag} {tensor.size} needs --sequence-parallel; pass it"
-        )
-    if shape.num_experts % experts.size:
-        raise ValueError(
-            f"--num-experts {shape.num_experts} must be a multiple of {experts.flag} "
-            f"{experts.size}; lower {experts.flag}"
-        )
-
-
-def _check_stages(
-    num_layers: int, stages: StageLayers, number: Split, virtual: Split, origin: str
-) -> None:
-    layers, counted = f"--num-layers {num_layers}{origin}", stages.num_counted(num_layers)
-    ends = {
-        "--decoder-first-pipeline-num-layers": stages.first,
-        "--decoder-last-pipeline-num-layers": stages.last,
-    }
-    counts = {
-        "--account-for-embedding-in-pipeline-split": stages.counts_embedding,
-        "--account-for-loss-in-pipeline-split": stages.counts_loss,
-    }
-    of_ends = [f"{flag} {end}" for flag, end in ends.items() if end is not None]
-    of_counts = [flag for flag, is_given in counts.items() if is_given]
-    if of_ends and of_counts:
-        raise ValueError(f"{of_ends[0]} and {of_counts[0]} exclude one another; drop one")
-    if not of_ends and counted % (number.size * virtual.size):
-        units = f"{number.flag} {number.size}"
-        if counted % number.size == 0:
-            units = f"{units} times {virtual.flag} {virtual.size}"
-        if of_counts:
-            layers = f"{layers} and {' and '.join(of_counts)}, {counted} together,"
-        raise ValueError(
-            f"{layers} must be a multiple of {units}: stages are alike; change one, or pass "
-            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
-        )
-    try:
-        stages.of_parts(num_layers)
-    except ValueError as failure:
-        given = " and ".join(of_ends or of_counts)
-        raise ValueError(
-            f"{given} with {layers} and {number.flag} {number.size} {failure}; change one"
-        ) from None
 
 
 def ffn_hidden_size(hidden_size: int, is_gated: bool) -> int:

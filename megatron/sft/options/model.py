@@ -4,10 +4,10 @@ it."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.options import Architecture
+from megatron.packing.rules import Rule, at_least, belong_together, in_range
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
@@ -63,67 +63,77 @@ class ModelConfig(Architecture):
     mtp_loss_scaling_factor: float = field(default=0.1, metadata={"idle_without": "mtp_num_layers"})
     """Weight of the loss of --mtp-num-layers."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "seq_length", "rotary_base"),
+        *in_range(0, 1, "hidden_dropout", "attention_dropout", "rotary_percent"),
+        *at_least(0, "norm_epsilon", "init_method_std"),
+        *at_least(0, "moe_aux_loss_coeff", "mtp_loss_scaling_factor"),
+        belong_together("group_query_attention", "num_query_groups"),
+        Rule(
+            when=lambda options: (
+                options.max_position_embeddings is not None
+                and options.max_position_embeddings < options.seq_length
+            ),
+            why="{max_position_embeddings} must be at least {seq_length}",
+        ),
+        Rule(
+            when=lambda options: (
+                options.query_scale_beta is not None and not options.original_position_embeddings
+            ),
+            why="{query_scale_beta.flag} needs a {rope_scaling.flag} with "
+            "original_max_position_embeddings",
+        ),
+        *at_least(1, "recompute_num_layers"),
+        *(
+            Rule(
+                when=lambda options, name=name: (
+                    getattr(options, name) is not None and options.recompute_granularity != "full"
+                ),
+                why=f"{{{name}.flag}} needs {{recompute_granularity.flag}} full",
+            )
+            for name in ("recompute_method", "recompute_num_layers")
+        ),
+        Rule(
+            when=lambda options: (
+                options.mtp_num_layers is not None
+                and options.position_embedding_type == "learned_absolute"
+            ),
+            why="{mtp_num_layers.flag} needs {position_embedding_type.flag} rope, as stages do not "
+            "share learned ones",
+            way_out="pass it",
+        ),
+        Rule(
+            when=lambda options: (
+                options.mtp_num_layers is not None
+                and options.recompute_method != "block"
+                and (options.recompute_num_layers or 1) > 1
+            ),
+            why="{recompute_num_layers} must be 1 with {mtp_num_layers.flag}, whose layers "
+            "megatron-core recomputes one by one",
+            way_out="drop it, or pass {recompute_method.flag} block",
+        ),
+        Rule(
+            when=lambda options: (
+                options.mtp_num_layers is not None
+                and options.num_experts is not None
+                and options.moe_aux_loss_coeff
+            ),
+            why="{moe_aux_loss_coeff.flag} must be 0 with {mtp_num_layers.flag}, but is "
+            "{moe_aux_loss_coeff.value}: megatron-core's layers of multi-token prediction would "
+            "balance padding, too",
+        ),
+    )
+
+    @property
+    def original_position_embeddings(self) -> float:
+        """Positions that --rope-scaling says the model was trained for; 0 where it does not."""
+        if self.rope_scaling is None:
+            return 0.0
+        return parse_rope_scaling(self.rope_scaling).original_max_position_embeddings
+
     def __post_init__(self) -> None:
+        _ = self.original_position_embeddings  # raises for a text that is none
         super().__post_init__()
-        check_range(self, 1, None, "seq_length", "rotary_base")
-        check_range(self, 0, 1, "hidden_dropout", "attention_dropout", "rotary_percent")
-        check_range(
-            self,
-            0,
-            None,
-            "norm_epsilon",
-            "init_method_std",
-            "moe_aux_loss_coeff",
-            "mtp_loss_scaling_factor",
-        )
-        if self.group_query_attention != (self.num_query_groups is not None):
-            raise ValueError(
-                "--group-query-attention and --num-query-groups belong together; pass both or none"
-            )
-        self._check_positions()
-        check_range(self, 1, None, "recompute_num_layers")
-        for name in ("recompute_method", "recompute_num_layers"):
-            if getattr(self, name) is not None and self.recompute_granularity != "full":
-                raise ValueError(f"{flag_of(name)} needs --recompute-granularity full")
-        if self.mtp_num_layers is not None:
-            self._check_further_layers()
-
-    def _check_positions(self) -> None:
-        if (
-            self.max_position_embeddings is not None
-            and self.max_position_embeddings < self.seq_length
-        ):
-            raise ValueError(
-                f"--max-position-embeddings {self.max_position_embeddings} must be at least "
-                f"--seq-length {self.seq_length}"
-            )
-        scaling = None if self.rope_scaling is None else parse_rope_scaling(self.rope_scaling)
-        if self.query_scale_beta is not None and not (
-            scaling and scaling.original_max_position_embeddings
-        ):
-            raise ValueError(
-                "--query-scale-beta needs a --rope-scaling with original_max_position_embeddings"
-            )
-
-    def _check_further_layers(self) -> None:
-        """Checks what layers of multi-token prediction need."""
-        if self.position_embedding_type == "learned_absolute":
-            raise ValueError(
-                "--mtp-num-layers needs --position-embedding-type rope; stages do not share "
-                "learned ones"
-            )
-        if self.recompute_method != "block" and (self.recompute_num_layers or 1) > 1:
-            raise ValueError(
-                f"--recompute-num-layers {self.recompute_num_layers} must be 1 with "
-                "--mtp-num-layers, whose layers megatron-core recomputes one by one; drop it, or "
-                "pass --recompute-method block"
-            )
-        if self.num_experts is not None and self.moe_aux_loss_coeff:
-            raise ValueError(
-                "--moe-aux-loss-coeff must be 0 with --mtp-num-layers, but is "
-                f"{self.moe_aux_loss_coeff}: megatron-core's layers of multi-token prediction "
-                "would balance padding, too"
-            )
 
     def identity(self) -> dict[str, Any]:
         """Returns what a checkpoint must share with the run that loads it, defaults resolved."""

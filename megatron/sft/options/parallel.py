@@ -4,11 +4,47 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from megatron.packing.flags import check_range, flag_of
-from megatron.packing.model.shape import Split
-from megatron.packing.rules import Layout
+from megatron.packing.flags import flag_of
+from megatron.packing.rules import MEGATRON_FLAGS, Layout, Rule, at_least, check_rules
 from megatron.packing.stages import StageLayers
+
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_CP_COMM_TYPES = {"p2p", "all_gather", "allgather", "a2a", "a2a+p2p"}
+
+
+def _unknown_exchange(options: Any) -> dict[str, str]:
+    unknown = sorted(set(options.cp_comm_type) - _CP_COMM_TYPES)
+    return {"unknown": unknown[0]} if unknown else {}
+
+
+def _ranks_of_model(layout: Layout) -> int:
+    return layout.tensor * layout.pipeline * layout.context
+
+
+WORLD_RULES = (
+    Rule(
+        when=lambda layout, world_size: (
+            {"ranks": _ranks_of_model(layout)} if world_size % _ranks_of_model(layout) else {}
+        ),
+        why="the number of processes, {world_size}, must be a multiple of tensor x pipeline x "
+        "context parallel size, {tensor.value} x {pipeline.value} x {context.value} = {ranks}",
+        way_out="start {ranks} of them (--nproc-per-node {ranks}; for fit and plan --world-size "
+        "{ranks}), or change them",
+    ),
+    Rule(
+        when=lambda layout, world_size: (
+            {"ranks": layout.experts * layout.pipeline}
+            if world_size % (layout.experts * layout.pipeline)
+            else {}
+        ),
+        why="the number of processes, {world_size}, must be a multiple of {experts.flag} times "
+        "{pipeline.flag}, {ranks}",
+        way_out="lower them or start more processes",
+    ),
+)
+"""Rules of the number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,80 +105,60 @@ class ParallelConfig:
     distributed_timeout_minutes: float = 10.0
     """Timeout of collectives, in minutes."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        *at_least(1, "context_parallel_size", "expert_model_parallel_size"),
+        *at_least(1, "num_layers_per_virtual_pipeline_stage", *_ENDS),
+        *at_least(2, "num_virtual_stages_per_pipeline_rank"),
+        Rule(
+            when=_unknown_exchange,
+            why="{cp_comm_type.flag} must be p2p, all_gather, a2a or a2a+p2p, but is {unknown}",
+        ),
+        *at_least(0.01, "distributed_timeout_minutes"),
+        *(
+            Rule(
+                when=lambda options, name=name: (
+                    getattr(options, name) is not None and options.pipeline_model_parallel_size == 1
+                ),
+                why=f"{{{name}.flag}} needs {{pipeline_model_parallel_size.flag}} of at least 2",
+            )
+            for name in (
+                "num_layers_per_virtual_pipeline_stage",
+                "num_virtual_stages_per_pipeline_rank",
+                *_ENDS,
+            )
+        ),
+        Rule(
+            when=lambda options: (
+                options.num_layers_per_virtual_pipeline_stage is not None
+                and options.num_virtual_stages_per_pipeline_rank is not None
+            ),
+            why="{num_layers_per_virtual_pipeline_stage.flag} and "
+            "{num_virtual_stages_per_pipeline_rank.flag} say the same",
+            way_out="drop one",
+        ),
+        Rule(
+            when=lambda options: (
+                options.num_layers_per_virtual_pipeline_stage is not None
+                and any(getattr(options, name) is not None for name in _ENDS)
+            ),
+            why="{num_layers_per_virtual_pipeline_stage.flag} needs stages of equally many layers",
+            way_out="with {decoder_first_pipeline_num_layers.flag} or "
+            "{decoder_last_pipeline_num_layers.flag} pass "
+            "{num_virtual_stages_per_pipeline_rank.flag}",
+        ),
+        Rule(
+            when=lambda options: (
+                options.overlap_param_gather
+                and not (options.use_distributed_optimizer and options.overlap_grad_reduce)
+            ),
+            why="{overlap_param_gather.flag} needs {use_distributed_optimizer.flag} and "
+            "{overlap_grad_reduce.flag}",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        check_range(
-            self,
-            1,
-            None,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-        )
-        check_range(
-            self, 1, None, "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
-        )
-        check_range(
-            self,
-            1,
-            None,
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        )
-        check_range(self, 2, None, "num_virtual_stages_per_pipeline_rank")
-        unknown = set(self.cp_comm_type) - {"p2p", "all_gather", "allgather", "a2a", "a2a+p2p"}
-        if unknown:
-            raise ValueError(
-                "--cp-comm-type must be p2p, all_gather, a2a or a2a+p2p, but is "
-                f"{sorted(unknown)[0]}"
-            )
-        check_range(self, 0.01, None, "distributed_timeout_minutes")
-        self._check_pipeline()
-        if self.overlap_param_gather and not (
-            self.use_distributed_optimizer and self.overlap_grad_reduce
-        ):
-            raise ValueError(
-                "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
-            )
-
-    def _check_pipeline(self) -> None:
-        has_ends = bool(
-            self.decoder_first_pipeline_num_layers or self.decoder_last_pipeline_num_layers
-        )
-        for name in (
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        ):
-            if getattr(self, name) is not None and self.pipeline_model_parallel_size == 1:
-                raise ValueError(
-                    f"{flag_of(name)} needs --pipeline-model-parallel-size of at least 2"
-                )
-        if self.num_layers_per_virtual_pipeline_stage is None:
-            return
-        if self.num_virtual_stages_per_pipeline_rank is not None:
-            raise ValueError(
-                "--num-layers-per-virtual-pipeline-stage and "
-                "--num-virtual-stages-per-pipeline-rank say the same; drop one"
-            )
-        if has_ends:
-            raise ValueError(
-                "--num-layers-per-virtual-pipeline-stage needs stages of equally many layers; with "
-                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers pass "
-                "--num-virtual-stages-per-pipeline-rank"
-            )
-
-    @property
-    def virtual_split(self) -> Split:
-        """The flag that makes virtual stages, of those that may."""
-        if self.num_virtual_stages_per_pipeline_rank is not None:
-            return Split(
-                "--num-virtual-stages-per-pipeline-rank", self.num_virtual_stages_per_pipeline_rank
-            )
-        return Split(
-            "--num-layers-per-virtual-pipeline-stage",
-            self.num_layers_per_virtual_pipeline_stage or 1,
-        )
+        check_rules(self.rules, options=self)
 
     def stage_layers(self, num_virtual_stages: int) -> StageLayers:
         """Returns how layers are shared out over pipeline stages."""
@@ -155,40 +171,35 @@ class ParallelConfig:
             counts_loss=self.account_for_loss_in_pipeline_split,
         )
 
+    def layout(self, num_virtual_stages: int) -> Layout:
+        """Returns the sizes of the layout, for rules."""
+        virtual = "num_virtual_stages_per_pipeline_rank"
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            virtual = "num_layers_per_virtual_pipeline_stage"
+        return Layout(
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            virtual=getattr(self, virtual) or 1,
+            context=self.context_parallel_size,
+            experts=self.expert_model_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+            stages=self.stage_layers(num_virtual_stages),
+            flags={**MEGATRON_FLAGS, "virtual": flag_of(virtual)},
+        )
+
     @property
-    def layout(self) -> Layout:
-        """Sizes of the layout, for rules."""
-        return Layout.of(self)
+    def model_parallel_size(self) -> int:
+        """Processes of a replica of the model."""
+        return _ranks_of_model(self.layout(1))
 
     @property
     def least_world_size(self) -> int:
         """Smallest number of processes for the parallel layout."""
-        context, tensor = self.context_parallel_size, self.tensor_model_parallel_size
-        return self.pipeline_model_parallel_size * math.lcm(
-            tensor * context, self.expert_model_parallel_size
-        )
+        stages, experts = self.pipeline_model_parallel_size, self.expert_model_parallel_size
+        return math.lcm(self.model_parallel_size, stages * experts)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Returns the number of replicas of the model; ValueError where the world does not
         divide."""
-        model = (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-        )
-        if world_size % model:
-            raise ValueError(
-                f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x "
-                f"context parallel size, {self.tensor_model_parallel_size} x "
-                f"{self.pipeline_model_parallel_size} x {self.context_parallel_size} = {model}; "
-                f"start {model} of them (--nproc-per-node {model}; for fit and plan --world-size "
-                f"{model}), or change them"
-            )
-        experts = self.expert_model_parallel_size * self.pipeline_model_parallel_size
-        if world_size % experts:
-            raise ValueError(
-                f"the number of processes, {world_size}, must be a multiple of "
-                "--expert-model-parallel-size times "
-                f"--pipeline-model-parallel-size, {experts}; lower them or start more processes"
-            )
-        return world_size // model
+        check_rules(WORLD_RULES, layout=self.layout(1), world_size=world_size)
+        return world_size // self.model_parallel_size

@@ -1,0 +1,193 @@
+"""pure. Rules over the options of several groups: what contradicts what in a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.packing.model.options import Architecture
+from megatron.packing.rules import Rule, needs
+
+
+def _uneven_batch(options: Any, data_parallel_size: int) -> object:
+    return options.global_batch_size % (data_parallel_size * options.micro_batch_size)
+
+
+def _uneven_interleaving(options: Any, run: Any, data_parallel_size: int) -> dict[str, int]:
+    per_draw = data_parallel_size * options.micro_batch_size
+    microbatches = options.global_batch_size // per_draw
+    is_uneven = (
+        not options.sequence_packing
+        and run.num_virtual_stages
+        and microbatches % options.pipeline_model_parallel_size
+    )
+    return {"microbatches": microbatches} if is_uneven else {}
+
+
+def _router_is_constant(options: Any) -> bool:
+    return (
+        options.num_experts is not None
+        and options.moe_router_topk == 1
+        and not options.moe_router_pre_softmax
+        and options.pretrained_checkpoint is None
+    )
+
+
+def _recomputed_runs_are_torn(options: Any, run: Any) -> dict[str, int]:
+    of_run = 1 if options.recompute_method == "block" else options.recompute_num_layers or 1
+    uneven = [layers for layers in run.layers_of_parts if layers % of_run]
+    return {"layers": uneven[0]} if uneven else {}
+
+
+def _ranks_are_not_grouped(options: Any) -> bool:
+    tensor = options.tensor_model_parallel_size
+    experts = tensor if options.num_experts is None else options.expert_model_parallel_size
+    return (
+        options.use_tp_pp_dp_mapping
+        and options.pipeline_model_parallel_size > 1
+        and experts != tensor * options.context_parallel_size
+    )
+
+
+def _dump_after_the_end(options: Any) -> dict[str, int]:
+    last = options.train_iters or math.inf  # by --train-epochs: not known yet
+    beyond = [step for step in options.dump_schedule if step > last]
+    return {"step": beyond[0]} if beyond else {}
+
+
+LENGTH_RULES = (
+    Rule(
+        when=_dump_after_the_end,
+        why="{dump_schedule.flag} {step} must be at most {train_iters}, the last step",
+    ),
+    Rule(
+        when=lambda options, run: (
+            {"capacity": run.capacity_per_rank, "least": run.smallest_capacity_per_rank}
+            if options.sequence_packing and run.capacity_per_rank < run.smallest_capacity_per_rank
+            else {}
+        ),
+        why="{max_seqlen_per_dp_cp_rank.flag} {capacity} must hold a sequence of {seq_length} in "
+        "this parallel layout",
+        way_out="raise it to {least}",
+    ),
+    Rule(
+        when=lambda options, run: (
+            {"multiple": run.alignment.pack}
+            if not options.sequence_packing and options.seq_length % run.alignment.pack
+            else {}
+        ),
+        why="{seq_length} must be a multiple of {multiple} in this parallel layout without packing",
+    ),
+)
+"""Rules of lengths, of sequences and of the run."""
+
+RUN_RULES = (
+    Rule(
+        when=lambda options: options.train_epochs is not None and options.mock_data,
+        why="{train_epochs.flag} needs {data_path.flag}, as {mock_data.flag} never ends",
+        way_out="pass {train_iters.flag}",
+    ),
+    Rule(
+        when=_uneven_batch,
+        why="{global_batch_size} must be a multiple of {micro_batch_size} times the data-parallel "
+        "size {data_parallel_size}",
+    ),
+    Rule(
+        when=_uneven_interleaving,
+        why="an interleaved pipeline of {pipeline_model_parallel_size.value} stages needs a "
+        "multiple of {pipeline_model_parallel_size.value} microbatches, but {global_batch_size} "
+        "makes {microbatches}",
+    ),
+    Rule(
+        when=lambda options: (
+            options.outlier_delay_steps and options.sequence_packing_scheduler == "empty"
+        ),
+        why="{outlier_delay_steps.flag} needs a scheduler that mixes what was loaded",
+        way_out="pass {sequence_packing_scheduler.flag} default",
+    ),
+    Rule(
+        when=_router_is_constant,
+        why="{moe_router_topk} needs {moe_router_pre_softmax.flag}: the share of one expert among "
+        "the chosen is constant, and would not train the router",
+    ),
+    Rule(
+        when=_recomputed_runs_are_torn,
+        why="{recompute_num_layers} must divide the layers of a stage, {layers}",
+        way_out="lower it, or pass {recompute_method.flag} block",
+    ),
+    Rule(
+        when=lambda options, run: (
+            options.mtp_num_layers is not None and not run.layers_of_parts[-1]
+        ),
+        why="{mtp_num_layers.flag} needs a layer on the last pipeline stage, which is the kind of "
+        "layer it is",
+        way_out="drop {account_for_loss_in_pipeline_split.flag}",
+    ),
+    Rule(
+        when=lambda options: len(options.cp_comm_type) not in (1, options.num_layers),
+        why="{cp_comm_type.flag} must be one value, or one for each of {num_layers}",
+    ),
+    Rule(
+        when=lambda run: run.num_virtual_stages == 1,
+        why="{num_layers_per_virtual_pipeline_stage.flag} leaves one virtual stage per rank",
+        way_out="lower it or drop it",
+    ),
+    Rule(
+        when=_ranks_are_not_grouped,
+        why="{use_tp_pp_dp_mapping.flag} with a pipeline needs {context_parallel_size.flag} 1, and "
+        "with {num_experts.flag} an {expert_model_parallel_size.flag} of tensor times context "
+        "parallel size: megatron-core cannot group others",
+    ),
+    *LENGTH_RULES,
+    Rule(
+        when=lambda options: options.sample_prompts is not None and options.mock_data,
+        why="{sample_prompts.flag} needs words",
+        way_out="pass {data_path.flag}, not {mock_data.flag}",
+    ),
+    Rule(
+        when=lambda options: options.lora and options.mtp_num_layers is not None,
+        why="{lora.flag} must not be used with {mtp_num_layers.flag}, whose layers have no "
+        "adapters",
+        way_out="drop one",
+    ),
+    Rule(
+        when=lambda options, run: options.lora and 0 in run.layers_of_parts,
+        why="{lora.flag} needs a layer on every pipeline stage",
+        way_out="embedding or loss has one alone: drop "
+        "{account_for_embedding_in_pipeline_split.flag} and "
+        "{account_for_loss_in_pipeline_split.flag}",
+    ),
+    Rule(
+        when=lambda options: options.use_precision_aware_optimizer and options.lora,
+        why="{use_precision_aware_optimizer.flag} saves little with {lora.flag}, and was not "
+        "checked with it",
+        way_out="drop one",
+    ),
+    *needs("use_precision_aware_optimizer", "use_distributed_optimizer"),
+    Rule(
+        when=lambda options: options.keep_logits and options.final_logit_softcapping is not None,
+        why="{keep_logits.flag} does not work with {final_logit_softcapping.flag}",
+        way_out="drop it",
+    ),
+)
+"""Facts: options, by name; run, the `SFTConfig`; data_parallel_size."""
+
+_OWN_KERNEL_RULES = {
+    "cross_entropy_loss_fusion": Rule(
+        when=lambda options: options.logits_of_masked_tokens,
+        why="and {logits_of_masked_tokens.flag} exclude one another",
+    ),
+    "gradient_accumulation_fusion": Rule(
+        when=lambda options: options.lora,
+        why="is of weights that {lora.flag} does not train",
+        way_out="drop it",
+    ),
+}
+KERNEL_RULES = {
+    kernel: (
+        *Architecture.kernel_rules.get(kernel, ()),
+        *((_OWN_KERNEL_RULES[kernel],) if kernel in _OWN_KERNEL_RULES else ()),
+    )
+    for kernel in (*Architecture.kernel_rules, "gradient_accumulation_fusion")
+}
+"""As those of `Architecture`, with what else a run has."""
