@@ -20,11 +20,13 @@ from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.step.stats import PackingStats
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.commands import COMMANDS
+from megatron.sft.commands.rules import sections, title_of
 from megatron.sft.options.config import GROUPS
 from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics
 
 DOCS = Path(__file__).parent
 _NOTE = "<!-- Written by docs/generate.py; change the code instead. -->"
+_FLAG = re.compile(r"(--[a-z][a-z0-9-]*)")
 MODULES = (
     "megatron.packing.data_schedule",
     "megatron.packing.plugin",
@@ -89,6 +91,7 @@ def pages() -> dict[str, str]:
     made = {
         "reference/options.md": options(),
         "reference/commands.md": commands(),
+        "reference/rules.md": rules(),
         "reference/metrics.md": metrics(),
         "reference/python.md": python(),
     }
@@ -109,7 +112,7 @@ def options() -> str:
         "- `megatron-sft --help` shows the common ones, `megatron-sft --help-all` this list.",
     ]
     for group in GROUPS:
-        title = (inspect.getdoc(group) or "").split(". ")[0].split(":")[0].rstrip(".")
+        title = title_of(group)
         docs = field_docstrings(group)
         lines += ["", f"## {title}", "", "| option | | default |", "|---|---|---|"]
         for field in fields(group):
@@ -149,6 +152,24 @@ def help_of(name: str) -> str:
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         module.main(["--help"], f"megatron-sft {name}")
     return out.getvalue()
+
+
+def rules() -> str:
+    """What is refused before anything is built."""
+    lines = [
+        _NOTE,
+        "",
+        "# What is refused, and the way out",
+        "",
+        "Each line is what a program says that is asked for it, before anything is built. N and "
+        "words in capitals stand for what the run has. `megatron-sft rules lora` prints those that "
+        "name a word. Data, model folders and checkpoints are looked at besides, and refused by "
+        "file and place.",
+    ]
+    for title, said in sections().items():
+        lines += ["", f"## {title}", ""]
+        lines += ["- " + _FLAG.sub(r"`\1`", line).replace("<", "&lt;") for line in said]
+    return "\n".join(lines) + "\n"
 
 
 def metrics() -> str:
@@ -244,7 +265,7 @@ def coming_from(name: str) -> str:
         answer = f"`{flag}`" if flag in ours else answers_to([each], ours)[each]
         answer = answer.removeprefix("is ").removesuffix(" here")
         answer = answer[1:-1] if answer.startswith("(") else answer
-        marked = answer if "`" in answer else re.sub(r"(--[a-z][a-z0-9-]*)", r"`\1`", answer)
+        marked = answer if "`" in answer else _FLAG.sub(r"`\1`", answer)
         lines.append(f"| `{each}` | {marked} |")
     return "\n".join(lines) + "\n"
 
