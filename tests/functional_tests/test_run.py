@@ -479,7 +479,7 @@ def test_a_suspended_run_ends_in_a_line_or_goes_on(chats: Path, tmp_path: Path) 
     steps = steps_of(tmp_path)
     if status:
         assert "error: " in output
-        assert "Traceback" not in output.split("error: ")[0]
+        assert "Traceback" not in output.split("error: ")[0], output
     else:
         assert max(steps) == 60
     saved = int((tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text())
