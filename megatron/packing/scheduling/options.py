@@ -12,9 +12,16 @@ Another option is one more field here, and the line of code that reads it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.packing.quoting import shown
+from megatron.packing.rules import Rule, check_rules
+
+
+def _is_no_number_of_steps(options: Any) -> dict[str, str]:
+    steps = options.outlier_delay_steps
+    # A file may hold anything.
+    return {"value": shown(steps)} if type(steps) is not int or steps < 0 else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +33,15 @@ class SchedulerOptions:
     0, never).
     """
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            when=_is_no_number_of_steps,
+            why="{outlier_delay_steps.flag} must be at least 0, a whole number, but is {value}",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        steps = self.outlier_delay_steps
-        if type(steps) is not int or steps < 0:  # a file may hold anything
-            raise ValueError(
-                f"--outlier-delay-steps must be at least 0, a whole number, but is {shown(steps)}"
-            )
+        check_rules(self.rules, options=self)
 
     @property
     def non_defaults(self) -> tuple[str, ...]:

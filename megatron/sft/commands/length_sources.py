@@ -23,6 +23,7 @@ from megatron.packing.batch.nodes import SampleSizes
 from megatron.packing.batch.reading import SampleReader
 from megatron.packing.batch.tree import MergedPaths
 from megatron.packing.quoting import shortened, shown
+from megatron.packing.rules import check_rules
 from megatron.packing.user_files import parse_json, read_text
 from megatron.planner.lengths import LengthOptions, Lengths, RunSource
 from megatron.planner.sequences import Sequences, sequences_of
@@ -31,13 +32,8 @@ from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.mock.dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock.lengths import FLAG
 from megatron.sft.data.tokenizer import build_tokenizer
-from megatron.sft.options.chat_template import (
-    TemplateChoice,
-    check_has_template,
-    read_date,
-    read_variables,
-)
-from megatron.sft.options.data import tokenizer_type_of
+from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
+from megatron.sft.options.data import TOKENIZER_RULES, tokenizer_type_of
 from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.options.hub_names import check_hub_name
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
@@ -184,12 +180,8 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
 
 
 def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Lengths:
+    check_rules(TOKENIZER_RULES, options=options)
     tokenizer_type = tokenizer_type_of(options.tokenizer_type, options.tokenizer_model)
-    check_has_template(
-        tokenizer_type,
-        chat_template=options.chat_template,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
     source = open_source(path)
     tokenizer = build_tokenizer(
         tokenizer_type,

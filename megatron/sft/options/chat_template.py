@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any, NamedTuple
 
-from megatron.packing.flags import flag_of
 from megatron.packing.quoting import shown
 from megatron.packing.user_files import parse_json
 
@@ -25,19 +24,6 @@ class TemplateChoice(NamedTuple):
 
 
 AS_RELEASED = TemplateChoice()
-
-
-def check_has_template(tokenizer_type: str, **given: str | None) -> None:
-    """Raises ValueError if an option of chat templates is given for a tokenizer without a template.
-
-    given: name of an option -> its value, or None.
-    """
-    for name, value in given.items():
-        if value is not None and tokenizer_type != "HuggingFaceTokenizer":
-            raise ValueError(
-                f"{flag_of(name)} needs --tokenizer-model, but {tokenizer_type} has a format of "
-                "its own"
-            )
 
 
 def read_date(text: str | None) -> date | None:

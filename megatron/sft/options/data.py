@@ -7,21 +7,17 @@ import os
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
-from megatron.packing.flags import check_range, flag_of
+from megatron.packing.flags import flag_of
 from megatron.packing.quoting import shown
+from megatron.packing.rules import Rule, at_least, check_rules
 from megatron.packing.user_files import parse_json, read_json
 from megatron.planner.lengths import TokenizerType
-from megatron.sft.options.chat_template import (
-    TemplateChoice,
-    check_has_template,
-    read_date,
-    read_variables,
-)
+from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
 from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.options.data_paths import expanded, one_of
 
@@ -31,17 +27,35 @@ TrainTurns = Literal["served", "all", "last"]
 def tokenizer_type_of(
     tokenizer_type: TokenizerType | None, tokenizer_model: str | None
 ) -> TokenizerType:
-    """Returns the type of the tokenizer, which follows from --tokenizer-model if it is not given.
-    Raises ValueError if the type has no use for that model.
-    """
+    """Returns the type of the tokenizer, which follows from --tokenizer-model if not given."""
     if tokenizer_type is None:
         return "ByteLevelTokenizer" if tokenizer_model is None else "HuggingFaceTokenizer"
-    if tokenizer_model is not None and tokenizer_type != "HuggingFaceTokenizer":
-        raise ValueError(
-            f"--tokenizer-model {tokenizer_model} is not read by {tokenizer_type}; drop "
-            "--tokenizer-type"
-        )
     return tokenizer_type
+
+
+def _has_own_format(options: Any) -> dict[str, str]:
+    kind = tokenizer_type_of(options.tokenizer_type, options.tokenizer_model)
+    return {} if kind == "HuggingFaceTokenizer" else {"kind": kind}
+
+
+TOKENIZER_RULES: tuple[Rule, ...] = (
+    Rule(
+        when=lambda options: options.tokenizer_model is not None and _has_own_format(options),
+        why="{tokenizer_model} is not read by {kind}",
+        way_out="drop {tokenizer_type.flag}",
+    ),
+    *(
+        Rule(
+            when=lambda options, name=name: (
+                getattr(options, name) is not None and _has_own_format(options)
+            ),
+            why=f"{{{name}.flag}} needs {{tokenizer_model.flag}}, but {{kind}} has a format of its "
+            "own",
+        )
+        for name in ("chat_template", "chat_template_kwargs")
+    ),
+)
+"""Rules of a tokenizer and its chat template, wherever records are encoded."""
 
 
 def _number(text: str) -> float | None:
@@ -142,28 +156,32 @@ class DataConfig:
     none).
     """
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            when=lambda options: options.mock_data and options.data_path,
+            why="pass either {data_path.flag} FILE or {mock_data.flag}, not both",
+        ),
+        Rule(
+            when=lambda options: not options.mock_data and not options.data_path,
+            why="pass either {data_path.flag} FILE or {mock_data.flag}",
+        ),
+        Rule(
+            when=lambda options: options.mock_data and options.valid_data_path,
+            why="{valid_data_path.flag} needs {data_path.flag}, but {mock_data.flag} is given",
+        ),
+        *TOKENIZER_RULES,
+        *at_least(1, "vocab_size"),
+        *at_least(0, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches"),
+    )
+
     def __post_init__(self) -> None:
-        if self.mock_data == bool(self.data_path):
-            raise ValueError(
-                "pass either --data-path FILE or --mock-data"
-                + (", not both" if self.mock_data else "")
-            )
-        if self.mock_data and self.valid_data_path:
-            raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
+        check_rules(self.rules, options=self)
         self._check_blend()
-        check_has_template(
-            self.resolved_tokenizer_type,
-            chat_template=self.chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
-        _ = self.template_choice
-        check_range(self, 1, None, "vocab_size")
-        check_range(
-            self, 0, None, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches"
-        )
-        _ = self.split_shares, self.resolved_tokenizer_type, self.columns, self.valid_paths
+        # No rules, as they parse texts and look for files.
+        _ = self.template_choice, self.split_shares, self.columns, self.valid_paths
 
     def _check_blend(self) -> None:
+        """Raises ValueError for faults of a blend. No rule: files decide what is a weight."""
         blends = [path for path in self.paths if is_metadataset(path)]
         if blends and len(self.data_path) > 1:
             raise ValueError(f"--data-path {blends[0]} must be the only one; name the others in it")

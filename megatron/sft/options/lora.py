@@ -7,12 +7,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from megatron.packing.flags import check_range, flag_of
 from megatron.packing.layers import Part
 from megatron.packing.model.parts import known_parts
 from megatron.packing.quoting import cut
+from megatron.packing.rules import (
+    Layout,
+    Rule,
+    above_zero,
+    at_least,
+    check_rules,
+    from_zero_to_below_one,
+)
 
 LINEARS: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -47,6 +54,17 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 MODULES = frozenset((*_EVERY, *_OTHER_NAMES))
 """Names of all layers that adapters stand beside."""
 _WHOLE = ("embed_tokens", "lm_head")
+
+
+def _names(option: str, listed: tuple[str, ...], known: tuple[str, ...]) -> Rule:
+    """Returns the rule of an option that is `known` names, of which the message has `listed`."""
+    return Rule(
+        when=lambda options: next(
+            ({"name": cut(name, 100)} for name in getattr(options, option) if name not in known),
+            None,
+        ),
+        why=f"{{{option}.flag}} must be of {', '.join(listed)}, but has {{name}}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,32 +102,35 @@ class LoraConfig:
     adapter.
     """
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "lora_rank"),
+        *above_zero("lora_alpha"),
+        *from_zero_to_below_one("lora_dropout"),
+        _names(
+            "lora_target_modules",
+            (*_EVERY, *(name for fused in FUSED.values() for name in fused), _ALL),
+            (*_EVERY, *_OTHER_NAMES, _ALL),
+        ),
+        _names("lora_modules_to_save", _WHOLE, _WHOLE),
+        Rule(
+            when=lambda options, layout, num_query_groups: (
+                layout.tensor > num_query_groups
+                and len(options.targets_in("qkv")) in (1, 2)
+                and {"targets": " ".join(options.targets)}
+            ),
+            why="{lora_target_modules.flag} must have q_proj, k_proj and v_proj, or none of them, "
+            "with a {tensor} above the {num_query_groups} groups of queries, but has {targets}",
+            way_out="add them, or lower it",
+        ),
+    )
+
     @property
     def writes_adapter(self) -> bool:
         """Returns whether --save-hf writes a PEFT folder."""
         return self.lora and not self.lora_merge
 
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "lora_rank")
-        if not self.lora_alpha > 0:
-            raise ValueError(f"--lora-alpha must be above 0, but is {self.lora_alpha}")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(
-                f"--lora-dropout must be from 0 to below 1, but is {self.lora_dropout}"
-            )
-        self._check_names(
-            "lora_target_modules",
-            (*_EVERY, *(name for fused in FUSED.values() for name in fused), _ALL),
-            (*_EVERY, *_OTHER_NAMES, _ALL),
-        )
-        self._check_names("lora_modules_to_save", _WHOLE, _WHOLE)
-
-    def _check_names(self, option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
-        unknown = [name for name in getattr(self, option) if name not in known]
-        if unknown:
-            raise ValueError(
-                f"{flag_of(option)} must be of {', '.join(given)}, but has {cut(unknown[0], 100)}"
-            )
+        check_rules(self.rules, options=self)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -139,13 +160,8 @@ class LoraConfig:
 
     def check_layout(self, tensor_parallel_size: int, num_query_groups: int) -> None:
         """Raises ValueError where ranks would hold unequal shares of an adapter."""
-        if tensor_parallel_size > num_query_groups and len(self.targets_in("qkv")) in (1, 2):
-            raise ValueError(
-                "--lora-target-modules must have q_proj, k_proj and v_proj, or none of them, with "
-                f"a --tensor-model-parallel-size {tensor_parallel_size} above the "
-                f"{num_query_groups} groups of queries, but has {' '.join(self.targets)}; add "
-                "them, or lower it"
-            )
+        layout = Layout(tensor=tensor_parallel_size)
+        check_rules(self.rules, options=self, layout=layout, num_query_groups=num_query_groups)
 
     @property
     def scale(self) -> float:

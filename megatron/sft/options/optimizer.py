@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from megatron.packing.flags import check_range
+from megatron.packing.rules import Rule, check_rules, in_range
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
 """Tensors that the optimizer keeps of each weight, beside its main parameter: Adam's moments, under
@@ -56,11 +56,19 @@ class OptimizerStateConfig:
     )
     """Copy gradients and weights of --optimizer-cpu-offload while other weights are updated."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *in_range(0, 1, "optimizer_offload_fraction"),
+        Rule(
+            when=lambda options: (
+                options.optimizer_cpu_offload
+                and {getattr(options, f"{name}_dtype") for name in ("main_params", *ADAM_STATE)}
+                != {"fp32"}
+            ),
+            why="{optimizer_cpu_offload.flag} keeps {main_params_dtype.flag}, {exp_avg_dtype.flag} "
+            "and {exp_avg_sq_dtype.flag} in fp32",
+            way_out="drop them",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        check_range(self, 0, 1, "optimizer_offload_fraction")
-        dtypes = {getattr(self, f"{name}_dtype") for name in ("main_params", *ADAM_STATE)}
-        if self.optimizer_cpu_offload and dtypes != {"fp32"}:
-            raise ValueError(
-                "--optimizer-cpu-offload keeps --main-params-dtype, --exp-avg-dtype and "
-                "--exp-avg-sq-dtype in fp32; drop them"
-            )
+        check_rules(self.rules, options=self)

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
-from megatron.packing.flags import check_range
+from megatron.packing.rules import Rule, at_least, check_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +74,28 @@ class OutputConfig:
     it.
     """
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "log_interval", "save_interval", "keep_checkpoints", "ckpt_step"),
+        Rule(
+            when=lambda options: (
+                options.finetune
+                and options.save is not None
+                and Path(options.load or "").resolve() == Path(options.save).resolve()
+            ),
+            why="{finetune.flag} would begin again at each start of the run",
+            way_out="pass another {save.flag} than {load.flag}",
+        ),
+        Rule(
+            when=lambda options: (
+                min(options.dump_schedule, default=1) < 1 and {"step": min(options.dump_schedule)}
+            ),
+            why="{dump_schedule.flag} must be steps, the first of which is 1, but is {step}",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints", "ckpt_step")
-        self._check_load()
+        check_rules(self.rules, options=self)
         self._check_boards()
-        if any(step < 1 for step in self.dump_schedule):
-            raise ValueError(
-                "--dump-schedule must be steps, the first of which is 1, but is "
-                f"{min(self.dump_schedule)}"
-            )
 
     def saves_after(self, iteration: int) -> bool:
         """Returns whether --save-interval saves after a step. The last step is always saved."""
@@ -92,18 +106,8 @@ class OutputConfig:
         interval = self.save_interval or last
         return math.ceil(last / interval) - done // interval if done < last else 0
 
-    def _check_load(self) -> None:
-        if (
-            self.finetune
-            and self.save is not None
-            and Path(self.load or "").resolve() == Path(self.save).resolve()
-        ):
-            raise ValueError(
-                "--finetune would begin again at each start of the run; pass another --save than "
-                "--load"
-            )
-
     def _check_boards(self) -> None:
+        """Raises ValueError for packages that are missing. No rule: options do not tell."""
         if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
             raise ValueError(
                 "--tensorboard-dir needs the package tensorboard; do pip install tensorboard"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from megatron.packing.batch.layout import OverLengthPolicy
-from megatron.packing.flags import check_range
+from megatron.packing.rules import Rule, at_least, check_rules
 from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
 from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 
@@ -34,8 +35,11 @@ class PackingConfig:
     (default: by FLOPs).
     """
 
+    rules: ClassVar[tuple[Rule, ...]] = tuple(at_least(1, "max_seqlen_per_dp_cp_rank"))
+
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
+        check_rules(self.rules, options=self)
+        # No rules, as the one may import a module of the user's, and the other reads a file.
         if self.sequence_packing_scheduler is not None:
             get_scheduler(self.sequence_packing_scheduler)
         _ = self.fitted_cost

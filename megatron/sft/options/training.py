@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from megatron.packing.flags import check_range, flag_of
+from megatron.packing.flags import flag_of
+from megatron.packing.rules import Rule, at_least, check_rules, exclude, from_zero_to_below_one
+
+_WARMUPS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+
+
+def _several_warmups(options: Any) -> dict[str, str]:
+    flags = [flag_of(name) for name in _WARMUPS if getattr(options, name)]
+    return {"flags": " or ".join(flags)} if len(flags) > 1 else {}
+
+
+def _wsd_decay_is_too_long(options: Any) -> dict[str, str]:
+    decay = options.decay_samples / options.global_batch_size
+    warmup = options.warmup_samples / options.global_batch_size
+    if decay and warmup + (options.lr_wsd_decay_iters or 0) > decay > warmup:
+        return {"warmup": f"{warmup:g}", "decay": f"{decay:g}"}
+    return {}
+
+
+def _warmup_is_too_long(options: Any) -> dict[str, str]:
+    if 0 <= options.warmup_samples < (options.decay_samples or math.inf):
+        return {}
+    name = next((name for name in _WARMUPS if getattr(options, name)), "lr_warmup_iters")
+    decay = options.decay_samples / options.global_batch_size
+    return {"warmup": f"{flag_of(name)} {getattr(options, name)}", "decay": f"{decay:g}"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,83 +125,73 @@ class TrainingConfig:
     skip_nan_steps: int = 0
     """Steps with a NaN or infinite loss or gradient norm to skip before the run fails."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "global_batch_size"),  # others divide by it
+        Rule(
+            when=lambda options: options.train_iters and options.train_epochs is not None,
+            why="pass either {train_iters.flag} or {train_epochs.flag}, not both",
+        ),
+        Rule(
+            when=lambda options: (
+                options.train_samples is not None
+                and options.train_samples < options.global_batch_size
+            ),
+            why="{train_samples.flag} must be at least {global_batch_size.value}, but is "
+            "{train_samples.value}",
+        ),
+        Rule(
+            when=lambda options: options.train_iters < 1 and options.train_epochs is None,
+            why="{train_iters.flag} must be at least 1 without {train_epochs.flag}, but is "
+            "{train_iters.value}",
+        ),
+        Rule(
+            when=lambda options: (
+                options.train_samples is not None
+                and options.train_samples // options.global_batch_size != options.train_iters
+            ),
+            why="pass either {train_iters.flag} or {train_samples.flag}, not both",
+        ),
+        *at_least(1e-9, "train_epochs"),
+        *at_least(1, "micro_batch_size", "eval_interval", "sample_tokens"),
+        exclude("keep_logits", "logits_of_masked_tokens", way_out=""),
+        exclude("sample_prompts", "logits_of_masked_tokens", way_out=""),
+        *at_least(1, "lr_decay_iters", "lr_decay_samples", "early_stopping", "exit_interval"),
+        *at_least(0, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed"),
+        *at_least(0, "exit_duration_in_mins", "skip_nan_steps"),
+        *at_least(1, "lr_wsd_decay_iters"),
+        *from_zero_to_below_one("adam_beta1", "adam_beta2"),
+        Rule(
+            when=lambda options: not 0 <= options.min_lr <= options.lr,
+            why="{min_lr} must be from 0 to {lr}",
+        ),
+        Rule(
+            when=lambda options: (
+                (options.lr_decay_style == "WSD") != (options.lr_wsd_decay_iters is not None)
+            ),
+            why="{lr_decay_style.flag} WSD and {lr_wsd_decay_iters.flag} belong together",
+            way_out="pass both or none",
+        ),
+        Rule(when=_several_warmups, why="pass either {flags}, not both"),
+        Rule(
+            when=lambda options: options.lr_decay_iters and options.lr_decay_samples,
+            why="pass either {lr_decay_iters.flag} or {lr_decay_samples.flag}, not both",
+        ),
+        *from_zero_to_below_one("lr_warmup_fraction"),
+        Rule(
+            when=_wsd_decay_is_too_long,
+            why="{lr_wsd_decay_iters} must fit behind the warmup into the steps of decay, {warmup} "
+            "of {decay}",
+            way_out="lower it or raise {lr_decay_iters.flag}",
+        ),
+        Rule(
+            when=_warmup_is_too_long,
+            why="{warmup} must be less than the steps of decay, {decay}",
+            way_out="lower it or raise {lr_decay_iters.flag}",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        if self.train_iters and self.train_epochs is not None:
-            raise ValueError("pass either --train-iters or --train-epochs, not both")
-        check_range(self, self.global_batch_size, None, "train_samples")
-        if self.train_iters < 1 and self.train_epochs is None:
-            raise ValueError(
-                "--train-iters must be at least 1 without --train-epochs, but is "
-                f"{self.train_iters}"
-            )
-        if (
-            self.train_samples is not None
-            and self.train_samples // self.global_batch_size != self.train_iters
-        ):
-            raise ValueError("pass either --train-iters or --train-samples, not both")
-        check_range(self, 1e-9, None, "train_epochs")
-        check_range(self, 1, None, "global_batch_size", "micro_batch_size", "eval_interval")
-        check_range(self, 1, None, "sample_tokens")
-        if self.keep_logits and self.logits_of_masked_tokens:
-            raise ValueError("--keep-logits and --logits-of-masked-tokens exclude one another")
-        if self.sample_prompts is not None and self.logits_of_masked_tokens:
-            raise ValueError("--sample-prompts and --logits-of-masked-tokens exclude one another")
-        check_range(
-            self, 1, None, "lr_decay_iters", "lr_decay_samples", "early_stopping", "exit_interval"
-        )
-        check_range(
-            self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed"
-        )
-        check_range(self, 0, None, "exit_duration_in_mins", "skip_nan_steps")
-        check_range(self, 1, None, "lr_wsd_decay_iters")
-        self._check_optimizer()
-        self._check_warmup()
-
-    def _check_optimizer(self) -> None:
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{flag_of(name)} must be from 0 to below 1, but is {getattr(self, name)}"
-                )
-        if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(f"--min-lr {self.min_lr} must be from 0 to --lr {self.lr}")
-        if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_iters is not None):
-            raise ValueError(
-                "--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none"
-            )
-
-    def _check_warmup(self) -> None:
-        ways = {
-            "--lr-warmup-iters": self.lr_warmup_iters,
-            "--lr-warmup-samples": self.lr_warmup_samples,
-            "--lr-warmup-fraction": self.lr_warmup_fraction,
-        }
-        given = [flag for flag, value in ways.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"pass either {' or '.join(given)}, not both")
-        if self.lr_decay_iters and self.lr_decay_samples:
-            raise ValueError("pass either --lr-decay-iters or --lr-decay-samples, not both")
-        if not 0 <= (self.lr_warmup_fraction or 0) < 1:
-            raise ValueError(
-                f"--lr-warmup-fraction must be from 0 to below 1, but is {self.lr_warmup_fraction}"
-            )
-        self._check_decay({flag: ways[flag] for flag in given or ["--lr-warmup-iters"]})
-
-    def _check_decay(self, given: Mapping[str, float | None]) -> None:
-        """given: the option that sets the warmup, with its value."""
-        decay = self.decay_samples / self.global_batch_size
-        warmup = self.warmup_samples / self.global_batch_size
-        if self.decay_samples and warmup + (self.lr_wsd_decay_iters or 0) > decay > warmup:
-            raise ValueError(
-                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} must fit behind the warmup into "
-                f"the steps of decay, {warmup:g} of {decay:g}; lower it or raise --lr-decay-iters"
-            )
-        if not 0 <= self.warmup_samples < (self.decay_samples or math.inf):
-            ((flag, value),) = given.items()
-            raise ValueError(
-                f"{flag} {value} must be less than the steps of decay, {decay:g}; lower it or "
-                "raise --lr-decay-iters"
-            )
+        check_rules(self.rules, options=self)
 
     @property
     def decay_samples(self) -> int:

@@ -83,6 +83,11 @@ def test_epochs_are_steps_once_the_records_are_counted(epochs, records, steps):
         ("--train-epochs 2 --train-iters 3", EPOCHS, "--train-epochs, not both"),
         ("--train-epochs 0", EPOCHS, "--train-epochs must be at least"),
         (
+            "--train-epochs 1 --train-samples 9 --global-batch-size 0",
+            EPOCHS,
+            "--global-batch-size must be at least 1, but is 0",
+        ),
+        (
             "--train-epochs 1",
             EPOCHS.replace("data-path chats.jsonl", "mock-data"),
             "--train-epochs needs --data-path",
