@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config,
-)
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -22,121 +19,35 @@ from megatron.core.utils import unwrap_model
 
 from megatron.packing.device import Device
 from megatron.packing.model.parts import check_parts
-from megatron.packing.rules import Layout
+from megatron.packing.plugin_rules import PASS_RULES, PLUGIN_RULES, TRAINING_RULES
+from megatron.packing.rules import Layout, check_rules
 from megatron.packing.scheduling.registry import get_scheduler
 
-# `pipeline` and `data_schedule` are imported when they are needed, as in `plugin`: older
+# Modules of `model` and `step` are imported when they are needed, as in `plugin`: older
 # megatron-cores lack names that they import.
 
 
 def check_config(config: Any) -> None:
     """Raises ValueError for a config that packs cannot be trained under."""
-    from megatron.packing.model import pipeline
     from megatron.packing.model.get_batch import transformer_engine_installed
     from megatron.packing.step.settings import PackingOptions
 
-    get_scheduler(config.sequence_packing_scheduler)
-    if (
-        PackingOptions.of(config).delay_queue is not None
-        and config.sequence_packing_scheduler == "empty"
-    ):
-        raise ValueError(
-            "--outlier-delay-steps needs a scheduler that mixes what was loaded; "
-            "pass --sequence-packing-scheduler default"
-        )
-    if getattr(config, "max_seqlen_per_dp_cp_rank", None) is None:
-        raise ValueError(
-            "sequence packing needs the tokens that one rank may hold of a pack; pass "
-            "--max-seqlen-per-dp-cp-rank N"
-        )
-    demands = [
-        (config.fp4 is None, "fp4=None: it was not checked with packs"),
-        (
-            config.cuda_graph_impl == "none"
-            and not config.enable_cuda_graph
-            and not config.external_cuda_graph,
-            'cuda_graph_impl="none": packs differ in length from step to step',
-        ),
-        (
-            not config.overlap_moe_expert_parallel_comm,
-            "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
-        ),
-        *_demands_on_attention(config, transformer_engine_installed()),
-        *(() if config.num_moe_experts is None else _demands_on_experts(config)),
-    ]
-    pipeline.require(demands)
+    get_scheduler(config.sequence_packing_scheduler)  # no rule: it may import the user's module
+    check_rules(
+        PLUGIN_RULES,
+        config=config,
+        options=PackingOptions.of(config),
+        transformer_engine=transformer_engine_installed(),
+    )
     check_parts(config, layout=Layout.of(config))
-    pipeline.check_config(config, Device.of(config))
-
-
-def _demands_on_attention(config: Any, has_transformer_engine: bool) -> list[tuple[bool, str]]:
-    return [
-        (
-            not config.multi_latent_attention or has_transformer_engine,
-            "multi_latent_attention=False without Transformer Engine: megatron-core's other layers "
-            "cannot be built so",
-        ),
-        (
-            not config.multi_latent_attention or config.context_parallel_size == 1,
-            "context_parallel_size=1 with multi_latent_attention: the two were not checked "
-            "together with packs",
-        ),
-        (
-            not config.apply_rope_fusion
-            or _yarn_get_concentration_factor_from_config(config) == 1.0,
-            "apply_rope_fusion=False with YaRN: the fused kernel for packs leaves out its scale of "
-            "attention scores",
-        ),
-        (
-            not config.apply_rope_fusion or config.mrope_section is None,
-            "apply_rope_fusion=False with mrope_section: the fused kernel for packs gives each "
-            "sequence the positions of the pack's first one",
-        ),
-        (
-            config.fp8 is None or (has_transformer_engine and not config.fp8_dot_product_attention),
-            "fp8=None without Transformer Engine, which alone computes in it, and "
-            "fp8_dot_product_attention=False: it takes no packs",
-        ),
-    ]
-
-
-def _demands_on_experts(config: Any) -> list[tuple[bool, str]]:
-    types = config.moe_router_load_balancing_type
-    return [
-        (
-            config.moe_token_dispatcher_type == "alltoall",
-            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths, which '
-            '"allgather" cannot take, and "flex" was not checked with',
-        ),
-        (
-            config.moe_expert_capacity_factor is None,
-            "moe_expert_capacity_factor=None: which tokens an expert drops would depend on who "
-            "shares their pack",
-        ),
-        (
-            ({types} if isinstance(types, str) else set(types)) <= {"aux_loss", "none"},
-            'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it '
-            "were one sequence, or count tokens of earlier packs",
-        ),
-        (
-            config.expert_model_parallel_size > 1
-            or config.expert_tensor_parallel_size in (None, config.tensor_model_parallel_size),
-            "expert_tensor_parallel_size equal to tensor_model_parallel_size, or "
-            "expert_model_parallel_size above 1: megatron-core would not sum the gradients of "
-            "whole experts over tensor-parallel ranks",
-        ),
-    ]
+    check_rules(PASS_RULES, config=config, device=Device.of(config))
 
 
 def check_training(config: Any) -> None:
     """Raises ValueError for a config without the function that sums gradients over ranks and
     divides them by the number of tokens.
     """
-    if config.finalize_model_grads_func is None:
-        raise ValueError(
-            "sequence packing needs TransformerConfig finalize_model_grads_func, or gradients stay "
-            "sums of this rank; set it to megatron.core.distributed.finalize_model_grads"
-        )
+    check_rules(TRAINING_RULES, config=config)
 
 
 @contextmanager

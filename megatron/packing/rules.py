@@ -15,6 +15,7 @@ every program shares.
     run            what training derives from all options together
     world_size     number of processes
     device         the device at hand, and what is installed beside it
+    config         megatron-core's, and `transformer_engine`, whether that computes attention
 
 In `why` and `way_out`, `{name}` is a flag with its value as the program at hand calls it
 (`--tensor-model-parallel-size 4`, `--tp 4`), `{name.flag}` and `{name.value}` are its halves. What

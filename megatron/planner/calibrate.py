@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -37,7 +37,7 @@ from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
 from megatron.packing.device import Device
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import check_range, flag_of, parse_flags
+from megatron.packing.flags import flag_of, parse_flags
 from megatron.packing.layers import options_of_each_layer
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.get_batch import packed_seq_params
@@ -45,6 +45,7 @@ from megatron.packing.model.grouped_experts import group_experts
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.model.loss.head import skip_masked_tokens
 from megatron.packing.model.options import Architecture
+from megatron.packing.rules import Rule, at_least, check_rules
 from megatron.packing.scheduling.fitted_cost import Point, fit_pack_cost, write_fitted_cost
 from megatron.packing.step.settings import model_of
 from megatron.packing.versions import UNKNOWN, package_version
@@ -55,6 +56,11 @@ _HALVINGS = 6
 _SHORTEST = 8
 
 Pass = Callable[[], None]
+
+
+def _layers_differ(options: Any) -> dict[str, str]:
+    flags = " ".join(map(flag_of, options_of_each_layer(options)))
+    return {"flags": flags} if len(set(options.layer_kinds())) > 1 else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +82,33 @@ class CalibrateOptions(Architecture):
     bf16: bool | None = None
     """Compute in bfloat16 (default: as --config, else on GPUs)."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "vocab_size", "seq_length", "max_seqlen_per_dp_cp_rank", "repeats"),
+        Rule(
+            when=lambda world_size: world_size > 1,
+            why="calibrate measures the whole model in one process",
+            way_out="start it with python -m, without torchrun: training divides by its tensor and "
+            "context parallel sizes",
+        ),
+        Rule(
+            when=_layers_differ,
+            why="{flags} must be alike for all layers, as one stands for all",
+            way_out="leave --pack-cost out",
+        ),
+        Rule(
+            when=lambda options, device: (
+                not device.is_gpu
+                and (options.num_experts or options.recompute_granularity) is not None
+            ),
+            why="experts and recomputation are measured on a GPU only",
+            way_out="leave --pack-cost out on a CPU",
+        ),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(
-            self, 1, None, "vocab_size", "seq_length", "max_seqlen_per_dp_cp_rank", "repeats"
-        )
-        path = Path(self.output)
+        check_rules(self.rules, options=self)
+        path = Path(self.output)  # needs the folder
         if path.is_dir() or not os.access(
             path if path.exists() else path.resolve().parent, os.W_OK
         ):
@@ -305,20 +332,8 @@ def calibrate(options: CalibrateOptions, device: Device) -> None:
 
     Raises ValueError for a model or device that cannot be measured.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "calibrate measures the whole model in one process; start it with python -m, without "
-            "torchrun: training divides by its tensor and context parallel sizes"
-        )
-    if len(set(options.layer_kinds())) > 1:
-        raise ValueError(
-            f"{' '.join(map(flag_of, options_of_each_layer(options)))} must be alike for all "
-            "layers, as one stands for all; leave --pack-cost out"
-        )
-    if not device.is_gpu and (options.num_experts or options.recompute_granularity) is not None:
-        raise ValueError(
-            "experts and recomputation are measured on a GPU only; leave --pack-cost out on a CPU"
-        )
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_rules(options.rules, options=options, world_size=world_size, device=device)
     with one_process(device):
         *points, dummy = measure(options, device)
     fit = fit_pack_cost(points, dummy)

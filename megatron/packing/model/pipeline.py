@@ -4,7 +4,7 @@ training and in evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packing.device import Device
+from megatron.packing.plugin_rules import PASS_RULES
+from megatron.packing.rules import check_rules
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
 from megatron.packing.step.groups import data_groups, device_of
 from megatron.packing.step.prefetch import Prefetcher
@@ -186,45 +188,4 @@ def check_config(config: TransformerConfig, device: Device) -> None:
     """Raises ValueError for a config under which packs would be weighted wrongly, mixed up, or hang
     on `device`.
     """
-    pipeline = config.pipeline_model_parallel_size > 1
-    interleaved = pipeline and config.virtual_pipeline_model_parallel_size is not None
-    demands = [
-        (
-            config.calculate_per_token_loss,
-            "calculate_per_token_loss=True: tokens would be weighted by their pack",
-        ),
-        (
-            not getattr(config, "hybrid_context_parallel", False),
-            "hybrid_context_parallel=False: it schedules the same batch a second time and can zero "
-            "gradients",
-        ),
-        (
-            not pipeline or config.variable_seq_lengths,
-            "variable_seq_lengths=True: packs differ in length",
-        ),
-        (
-            not interleaved or (config.overlap_p2p_comm and not config.batch_p2p_comm),
-            "overlap_p2p_comm=True and batch_p2p_comm=False: otherwise interleaved stages mix up "
-            "tensors or hang",
-        ),
-        (
-            not interleaved or device.is_gpu or not config.deallocate_pipeline_outputs,
-            "deallocate_pipeline_outputs=False on CPU: gloo would send memory that is freed "
-            "meanwhile",
-        ),
-        (
-            config.mtp_num_layers is None
-            or config.recompute_method != "uniform"
-            or config.recompute_num_layers == 1,
-            'recompute_num_layers=1 with mtp_num_layers and recompute_method="uniform": '
-            "megatron-core recomputes layers of multi-token prediction one by one",
-        ),
-    ]
-    require(demands)
-
-
-def require(demands: Sequence[tuple[Any, str]]) -> None:
-    """Raises ValueError for the first that does not hold: `[(config.bf16, "bf16=True: why")]`."""
-    for holds, demand in demands:
-        if not holds:
-            raise ValueError(f"sequence packing needs TransformerConfig {demand}")
+    check_rules(PASS_RULES, config=config, device=device)

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.quoting import shortened, shown
+from megatron.packing.rules import Rule, at_least, check_rules, in_range
 from megatron.sft.base_exceptions import describe_failure, is_failure
 from megatron.sft.data.hf_tokenizer import build_hugging_face
 from megatron.sft.data.records.content import Conversation
@@ -58,12 +59,18 @@ class ChatOptions:
     seed: int = 1234
     """Random seed."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            when=lambda options: options.folder is None,
+            why="the folder of a model is needed: megatron-sft chat FOLDER",
+        ),
+        *at_least(1, "max_new_tokens"),
+        *at_least(0, "temperature", "seed"),
+        *in_range(1e-6, 1, "top_p"),
+    )
+
     def __post_init__(self) -> None:
-        if self.folder is None:
-            raise ValueError("the folder of a model is needed: megatron-sft chat FOLDER")
-        check_range(self, 1, None, "max_new_tokens")
-        check_range(self, 0, None, "temperature", "seed")
-        check_range(self, 1e-6, 1, "top_p")
+        check_rules(self.rules, options=self)
         read_variables(self.chat_template_kwargs)
 
 

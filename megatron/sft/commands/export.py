@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
+from megatron.packing.rules import Rule, above_zero, check_rules
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
@@ -38,15 +39,17 @@ class ExportOptions:
     max_shard_gigabytes: float = 5.0
     """Largest size of one file of weights."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            when=lambda options: options.checkpoint is None or options.folder is None,
+            why="two folders are needed: that of the checkpoint, and the one to write",
+            way_out="see --help",
+        ),
+        *above_zero("max_shard_gigabytes"),
+    )
+
     def __post_init__(self) -> None:
-        if self.checkpoint is None or self.folder is None:
-            raise ValueError(
-                "two folders are needed: that of the checkpoint, and the one to write; see --help"
-            )
-        if not self.max_shard_gigabytes > 0:
-            raise ValueError(
-                f"--max-shard-gigabytes must be above 0, but is {self.max_shard_gigabytes}"
-            )
+        check_rules(self.rules, options=self)
 
 
 def main(arguments: Sequence[str], program: str) -> None:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import FlagError, check_range
+from megatron.packing.flags import FlagError
 from megatron.packing.model.parts import parts_in
+from megatron.packing.rules import Rule, at_least, check_rules, in_range
 from megatron.sft.arguments.defaults import chosen_options
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_run_options
@@ -69,9 +70,14 @@ class FitOptions:
     fit_json: str | None = None
     """File for the estimate in bytes."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "world_size"),
+        *in_range(0, 1, "loss_share"),
+    )
+
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "world_size")
-        check_range(self, 0, 1, "loss_share")
+        check_rules(self.rules, options=self)
+        # No rules: the one needs text that is parsed, the other a folder.
         if self.memory is not None:
             parse_memory(self.memory)
         if self.fit_json is not None and not Path(self.fit_json).resolve().parent.is_dir():

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import check_range
+from megatron.packing.rules import Rule, at_least, check_rules, in_range
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.layout.devices import DEVICES
 from megatron.planner.layout.page import Bar, figure, layout_page
@@ -67,9 +67,31 @@ class LayoutSearchOptions:
     html: str | None = None
     """File for a page with memory and times of the layouts; needs nothing."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "world_size", "layouts", "num_batches"),
+        *in_range(0, 1, "loss_share"),
+        Rule(
+            when=lambda options, run: (
+                options.source is None and not run.data.mock_data and len(run.data.data_path) != 1
+            ),
+            why="--auto-layout reads one file",
+            way_out="name it, or a file of lengths, before the options: plan FILE --auto-layout",
+        ),
+        Rule(
+            when=lambda options, run: (
+                options.source is None
+                and run.data.mock_data
+                and run.data.sft_mock_dataset_config_json is None
+            ),
+            why="--mock-data needs --sft-mock-dataset-config-json here, which says what lengths "
+            "sequences have",
+            way_out="or name a file of lengths before the options",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "world_size", "layouts", "num_batches")
-        check_range(self, 0, 1, "loss_share")
+        check_rules(self.rules, options=self)
+        # No rules: the one needs text that is parsed, the other a folder.
         if self.memory is not None:
             parse_memory(self.memory)
         if self.html is not None and not Path(self.html).resolve().parent.is_dir():
@@ -195,7 +217,7 @@ def _parse(
         answers=answers_to,
         usage="FILE --pretrained-checkpoint FOLDER --world-size 64 --gpu h200",
         common={
-            "Search": tuple(LayoutSearchOptions.__dataclass_fields__),
+            "Search": tuple(one.name for one in fields(LayoutSearchOptions)),
             "Start from": COMMON["Start from"],
             "Data": COMMON["Data"],
             "Training": ("global_batch_size", "bf16"),
@@ -224,6 +246,7 @@ def _parse(
     notes: list[str] = []
     *parts, options = parse_run_options(SEARCH_GROUPS, arguments, command, imply, notes)
     config = SFTConfig.of(parts)
+    check_rules(options.rules, options=options, run=config)
     return with_vocabulary(config) if assumes_data else config, options, notes
 
 
@@ -232,20 +255,8 @@ def _lengths(config: SFTConfig, source: str | None, vocab_size: int, needed: int
     training.
     """
     data = config.data
-    if source is None and data.mock_data:
-        source = data.sft_mock_dataset_config_json
-    elif source is None:
-        if len(data.data_path) != 1:
-            raise ValueError(
-                "--auto-layout reads one file; name it, or a file of lengths, before the options: "
-                "plan FILE --auto-layout"
-            )
-        source = data.data_path[0]
     if source is None:
-        raise ValueError(
-            "--mock-data needs --sft-mock-dataset-config-json here, which says what lengths "
-            "sequences have; or name a file of lengths before the options"
-        )
+        source = data.sft_mock_dataset_config_json if data.mock_data else data.data_path[0]
     options = LengthOptions(
         source=source,
         tokenizer_type=data.tokenizer_type,

@@ -9,10 +9,10 @@ from megatron.core.transformer.moe import moe_utils
 
 from megatron.packing.device import Device
 from megatron.packing.model.get_batch import transformer_engine_installed
+from megatron.sft.model.needs import NEEDS_OF_TRITON
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
 
-NEEDS_OF_TRITON = "Triton needs a C compiler (gcc) and Python's headers (Python.h)"
 _OF_PERMUTATION = (
     "fused_permute",
     "fused_permute_with_probs",

@@ -1,20 +1,21 @@
-"""mcore. Options that need a GPU, or a package that is not always there: refused before anything is
-built.
+"""tensor. Options that need a GPU, or a package that is not always there: refused before anything
+is built.
 """
 
 from __future__ import annotations
 
 import inspect
 from importlib import import_module
-from typing import Any
 
 from megatron.packing.device import Device
 from megatron.packing.flags import flag_of
-from megatron.packing.model.get_batch import transformer_engine_installed
-from megatron.sft.model import kernels
+from megatron.packing.rules import Rule, check_rules
+from megatron.packing.step.transformer_engine import transformer_engine_installed
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.optimizer import ADAM_STATE
 
+NEEDS_OF_TRITON = "Triton needs a C compiler (gcc) and Python's headers (Python.h)"
+_KERNELS_IN_TRITON = ("cross_entropy_loss_fusion", "bias_swiglu_fusion")
 _OF_FUSED_ADAM = {
     "master_weight_dtype",
     "use_decoupled_grad",
@@ -22,39 +23,55 @@ _OF_FUSED_ADAM = {
 }
 
 
+def _adam_is_missing(run: SFTConfig, device: Device) -> bool:
+    optimizer = run.optimizer
+    is_asked = optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload
+    if not is_asked or not device.is_gpu:
+        return False
+    try:
+        adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
+    except ImportError:
+        return True
+    return bool(_OF_FUSED_ADAM - set(inspect.signature(adam).parameters))
+
+
+def _triton_fails(run: SFTConfig, device: Device) -> dict[str, str]:
+    asked = [flag_of(name) for name in _KERNELS_IN_TRITON if getattr(run.kernels, name)]
+    fault = device.triton_fault if asked and device.is_gpu else None
+    return {} if fault is None else {"asked": asked[0], "fault": fault}
+
+
+DEVICE_RULES = (
+    Rule(
+        when=lambda run, device: run.optimizer.use_precision_aware_optimizer and not device.is_gpu,
+        why="--use-precision-aware-optimizer needs a GPU",
+        way_out="drop it",
+    ),
+    Rule(
+        when=_adam_is_missing,
+        why="--use-precision-aware-optimizer needs Transformer Engine's FusedAdam",
+        way_out="pip install 'transformer-engine[pytorch]>=2.9', or pass --optimizer-cpu-offload",
+    ),
+    Rule(
+        when=lambda run, transformer_engine: (
+            {"dropout": run.model.attention_dropout}
+            if run.model.attention_dropout and not transformer_engine
+            else None
+        ),
+        why="--attention-dropout {dropout} needs a GPU with Transformer Engine",
+        way_out="pass 0, and for dropout after attention --hidden-dropout",
+    ),
+    Rule(
+        when=lambda run, device: run.kernels.cross_entropy_loss_fusion and not device.is_gpu,
+        why="--cross-entropy-loss-fusion needs a GPU",
+        way_out="drop it",
+    ),
+    Rule(when=_triton_fails, why=f"{{asked}}: {NEEDS_OF_TRITON} ({{fault}})", way_out="drop it"),
+)
+"""Of a `run` on a `device`; `transformer_engine` says whether the package computes attention."""
+
+
 def check_needs(config: SFTConfig, device: Device) -> None:
     """Raises ValueError for an option that needs what is not here, with the way out."""
-    if config.optimizer.use_precision_aware_optimizer:
-        _check_optimizer(config, device)
-    if config.model.attention_dropout and not transformer_engine_installed():
-        raise ValueError(
-            f"--attention-dropout {config.model.attention_dropout} needs a GPU with Transformer "
-            "Engine; pass 0, and for dropout after attention --hidden-dropout"
-        )
-    if config.kernels.cross_entropy_loss_fusion and not device.is_gpu:
-        raise ValueError("--cross-entropy-loss-fusion needs a GPU; drop it")
-    of_triton = ("cross_entropy_loss_fusion", "bias_swiglu_fusion")
-    asked = [name for name in of_triton if getattr(config.kernels, name)]
-    if asked and device.is_gpu and (fault := device.triton_fault) is not None:
-        raise ValueError(f"{flag_of(asked[0])}: {kernels.NEEDS_OF_TRITON} ({fault}); drop it")
-
-
-def _check_optimizer(config: SFTConfig, device: Device) -> None:
-    if not device.is_gpu:
-        raise ValueError("--use-precision-aware-optimizer needs a GPU; drop it")
-    if config.optimizer.optimizer_cpu_offload:
-        return
-    adam = _fused_adam()
-    if adam is None or _OF_FUSED_ADAM - set(inspect.signature(adam).parameters):
-        raise ValueError(
-            "--use-precision-aware-optimizer needs Transformer Engine's FusedAdam; pip install "
-            "'transformer-engine[pytorch]>=2.9', or pass --optimizer-cpu-offload"
-        )
-
-
-def _fused_adam() -> Any:
-    """Returns Transformer Engine's Adam; None where it is not installed."""
-    try:
-        return import_module("transformer_engine.pytorch.optimizers").FusedAdam
-    except ImportError:
-        return None
+    here = transformer_engine_installed()
+    check_rules(DEVICE_RULES, run=config, device=device, transformer_engine=here)

@@ -45,6 +45,19 @@ def test_missing_lengths_are_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("--data-path a.jsonl b.jsonl", "--auto-layout reads one file; name it, or a file of len"),
+        ("--mock-data", "--mock-data needs --sft-mock-dataset-config-json here, which says what"),
+    ],
+)
+def test_data_without_one_source_of_lengths_are_refused(data: str, said: str) -> None:
+    """The first of the files, or lengths that nobody chose, would stand for all."""
+    with pytest.raises(ValueError, match=f"^{said}"):
+        _parse(f"{SHAPE} {WORDS} {data}".split(), "plan")
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--gpu", "h100"], "--gpu needs --auto-layout; pass it, or drop --gpu"),
