@@ -17,7 +17,6 @@ import inspect
 import json
 import os
 import re
-import sys
 import textwrap
 import types
 import typing
@@ -376,13 +375,3 @@ def given_flags(options: Any, arguments: Sequence[str]) -> list[str]:
 def flag_of(name: str) -> str:
     """`hidden_size -> --hidden-size`."""
     return "--" + name.replace("_", "-")
-
-
-def check_range(options: object, low: float, high: float | None, *names: str) -> None:
-    """Raises ValueError unless each of these options is absent, or finite and from `low` to
-    `high`."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not low <= value <= (sys.float_info.max if high is None else high):
-            limits = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ValueError(f"{flag_of(name)} must be {limits}, but is {value}")

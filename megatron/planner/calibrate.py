@@ -107,7 +107,6 @@ class CalibrateOptions(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rules(self.rules, options=self)
         path = Path(self.output)  # needs the folder
         if path.is_dir() or not os.access(
             path if path.exists() else path.resolve().parent, os.W_OK

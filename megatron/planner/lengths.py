@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
-from megatron.packing.flags import check_range
+from megatron.packing.rules import Rule, at_least, check_rules
 from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepRecord
 
@@ -84,14 +84,18 @@ class LengthOptions:
     seed: int = 1234
     """Random seed of the order of sequences."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            when=lambda options: options.source is None,
+            why="lengths are missing",
+            way_out="name a file of lengths or chats, before the options: plan FILE --dp 8",
+        ),
+        *at_least(0, "seed"),
+        *at_least(1, "seq_length"),
+    )
+
     def __post_init__(self) -> None:
-        if self.source is None:
-            raise ValueError(
-                "lengths are missing; name a file of lengths or chats, before the options: plan "
-                "FILE --dp 8"
-            )
-        check_range(self, 0, None, "seed")
-        check_range(self, 1, None, "seq_length")
+        check_rules(self.rules, options=self)
 
 
 class LengthReader(Protocol):

@@ -9,17 +9,20 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from itertools import groupby
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import chain, groupby
 from typing import Any
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, flag_of, parse_flags
 from megatron.packing.model.layout_rules import LAYOUT_RULES
 from megatron.packing.model.parts import known_parts
+from megatron.packing.plugin_rules import PASS_RULES, PLUGIN_RULES, TRAINING_RULES
 from megatron.packing.rules import MEGATRON_FLAGS, Rule, rules_of
+from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan_options import LayoutOptions, ModelOptions, PlanOptions
-from megatron.sft.environment import exit_with_message, outlive_output
+from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.options.config import GROUPS
 from megatron.sft.options.parallel import WORLD_RULES
 from megatron.sft.options.run_rules import KERNEL_RULES, RUN_RULES
@@ -42,6 +45,7 @@ class RulesOptions:
 def main(arguments: Sequence[str], program: str) -> None:
     """Prints all rules, or those that name a word."""
     outlive_output()
+    silence_warnings(0)  # of megatron-core, whose config calibrate's options are for
     about = "Print what is refused before anything is built, and the way out."
     try:
         command = Command(program=program, about=about, usage="[WORD]")
@@ -68,24 +72,27 @@ def sections() -> dict[str, list[str]]:
 
     Sizes of layouts have training's flags; `megatron-sft plan` has its own.
     """
+    from megatron.sft.model.needs import DEVICE_RULES
+
     parts = {
         f"Layers that are {part.title} (training, fit, plan, plug-in)": part.rules
         for part in known_parts()
-    }
-    of_groups = {f"{title_of(group)} (training, fit)": rules_of(group) for group in GROUPS}
-    of_plan = {
-        f"{title_of(group)} (plan)": vars(group).get("rules", ())
-        for group in (ModelOptions, LayoutOptions, PlanOptions)
     }
     made: dict[str, Iterable[Rule]] = {
         "Parallel layouts (training, fit, plan)": LAYOUT_RULES,
         "Processes (training, fit, plan)": WORLD_RULES,
         **parts,
         "Options together (training, fit)": RUN_RULES,
-        **of_groups,
-        **of_plan,
+        **{f"{title_of(group)} (training, fit)": rules_of(group) for group in GROUPS},
+        "What a device must have (training)": DEVICE_RULES,
+        "megatron-core's config (plug-in)": (*PLUGIN_RULES, *PASS_RULES, *TRAINING_RULES),
+        **{
+            f"{title_of(group)} ({name})": vars(group).get("rules", ())
+            for name, groups in of_commands().items()
+            for group in groups
+        },
     }
-    lines = {title: list(_joined(map(in_words, rules))) for title, rules in made.items()}
+    lines = {title: list(joined(map(in_words, rules))) for title, rules in made.items()}
     lines["Fused kernels (training, fit, calibrate)"] = [
         f"{flag_of(kernel)} {in_words(rule)}"
         for kernel, rules in KERNEL_RULES.items()
@@ -104,8 +111,8 @@ def in_words(rule: Rule) -> str:
     return rule.in_words(_Names())
 
 
-def _joined(lines: Iterable[str]) -> Iterator[str]:
-    """Joins neighbours that say the same of several options.
+def joined(lines: Iterable[str]) -> Iterator[str]:
+    """Yields lines, neighbours joined that say the same of several options.
 
     "--a must be at least 1, but is N", "--b must be at least 1, but is N"
         -> "--a, --b must be at least 1, but is N"
@@ -126,17 +133,35 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> object:
         if name in MEGATRON_FLAGS:
             return _Name(MEGATRON_FLAGS[name])
-        if name in _OPTIONS:
+        if name in _option_names():
             return _Name(flag_of(name))
         return "" if name in _SOMETIMES else name.upper().replace("_", " ")
 
 
-_OPTIONS = {
-    option.name
-    for group in (*GROUPS, ModelOptions, LayoutOptions, PlanOptions)
-    if is_dataclass(group)
-    for option in fields(group)
-}
+@cache
+def of_commands() -> dict[str, tuple[type, ...]]:
+    """Returns command -> its own groups of options."""
+    from megatron.planner.calibrate import CalibrateOptions
+    from megatron.sft.commands.chat import ChatOptions
+    from megatron.sft.commands.export import ExportOptions
+    from megatron.sft.commands.fit import FitOptions
+    from megatron.sft.commands.plan_layout import LayoutSearchOptions
+    from megatron.sft.commands.show import ShowConfig
+
+    return {
+        "plan": (LengthOptions, ModelOptions, LayoutOptions, PlanOptions, LayoutSearchOptions),
+        "fit": (FitOptions,),
+        "calibrate": (CalibrateOptions,),
+        "show": (ShowConfig,),
+        "chat": (ChatOptions,),
+        "export": (ExportOptions,),
+    }
+
+
+@cache
+def _option_names() -> set[str]:
+    groups: Iterable[Any] = (*GROUPS, *chain.from_iterable(of_commands().values()))
+    return {option.name for group in groups for option in fields(group)}
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from megatron.packing.flag_help import Command
-from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.quoting import shortened
+from megatron.packing.rules import Rule, at_least, check_rules
 from megatron.sft.arguments.defaults import positions_of
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.other_trainers import answers_to
@@ -66,9 +67,10 @@ class ShowConfig:
     count: int = 1000
     """Samples to count lengths and trained tokens of."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (*at_least(0, "samples"), *at_least(1, "count"))
+
     def __post_init__(self) -> None:
-        check_range(self, 0, None, "samples")
-        check_range(self, 1, None, "count")
+        check_rules(self.rules, options=self)
 
 
 def main(arguments: Sequence[str], program: str) -> None:
