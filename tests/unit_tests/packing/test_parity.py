@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PLACES = {
     "done": ["megatron/packing/plugin.py"],
-    "demanded": ["megatron/packing/plugin_checks.py", "megatron/packing/model/pipeline.py"],
+    "demanded": ["megatron/packing/plugin_checks.py", "megatron/packing/plugin_rules.py"],
     "documented": ["docs/howto/plugin.md"],
     "script": [],
 }
