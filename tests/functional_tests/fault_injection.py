@@ -91,6 +91,13 @@ STAGES = {
     "tracker": Stage("megatron.sft.model.checkpoints.save", "track", 1, "scheduling"),
     "metrics": Stage("megatron.sft.report.run_folder:RunLog", "step", 2, "scheduling"),
 }
+PHASES = {
+    "before data": ("start", "groups", "verify", "load"),
+    "data": ("draw", "stream", "encode", "gather", "decide", "move", "pack"),
+    "step": ("forward", "backward", "optimizer", "reduce", "evaluate", "metrics"),
+    "writing": ("save", "later save", "shard", "tracker", "export"),
+}
+PHASE_OF = {stage: phase for phase, stages in PHASES.items() for stage in stages}
 
 
 class Fault(NamedTuple):

@@ -33,6 +33,7 @@ from tests.functional_tests.fault_injection import (
     ENDS,
     LAYOUTS,
     MATRIX,
+    PHASE_OF,
     Fault,
     Layout,
 )
@@ -254,13 +255,14 @@ def is_distinct(fault: Fault, layout: Layout) -> bool:
 
 
 def covering(cases: list[Case]) -> list[Case]:
-    """Greedily the fewest cases that have each kind (on rank 0 and on another), stage and layout of
+    """Greedily the fewest cases that have each kind (on rank 0 and on another), phase and layout of
     all: small worlds first, kinds in turns.
     """
 
     def features(case: Case) -> set[str]:
         assert case.fault is not None
-        return {f"{case.fault.kind}, {case.fault.on_last}", case.fault.stage, case.layout}
+        phase = PHASE_OF[case.fault.stage]
+        return {f"{case.fault.kind}, {case.fault.on_last}", phase, case.layout}
 
     def worth(case: Case) -> tuple[float, int]:
         is_new = len(features(case) & missing)

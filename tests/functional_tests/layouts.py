@@ -85,6 +85,14 @@ class Layout(NamedTuple):
         return "--num-experts" in (MODELS | MECHANISMS)[self.model]
 
     @property
+    def depth(self) -> str:
+        """Options of as few layers as it needs, for `MODELS`: two where no pipeline has more
+        stages. With LAYOUTS=all it has the oracle's four.
+        """
+        stages = self.pipeline * (2 if self.interleaved else 1)
+        return "--num-layers 2" if stages <= 2 and CHOSEN is not MATRIX else ""
+
+    @property
     def flags(self) -> str:
         """The options that make it."""
         parts = [

@@ -26,6 +26,7 @@ import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 
+from megatron.sft.model.cpu_support import rewritten_functions
 from tests.functional_tests.forks import before_fork
 from tests.functional_tests.gloo_guard import guard_collectives
 
@@ -120,3 +121,5 @@ def _read(path: Path) -> str:
 
 
 assert megatron.core.optimizer  # imported for its cost: forked ranks have it
+if not torch.cuda.is_available():
+    rewritten_functions()  # found once, and changed in each rank

@@ -1,5 +1,5 @@
-"""A part of the matrix of faults, which `make faults` goes through, with each kind, stage and
-layout in it.
+"""A part of the matrix of faults, which `make faults` goes through, with each kind, phase
+and layout in it.
 """
 
 from __future__ import annotations
@@ -25,4 +25,4 @@ def test_faults_end_runs_or_only_delay_them() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": holds") > 20
+    assert done.stdout.count(": holds") > 12

@@ -94,7 +94,7 @@ def batches_of(names: Sequence[str]) -> list[list[Sample]]:
 
 @lru_cache(maxsize=len(CASES) * len(MODELS))
 def reference(names: tuple[str, ...], model: str) -> list[Step]:
-    return run_ranks(train_one_by_one, 1, MODELS[model], batches_of(names))[0]
+    return run_ranks(train_one_by_one, 1, model, batches_of(names))[0]
 
 
 # Three shapes of samples become one where they are drawn, before anything depends on more of the
@@ -118,10 +118,15 @@ def test_hostile_batches(names: tuple[str, ...], layout: Layout) -> None:
         assert not any(sample["loss_mask"].any() for draw in first_share for sample in draw)
     steps = assemble(
         run_ranks(
-            train_packed, layout.world_size, layout.flags, batches, case.placement, case.shape
+            train_packed,
+            layout.world_size,
+            f"{layout.flags} {layout.depth}",
+            batches,
+            case.placement,
+            case.shape,
         )
     )
-    assert_same(steps, reference(names, layout.model), relative=1e-12)
+    assert_same(steps, reference(names, f"{MODELS[layout.model]} {layout.depth}"), relative=1e-12)
     for name, step in zip(names, steps[:-1], strict=True):
         if CASES[name].mask == "none":
             assert step.loss == 0

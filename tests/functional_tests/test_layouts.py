@@ -41,16 +41,17 @@ LENGTHS = ((40, 3, 17, 64, 1, 25, 8, 33, 11), (64, 5, 64, 12, 30, 2, 21, 13, 13)
 BATCHES = [sequences(step, lengths) for step, lengths in enumerate(LENGTHS)]
 
 
-@lru_cache(maxsize=8)
-def reference(model: str) -> tuple[Step, ...]:
-    return tuple(run_ranks(train_one_by_one, 1, MODELS[model], BATCHES)[0])
+@lru_cache(maxsize=16)
+def reference(model: str, depth: str) -> tuple[Step, ...]:
+    return tuple(run_ranks(train_one_by_one, 1, f"{MODELS[model]} {depth}", BATCHES)[0])
 
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=str)
 def test_layout_trains_like_each_sequence_alone(layout: Layout) -> None:
     """A wrong group, shard, mask or scale would train on, only worse: nothing else notices."""
-    steps = assemble(run_ranks(train_packed, layout.world_size, layout.flags, BATCHES))
-    assert_same(steps, reference(layout.model), relative=1e-12)
+    flags = f"{layout.flags} {layout.depth}"
+    steps = assemble(run_ranks(train_packed, layout.world_size, flags, BATCHES))
+    assert_same(steps, reference(layout.model, layout.depth), relative=1e-12)
 
 
 RECOMPUTED = {

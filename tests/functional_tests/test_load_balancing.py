@@ -36,12 +36,12 @@ MAX_RANKS_OF_TWO_STEPS = 2
 """Of two steps the second starts from what the first left behind; larger layouts take one."""
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def alone(flags: str) -> list[Step]:
     return run_ranks(train_one_by_one, 1, f"{MODELS['experts']} {flags}", BATCHES)[0]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def in_one_process(flags: str) -> list[Step]:
     return assemble(
         run_ranks(train_packed, 1, f"{LAYOUTS[0].flags} {flags}", BATCHES, "even", "packed")
@@ -58,11 +58,12 @@ def test_a_pack_is_balanced_alike_in_every_layout(layout: Layout) -> None:
     pack.
     """
     num_steps = 2 if layout.world_size <= MAX_RANKS_OF_TWO_STEPS else 1
-    ranks = run_ranks(train_both, layout.world_size, layout.flags, num_steps, layout.data == 1)
+    flags, balanced = f"{layout.flags} {layout.depth}", f"{BALANCED} {layout.depth}"
+    ranks = run_ranks(train_both, layout.world_size, flags, num_steps, layout.data == 1)
     of_one, of_all = ([steps for steps in found if steps] for found in zip(*ranks, strict=True))
-    assert_same(assemble(of_one), alone(BALANCED)[:num_steps], relative=1e-12)
+    assert_same(assemble(of_one), alone(balanced)[:num_steps], relative=1e-12)
     if of_all:
-        packed = in_one_process(f"{BALANCED} {ALL_IN_ONE}")[:num_steps]
+        packed = in_one_process(f"{balanced} {ALL_IN_ONE}")[:num_steps]
         assert_same(assemble(of_all), packed, relative=1e-12)
 
 

@@ -120,8 +120,8 @@ def test_a_preference_loss_of_trees_is_that_of_their_paths(layout: Layout) -> No
     """
     random = np.random.default_rng(5)
     batches = [pairs(random, 12) for _ in range(2)]
-    reference = run_ranks(
-        partial(train_one_by_one, objective=each_alone), 1, MODELS[layout.model], batches
-    )
-    ranks = run_ranks(partial(train_packed, step=step), layout.world_size, layout.flags, batches)
+    model = f"{MODELS[layout.model]} {layout.depth}"
+    reference = run_ranks(partial(train_one_by_one, objective=each_alone), 1, model, batches)
+    flags = f"{layout.flags} {layout.depth}"
+    ranks = run_ranks(partial(train_packed, step=step), layout.world_size, flags, batches)
     assert_same(assemble(ranks), reference[0], relative=1e-12)

@@ -62,8 +62,10 @@ def test_trees_train_like_their_paths(layout: Layout) -> None:
     """
     # `empty` leaves a microbatch as it was loaded: the parts of a tree that is cut have no room.
     room = "" if layout.pipeline == 2 and layout.scheduler != "empty" else WHOLE
-    steps = assemble(run_ranks(train_packed, layout.world_size, f"{layout.flags} {room}", BATCHES))
-    expected = reference(MODELS[layout.model])
+    steps = assemble(
+        run_ranks(train_packed, layout.world_size, f"{layout.flags} {room} {layout.depth}", BATCHES)
+    )
+    expected = reference(f"{MODELS[layout.model]} {layout.depth}")
     print(f"| {layout} | {largest_difference(steps, expected):.1e} |")  # shown by make trees
     assert_same(steps, expected, relative=1e-12)
 

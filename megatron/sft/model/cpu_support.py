@@ -24,6 +24,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -95,15 +96,29 @@ def install() -> list[Change]:
         return list(_installed)
     check_version("megatron-core on CPU", "or run where CUDA is available")
     changed: list[Change] = []
-    for name in _MODULES:
-        module = importlib.import_module(f"megatron.core.{name}")
-        for function in _functions_of(module):
-            changed += rewrite(function, _LITERALS, _NAMES)
+    for function, code, change in rewritten_functions():
+        function.__code__ = code
+        changed.append(change)
     changed.extend(_use_cpu_generator())
     changed.append(_slice_rope_without_pinned_memory())
     changed.extend(_dispatch_tokens_without_copies())
     _installed.extend(changed)
     return list(_installed)
+
+
+@cache
+def rewritten_functions() -> tuple[tuple[types.FunctionType, types.CodeType, Change], ...]:
+    """Returns the functions of megatron-core that read differently on CPU, each with its new code.
+
+    Nothing is changed yet: processes that are forked afterwards need not find them again.
+    """
+    modules = (importlib.import_module(f"megatron.core.{name}") for name in _MODULES)
+    return tuple(
+        found
+        for module in modules
+        for function in _functions_of(module)
+        if (found := rewritten(function, _LITERALS, _NAMES)) is not None
+    )
 
 
 def report() -> str:
@@ -136,19 +151,28 @@ def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
             yield value
 
 
-def rewrite(
+def rewritten(
     function: types.FunctionType, literals: Mapping[str, str], names: Mapping[str, str]
-) -> list[Change]:
-    """Lets `function` read other string literals and other names of globals and attributes, in
-    place.
+) -> tuple[types.FunctionType, types.CodeType, Change] | None:
+    """Returns `function` with code that reads other string literals and other names of globals and
+    attributes; None where it reads none of them.
     """
     code, changed = _rewritten(function.__code__, literals, names)
     if not changed:
+        return None
+    where = f"{function.__module__}.{function.__qualname__}"
+    return function, code, Change(where, ", ".join(sorted(set(changed))))
+
+
+def rewrite(
+    function: types.FunctionType, literals: Mapping[str, str], names: Mapping[str, str]
+) -> list[Change]:
+    """Changes `function` itself."""
+    found = rewritten(function, literals, names)
+    if found is None:
         return []
-    function.__code__ = code
-    return [
-        Change(f"{function.__module__}.{function.__qualname__}", ", ".join(sorted(set(changed))))
-    ]
+    _, function.__code__, change = found
+    return [change]
 
 
 def _rewritten(

@@ -48,7 +48,7 @@ def random_state():
 def test_nothing_where_cuda_is(monkeypatch, not_installed):
     """A training on CUDA would silently run on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cpu_support, "rewrite", pytest.fail)
+    monkeypatch.setattr(cpu_support, "rewritten_functions", pytest.fail)
     monkeypatch.setattr(cpu_support, "_use_cpu_generator", pytest.fail)
     assert cpu_support.install() == []
     assert cpu_support.report() == "nothing changed"
@@ -60,7 +60,7 @@ def test_an_older_version_is_refused_untouched(monkeypatch, not_installed):
     import megatron.core
 
     monkeypatch.setattr(megatron.core, "__version__", "0.15.0")
-    monkeypatch.setattr(cpu_support, "rewrite", pytest.fail)
+    monkeypatch.setattr(cpu_support, "rewritten_functions", pytest.fail)
     with pytest.raises(RuntimeError, match=r"0\.15\.0.*, or run where CUDA is available"):
         cpu_support.install()
     assert cpu_support.report() == "nothing changed"
