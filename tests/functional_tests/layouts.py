@@ -3,10 +3,10 @@ train alike.
 
 `MATRIX` takes every tensor x sequence x pipeline x interleaving x context x data parallel layout of
 up to 8 processes, each with two choices of the rest, and some of 9, 12 and 16 processes. `COVERING`
-is the part of it that every test run does: each pair of features that occurs together in the matrix
-occurs in it. `CHOSEN` is what this run
-does: the matrix where the environment says LAYOUTS=all, the smallest of `COVERING` where it says
-LAYOUTS=few.
+is the part of it that every test run does: each pair of features that occurs together in worlds of
+up to six processes, of up to three with more than two data-parallel ranks, occurs in it. `CHOSEN`
+is what this run does: the matrix where the environment says LAYOUTS=all, the smallest of `COVERING`
+where it says LAYOUTS=few.
 """
 
 from __future__ import annotations
@@ -229,7 +229,9 @@ def covering(layouts: Sequence[Layout], together: int = 2) -> list[Layout]:
 
 
 MATRIX = _matrix()
-COVERING = covering(MATRIX)
+COVERING = covering(
+    [layout for layout in MATRIX if layout.world_size <= (6 if layout.data <= 2 else 3)]
+)
 FEW = covering([layout for layout in MATRIX if layout.world_size <= 3], together=1)
 CHOSEN = {"all": MATRIX, "few": FEW, None: COVERING}[os.environ.get("LAYOUTS")]
 
@@ -245,7 +247,12 @@ MECHANISM_LAYOUTS = [
     Layout(pipeline=4),
     Layout(tensor=2, sequence=True, pipeline=2, context=2, optimizer="overlapped"),
 ]
-"""For each of `MECHANISMS`: every run does the first two, with LAYOUTS=all it does all."""
+"""For each of `MECHANISMS`: every run does the first two (with LAYOUTS=few the first), with
+LAYOUTS=all it does all.
+"""
+NUM_MECHANISM_LAYOUTS = {"all": len(MECHANISM_LAYOUTS), "few": 1, None: 2}[
+    os.environ.get("LAYOUTS")
+]
 
 
 class Uneven(NamedTuple):

@@ -18,6 +18,7 @@ from tests.functional_tests.layouts import (
     MECHANISM_LAYOUTS,
     MECHANISMS,
     MODELS,
+    NUM_MECHANISM_LAYOUTS,
     UNEVEN,
     Layout,
     Uneven,
@@ -70,9 +71,7 @@ def reference_of_mechanism(model: str) -> tuple[Step, ...]:
 
 
 @pytest.mark.parametrize("model", MECHANISMS)
-@pytest.mark.parametrize(
-    "layout", MECHANISM_LAYOUTS if CHOSEN is MATRIX else MECHANISM_LAYOUTS[:2], ids=str
-)
+@pytest.mark.parametrize("layout", MECHANISM_LAYOUTS[:NUM_MECHANISM_LAYOUTS], ids=str)
 def test_mechanisms_train_like_each_sequence_alone(model: str, layout: Layout) -> None:
     """Windows, states and positions must be those of a sequence wherever its tokens are; what is
     cut over ranks must be put together again. With pipelines layers are recomputed, else parts.

@@ -28,7 +28,6 @@ LAYOUTS = [
     Layout(tensor=4, sequence=True),
     Layout(context=3, pipeline=2),
     Layout(tensor=2, sequence=True, context=2, pipeline=2),
-    Layout(tensor=2, sequence=True, pipeline=2, data=2),
 ]
 LAYOUTS = [layout._replace(model="experts", scheduler="empty") for layout in LAYOUTS]
 BATCHES = [sequences(5, (40, 1, 25)), sequences(6, (40, 1, 25))]
