@@ -66,6 +66,22 @@ def test_a_pack_is_balanced_alike_in_every_layout(layout: Layout) -> None:
         assert_same(assemble(of_all), packed, relative=1e-12)
 
 
+def test_further_layers_are_balanced_as_each_sequence_alone() -> None:
+    """Padding that the layer of multi-token prediction counts would be routed somewhere."""
+    layout = Layout(tensor=2, sequence=True, pipeline=2, model="experts", scheduler="empty")
+    flags = f"{BALANCED} --mtp-num-layers 1 {layout.depth}"
+    ranks = run_ranks(train_both, layout.world_size, f"{layout.flags} {flags}", 1, False)
+    assert_same(assemble([of_one for of_one, _ in ranks]), alone(flags)[:1], relative=1e-12)
+    free = alone(flags.replace(BALANCED, ""))[0].gradients
+    weighed = [
+        (gradient - free[name]).abs().max() / free[name].abs().max()
+        for name, gradient in alone(flags)[0].gradients.items()
+        if name.startswith("mtp.") and name.endswith("router.weight")
+    ]
+    assert weighed
+    assert min(weighed) > 0.1
+
+
 def train_both(flags: str, num_steps: int, also_all: bool) -> tuple[list[RankStep], list[RankStep]]:
     """Steps with packs of one sequence, and, if asked for, with one pack of all."""
     batches = BATCHES[:num_steps]

@@ -112,16 +112,6 @@ class ModelConfig(Architecture):
             "megatron-core recomputes one by one",
             way_out="drop it, or pass {recompute_method.flag} block",
         ),
-        Rule(
-            when=lambda options: (
-                options.mtp_num_layers is not None
-                and options.num_experts is not None
-                and options.moe_aux_loss_coeff
-            ),
-            why="{moe_aux_loss_coeff.flag} must be 0 with {mtp_num_layers.flag}, but is "
-            "{moe_aux_loss_coeff.value}: megatron-core's layers of multi-token prediction would "
-            "balance padding, too",
-        ),
     )
 
     @property
