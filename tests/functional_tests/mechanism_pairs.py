@@ -318,6 +318,7 @@ TRUE_REFUSALS = {
     "--lora must not be used with --mtp-num-layers": "the further layer would have no adapter, and "
     "its loss would train those of the others",
     "cannot be trained with multi-token prediction": "the token after next differs by path",
+    "a sample with payloads must be one sequence": "nothing says whose an image of a tree is",
 }
 """Parts of the lines that may refuse a case -> why they are true."""
 
@@ -325,11 +326,13 @@ TRUE_REFUSALS = {
 def expected_refusal(case: Case) -> str | None:
     """Returns the key of `TRUE_REFUSALS` that must refuse a case; None for one that must train."""
     layout, mechanisms = LAYOUTS[case.layout][0], set(case.mechanisms)
-    sequence_parallel, lora, trees = TRUE_REFUSALS
+    sequence_parallel, lora, trees, images = TRUE_REFUSALS
     if case.has_experts and layout.tensor > 1 and not layout.sequence:
         return sequence_parallel
     if mechanisms >= {"MTP", "LoRA"}:
         return lora
     if mechanisms >= {"MTP", "trees"}:
         return trees
+    if mechanisms >= {"trees", "images"}:
+        return images
     return None
