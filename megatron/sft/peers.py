@@ -26,7 +26,7 @@ from megatron.sft.environment import (
     tell_torchrun,
     world_from_environment,
 )
-from megatron.sft.heartbeat.cause import GRACE_SECONDS, USER_ERROR, Cause
+from megatron.sft.heartbeat.cause import ANSWER_SECONDS, GRACE_SECONDS, USER_ERROR, Cause
 from megatron.sft.heartbeat.member import Heartbeat
 
 _running: list[Heartbeat] = []
@@ -116,12 +116,14 @@ def _cause_of(failure: BaseException, rank: int, is_agreed: bool) -> Cause:
 def _cause_of_loss(failure: BaseException) -> str:
     """Returns what is known of a failure to reach another rank, after all of them have answered."""
     _running[0].check_all_answer()
-    time.sleep(2 * GRACE_SECONDS)  # the rank at fault may be about to say why
+    is_cut = re.search("connection|broken pipe", str(failure), re.IGNORECASE) is not None
+    # The rank at fault may be about to say why; whoever closed a connection waits here as well.
+    time.sleep(ANSWER_SECONDS if is_cut else 2 * GRACE_SECONDS)
     if isinstance(failure, dist.DistNetworkError):
         return "; all ranks answer, so the store at which they met is lost: its host, torchrun"
     if re.search("time(d )?out", str(failure), re.IGNORECASE):
         return "; all ranks answer, so one of them came too late"
-    return ""
+    return "; all ranks answer, so the connection alone was lost" if is_cut else ""
 
 
 def is_lost(failure: BaseException) -> bool:

@@ -32,7 +32,8 @@ def running(monkeypatch):
     """Rank 1 of two, both of which answer."""
     heartbeat = Answering()
     monkeypatch.setattr(peers, "_running", [heartbeat])
-    monkeypatch.setattr(peers, "GRACE_SECONDS", 0.0)
+    for seconds in ("GRACE_SECONDS", "ANSWER_SECONDS"):
+        monkeypatch.setattr(peers, seconds, 0.0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     return heartbeat
@@ -47,6 +48,8 @@ def reported(failure):
 NETWORK = dist.DistNetworkError("Connection reset by peer")
 LOST_STORE = "; all ranks answer, so the store at which they met is lost: its host, torchrun"
 TIMEOUT = "gloo: Timed out waiting 9000ms"
+CLOSED = "gloo: Connection closed by peer [127.0.0.1]:1"
+LOST_CONNECTION = "the connection alone was lost"
 NCCL = "NCCL error: Cuda failure 2 'out of memory'"
 
 
@@ -61,6 +64,13 @@ NCCL = "NCCL error: Cuda failure 2 'out of memory'"
         (
             RuntimeError(TIMEOUT),
             Cause(f"RuntimeError: {TIMEOUT}; all ranks answer, so one of them came too late", 1, 1),
+            1,
+            False,
+        ),
+        # The other rank closed it, and is about to say why; this one knows nothing of interest.
+        (
+            RuntimeError(CLOSED),
+            Cause(f"RuntimeError: {CLOSED}; all ranks answer, so {LOST_CONNECTION}", 1, 1),
             1,
             False,
         ),
