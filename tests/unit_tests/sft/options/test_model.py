@@ -46,12 +46,6 @@ CONTRADICTIONS = [
         ["--moe-router-topk 1", "--moe-router-pre-softmax"],
     ),
     (
-        "--disable-bias-linear --num-experts 4 --mtp-num-layers 1 --position-embedding-type rope "
-        "--moe-aux-loss-coeff 0.01",
-        1,
-        ["--moe-aux-loss-coeff", "--mtp-num-layers", "is 0.01"],
-    ),
-    (
         "--disable-bias-linear --mtp-num-layers 1 --position-embedding-type rope "
         "--recompute-granularity full --recompute-num-layers 2",
         1,
