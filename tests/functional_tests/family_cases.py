@@ -8,12 +8,12 @@ from typing import Any
 
 STEPS = (
     ("llama3", "TP2"),
-    ("qwen2", "PP2"),
     ("mixtral", "DP2"),
     ("qwen3.5", "CP2"),
 )
 """Model and layout of twenty steps of AdamW; `MORE_STEPS` with FAMILIES=all."""
 MORE_STEPS = (
+    ("qwen2", "PP2"),
     ("qwen3", "CP2"),
     ("gemma", "DP2"),
     ("qwen2-moe", "TP2"),

@@ -247,12 +247,16 @@ MECHANISM_LAYOUTS = [
     Layout(pipeline=4),
     Layout(tensor=2, sequence=True, pipeline=2, context=2, optimizer="overlapped"),
 ]
-"""For each of `MECHANISMS`: every run does the first two (with LAYOUTS=few the first), with
-LAYOUTS=all it does all.
-"""
-NUM_MECHANISM_LAYOUTS = {"all": len(MECHANISM_LAYOUTS), "few": 1, None: 2}[
-    os.environ.get("LAYOUTS")
-]
+MECHANISM_CASES = {
+    "all": list(product(MECHANISM_LAYOUTS, MECHANISMS)),
+    "few": list(product(MECHANISM_LAYOUTS[:1], MECHANISMS)),
+    # Under context parallel those whose layers have a state, windows, sinks.
+    None: [
+        *product(MECHANISM_LAYOUTS[:1], MECHANISMS),
+        *product(MECHANISM_LAYOUTS[1:2], ("gpt-oss", "qwen3.5")),
+    ],
+}[os.environ.get("LAYOUTS")]
+"""Layouts with each of `MECHANISMS` that this run does."""
 
 
 class Uneven(NamedTuple):

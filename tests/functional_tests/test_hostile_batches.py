@@ -31,7 +31,6 @@ LAYOUTS = [
     Layout(data=2, optimizer="sharded"),
     Layout(context=2, data=2, model="tied"),
     Layout(tensor=2, sequence=True, pipeline=2, model="grouped"),
-    Layout(pipeline=2, interleaved=True, data=2, model="grouped"),
     Layout(data=2, model="experts"),
 ]
 

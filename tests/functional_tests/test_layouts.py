@@ -15,10 +15,9 @@ from tests.functional_tests.layouts import (
     COVERING,
     FEW,
     MATRIX,
-    MECHANISM_LAYOUTS,
+    MECHANISM_CASES,
     MECHANISMS,
     MODELS,
-    NUM_MECHANISM_LAYOUTS,
     UNEVEN,
     Layout,
     Uneven,
@@ -70,8 +69,7 @@ def reference_of_mechanism(model: str) -> tuple[Step, ...]:
     return tuple(run_ranks(train_one_by_one, 1, *arguments)[0])
 
 
-@pytest.mark.parametrize("model", MECHANISMS)
-@pytest.mark.parametrize("layout", MECHANISM_LAYOUTS[:NUM_MECHANISM_LAYOUTS], ids=str)
+@pytest.mark.parametrize(("layout", "model"), MECHANISM_CASES, ids=str)
 def test_mechanisms_train_like_each_sequence_alone(model: str, layout: Layout) -> None:
     """Windows, states and positions must be those of a sequence wherever its tokens are; what is
     cut over ranks must be put together again. With pipelines layers are recomputed, else parts.

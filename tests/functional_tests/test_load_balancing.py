@@ -25,7 +25,6 @@ LAYOUTS = [
     Layout(data=2, optimizer="overlapped"),
     Layout(tensor=2, sequence=True, pipeline=2),
     Layout(tensor=2, sequence=True, pipeline=2, interleaved=True, optimizer="sharded"),
-    Layout(tensor=4, sequence=True),
     Layout(context=3, pipeline=2),
     Layout(tensor=2, sequence=True, context=2, pipeline=2),
 ]

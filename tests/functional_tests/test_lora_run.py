@@ -115,7 +115,7 @@ def test_it_continues_to_the_bit_and_in_another_layout(
         assert (found[name] - tensor).abs().max() <= apart, name
 
 
-@pytest.mark.parametrize("lora", ["--lora", f"{LORA} embed_tokens"], ids=["alone", "and modules"])
+@pytest.mark.parametrize("lora", [f"{LORA} embed_tokens"], ids=["and modules"])
 def test_adapters_of_weights_in_bfloat16_continue(folder: Path, lora: str) -> None:
     """They are float32, which not every optimizer of megatron-core can save beside bfloat16."""
     run = f"half-{len(lora)}"
