@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from megatron.sft.commands.export import export
 from megatron.sft.model.huggingface.families.registry import FAMILIES
-from megatron.sft.model.huggingface.mxfp4 import from_mxfp4
+from megatron.sft.model.huggingface.quantized.mxfp4 import from_mxfp4
 from tests.functional_tests.family_cases import (
     ALONE,
     EXAMPLES,
@@ -177,6 +177,55 @@ def test_mxfp4_is_read_as_the_values_that_it_stands_for(tmp_path):
     written = written_again(tmp_path / "mxfp4", "--expert-model-parallel-size 2", 2)
     assert_equal(written, expected, 0.0)
     kept = json.loads((tmp_path / "mxfp4-written" / "config.json").read_text())
+    assert "quantization_config" not in kept
+
+
+def quantize(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight in fp8: of attention with one scale, of others in blocks of 48 x 32."""
+    num_rows, num_columns = tensor.shape
+    blocks = (1, 1) if "attn" in name else (-(-num_rows // 48), -(-num_columns // 32))
+    scales = torch.rand(blocks) / 100 + 1e-3
+    scale = scales.reshape(()) if "attn" in name else scales
+    codes = torch.randn(num_rows, num_columns).mul(50).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale_inv": scale}
+
+
+def dequantized(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The values of a weight by the definition of the format, in float64."""
+    codes, scales = tensors[name].double(), tensors[f"{name}_scale_inv"].double()
+    if scales.dim() == 2:
+        spread = scales.repeat_interleave(48, 0).repeat_interleave(32, 1)
+        scales = spread[: codes.shape[0], : codes.shape[1]]
+    return (codes * scales).float()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("minimax-m2", f"{TENSOR_PARALLEL} {EXPERTS}"),
+        *([("llama3", ""), ("qwen3-next", f"{TENSOR_PARALLEL} {EXPERTS}")] if ALL else []),
+    ],
+)
+def test_fp8_is_read_as_the_values_that_it_stands_for(tmp_path, name, flags):
+    """By ranks that read rows or columns within blocks. What is written has one type, also layers
+    that are not trained (MiniMax's own that predict further tokens), and names no quantization.
+    """
+    run_ranks(write_model, 1, name, tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    tensors = read_folder(tmp_path / "plain")
+    names = [key for key in tensors if key.endswith((".w1.weight", ".w2.weight", "_proj.weight"))]
+    if name == "minimax-m2":
+        names.append("model.layers.4.eh_proj.weight")
+        tensors[names[-1]] = torch.empty(64, 128)
+    for key in names:
+        tensors |= quantize(key, tensors[key])
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [48, 32]}
+    put(tmp_path / "fp8", config, tensors)
+    written = written_again(tmp_path / "fp8", flags, 2 if flags else 1)
+    assert written.keys() == {key for key in tensors if not key.endswith("_scale_inv")}
+    for key, tensor in written.items():
+        assert torch.equal(tensor, dequantized(tensors, key) if key in names else tensors[key])
+    kept = json.loads((tmp_path / "fp8-written" / "config.json").read_text())
     assert "quantization_config" not in kept
 
 

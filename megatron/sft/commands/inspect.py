@@ -45,6 +45,7 @@ from megatron.sft.model.huggingface.files import (
     refuse_adapter,
 )
 from megatron.sft.model.huggingface.folder import open_folder
+from megatron.sft.model.huggingface.quantized.pairs import describe
 from megatron.sft.model.huggingface.refusals import check_weights
 from megatron.sft.model.huggingface.served_files import read_object
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
@@ -121,7 +122,7 @@ def _model(folder: Path) -> Iterator[str]:
     tensors = held.tensors.values()
     numbers = sum(math.prod(each.shape) for each in tensors)
     files = {each.path for each in tensors}
-    kinds = ", ".join(sorted({each.dtype for each in tensors}))
+    kinds = ", ".join(sorted({describe(each) for each in tensors}))
     yield (
         f"  weights    {numbers:,} numbers in {len(held.tensors):,} tensors ({kinds}), "
         f"{size(sum(file.stat().st_size for file in files))} in {count(len(files), 'file')}"

@@ -86,7 +86,9 @@ def _files(config: SFTConfig, pretrained: Pretrained | MegatronCheckpoint | None
 
 
 def _files_of_weights(pretrained: Pretrained) -> Iterable[Path]:
-    yield from sorted({stored.path for stored in pretrained.folder.tensors.values()})
+    stored = pretrained.folder.tensors.values()
+    of_scales = {one.quantized.scales.path for one in stored if one.quantized is not None}
+    yield from sorted({one.path for one in stored} | of_scales)
     if pretrained.adapter is not None:
         adapter = pretrained.adapter.folder
         yield adapter.path / ADAPTER_CONFIG

@@ -22,6 +22,7 @@ from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.folder import DTYPES, Folder, open_source
 from megatron.sft.model.huggingface.names import are_stacked, with_stacked_experts
+from megatron.sft.model.huggingface.quantized.methods import without_quantization
 from megatron.sft.model.huggingface.served_files import (
     copy_processor,
     copy_tokenizer,
@@ -73,8 +74,7 @@ class Companions(NamedTuple):
             found = read_config(source)
             found.pop("_name_or_path", None)
             found.pop("transformers_weights", None)  # a file of the source, not of the export
-            # Experts that were read from MXFP4 are written in the type of the other weights.
-            found.pop("quantization_config", None)
+            found = without_quantization(found)
         # transformers 5 writes "dtype", earlier ones "torch_dtype", which all of them read.
         if found.get("dtype") is None and found.get("torch_dtype") is None:
             found["torch_dtype"] = self.dtype

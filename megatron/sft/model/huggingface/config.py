@@ -7,7 +7,7 @@ the differences between families.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.packing.quoting import shown
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family
 from megatron.sft.model.huggingface.families.registry import FAMILIES, language_model
+from megatron.sft.model.huggingface.quantized.methods import read_method
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
@@ -51,7 +52,12 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
     computed exactly.
     """
     family, text, _ = language_model(config, where)
-    _refuse_quantized((config, text.values), family, where)
+    method = read_method(config, where)
+    if method is not None and method.name == "mxfp4" and not family.reads_mxfp4:
+        raise ValueError(
+            f"{where} has a quantization_config of MXFP4, which is read for gpt-oss alone; give "
+            "the folder of the model before quantization"
+        )
     _refuse(text.values, family, where)
     heads = text.number("num_attention_heads")
     # Megatron's options have no groups if each head has keys and values of its own.
@@ -78,17 +84,6 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
     width = None if options["moe_layer_freq"] else options.get("moe_ffn_hidden_size")
     options["ffn_hidden_size"] = text.number("intermediate_size", width)
     return options
-
-
-def _refuse_quantized(configs: Iterable[Mapping[str, Any]], family: Family, where: str) -> None:
-    """Raises ValueError for a quantized model, whether config.json or its text_config says so."""
-    for config in configs:
-        quantized = config.get("quantization_config") or {}
-        if quantized and not (family.reads_mxfp4 and quantized.get("quant_method") == "mxfp4"):
-            raise ValueError(
-                f"{where} has a quantization_config; give the folder of the model before "
-                "quantization"
-            )
 
 
 def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:

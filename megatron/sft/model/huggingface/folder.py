@@ -21,37 +21,22 @@ from megatron.sft.model.huggingface.files import (
     some,
     weight_files,
 )
-from megatron.sft.model.huggingface.headers import read_header
+from megatron.sft.model.huggingface.headers import Stored, read_header
 from megatron.sft.model.huggingface.names import (
     is_no_weight,
     is_of_language_model,
     naming,
     wrapper_message,
 )
+from megatron.sft.model.huggingface.quantized.methods import Method, read_method
+from megatron.sft.model.huggingface.quantized.pairs import FP8, join_pairs
 from megatron.sft.model.huggingface.tensors import Tensors
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Type of weights in safetensors -> its name in torch and in config.json."""
-MXFP4 = "MXFP4"
-"""Type of a tensor that files have as two, `NAME_blocks` and `NAME_scales`: see `mxfp4`."""
 _BLOCK = 1 << 24
 _PIECE = 1 << 12
 _INCOMPLETE = "give the folder that its config.json belongs to, with all of its weights"
-
-
-class Stored(NamedTuple):
-    """One tensor in a file."""
-
-    path: Path
-    name: str
-    """Name in the file, in any spelling that transformers loads."""
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    """Its bytes in the file: [begin, end)."""
-    scales: tuple[Path, str] | None = None
-    """File and name of the scales, for MXFP4."""
 
 
 class Folder(NamedTuple):
@@ -59,6 +44,8 @@ class Folder(NamedTuple):
 
     path: Path
     tensors: dict[str, Stored]
+    method: Method | None = None
+    """Quantization by its config.json."""
 
 
 def open_folder(folder: str | Path) -> Folder:
@@ -73,8 +60,13 @@ def open_folder(folder: str | Path) -> Folder:
         _check_index(path, files.indexed - tensors.keys())
     if (path / SINGLE).is_file() and config.get("transformers_weights") is None:
         _refuse_other_weights(path, tensors)
-    joined = _joined({name: s for name, s in tensors.items() if not is_no_weight(name)})
-    return Folder(path, _renamed(path, joined, config))
+    weights = {name: s for name, s in tensors.items() if not is_no_weight(name)}
+    try:
+        method = read_method(config, str(path / "config.json"))
+    except ValueError:
+        method = None  # config.json is refused where options are read from it
+    joined = join_pairs(weights, method)
+    return Folder(path, _renamed(path, joined, config), method)
 
 
 def _open_files(files: WeightFiles) -> dict[str, Stored]:
@@ -151,25 +143,6 @@ def open_source(folder: str | Path) -> Folder | None:
     return open_folder(path) if is_multimodal or any(path.glob("*.safetensors")) else None
 
 
-def _joined(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Returns the tensors with each pair of MXFP4 blocks and scales as one.
-
-    Blocks of [experts, rows, groups, 16] bytes have two values per byte, 32 values per group. The
-    matrices are stored transposed, so that their shape is [experts, 32 * groups, rows].
-    """
-    joined = dict(tensors)
-    for name, blocks in tensors.items():
-        whole = name.removesuffix("_blocks")
-        scales = tensors.get(f"{whole}_scales")
-        if whole == name or scales is None or blocks.dtype != "U8" or len(blocks.shape) != 4:
-            continue
-        experts, rows, groups, _ = blocks.shape
-        shape, source = (experts, groups * 32, rows), (scales.path, scales.name)
-        joined[whole] = blocks._replace(dtype=MXFP4, shape=shape, scales=source)
-        del joined[name], joined[f"{whole}_scales"]
-    return joined
-
-
 def check_folder(
     folder: Folder,
     weights: Tensors,
@@ -186,15 +159,7 @@ def check_folder(
     expected = {part.name: part.stored_shape for weight in weights.all() for part in weight.parts}
     carried = carried_tensors(folder, weights)
     tensors = {name: found for name, found in folder.tensors.items() if name not in carried}
-    other_types = sorted(
-        name for name, found in tensors.items() if found.dtype not in {*DTYPES, MXFP4}
-    )
-    if other_types:
-        kinds = ", ".join(sorted({tensors[name].dtype for name in other_types}))
-        raise ValueError(
-            f"{folder.path} holds tensors of type {kinds} ({some(other_types)}): it is quantized; "
-            "give the folder of the model before quantization"
-        )
+    _refuse_types(folder, tensors)
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
         others = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
@@ -216,6 +181,38 @@ def check_folder(
             f"{folder.path} holds {weights.tied[0]} and {weights.tied[1]} that differ, but "
             "config.json of the model has tie_word_embeddings; set that to false there, as "
             "transformers takes it"
+        )
+
+
+def _refuse_types(folder: Folder, tensors: Mapping[str, Stored]) -> None:
+    """Raises ValueError for tensors whose type is not read, and where config.json and the files do
+    not agree on quantization.
+    """
+    others = sorted(
+        name for name, s in tensors.items() if s.dtype not in DTYPES and s.quantized is None
+    )
+    if others:
+        kinds = ", ".join(sorted({tensors[name].dtype for name in others}))
+        content = f"{folder.path} holds tensors of type {kinds} ({some(others)})"
+        if kinds == FP8 and folder.method is None:
+            raise ValueError(
+                f"{content}, but its config.json has no quantization_config; copy it again from "
+                "where the weights came"
+            )
+        if kinds == FP8:
+            raise ValueError(
+                f"{content} without their scales (weight_scale_inv or weight_scale); copy all of "
+                "the release's files"
+            )
+        raise ValueError(
+            f"{content}: it is quantized; give the folder of the model before quantization"
+        )
+    is_quantized = any(stored.quantized for stored in folder.tensors.values())
+    # gpt-oss in other types is read, as transformers reads it on a CPU.
+    if folder.method is not None and folder.method.name != "mxfp4" and not is_quantized:
+        raise ValueError(
+            f"{folder.path / 'config.json'} has a quantization_config of {folder.method.name}, but "
+            "no tensor is quantized; remove it there"
         )
 
 
@@ -272,9 +269,15 @@ def _are_equal(tensors: dict[str, Stored], optional: str, name: str) -> bool:
 
 
 def _have_equal_bytes(one: Stored, other: Stored) -> bool:
-    """Returns whether two tensors are of one type and shape, and have the same bytes."""
+    """Returns whether two tensors are of one type and shape, and have the same bytes; also of their
+    scales.
+    """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    if one.quantized is not None and other.quantized is not None:
+        scales = one.quantized.scales, other.quantized.scales
+        if one.quantized.block != other.quantized.block or not _have_equal_bytes(*scales):
+            return False
     with one.path.open("rb") as first, other.path.open("rb") as second:
         first.seek(one.begin)
         second.seek(other.begin)

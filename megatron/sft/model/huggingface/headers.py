@@ -5,16 +5,42 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.packing.quoting import shown
 from megatron.packing.user_files import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_BYTES |= {"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 """Bytes per number of each type."""
 _LFS_POINTER = b"version https://git-lfs.github.com"
 _COPY_AGAIN = "copy it again from where it came"
+
+
+class Quantized(NamedTuple):
+    """The scales of a quantized tensor."""
+
+    scales: Stored
+    block: tuple[int, int]
+    """Rows and columns that share a scale."""
+
+
+class Stored(NamedTuple):
+    """One tensor in a file."""
+
+    path: Path
+    name: str
+    """Name in the file, in any spelling that transformers loads."""
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    """Its bytes in the file: [begin, end)."""
+    quantized: Quantized | None = None
+    """None for a tensor that is not quantized. Of others, `name`, `begin` and `end` are those of
+    their codes, and `shape` is that of their values.
+    """
 
 
 def read_header(file: Path) -> dict[str, Any]:

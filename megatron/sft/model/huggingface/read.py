@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from megatron.sft.model.huggingface.folder import Folder
-from megatron.sft.model.huggingface.mxfp4 import from_mxfp4
+from megatron.sft.model.huggingface.quantized.slices import DequantizedSlice, OpenFiles
 from megatron.sft.model.huggingface.tensors import Copy, Part, Tensors, Weight, copies
 from megatron.sft.model.huggingface.weights import Weights
 
@@ -169,7 +168,7 @@ def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -
         if placed.is_first_replica or not isinstance(placed.parameter, torch.nn.Parameter)
         for copy in placed.copies
     ]
-    open_files: dict[Path, Any] = {}
+    files = OpenFiles()
     total = sum(placed.parameter.numel() // len(placed.copies) for placed, _ in todo)
     with torch.no_grad(), weights_bar(f"reading {folder.path}", total) as bar:
         for placed in all_placed:
@@ -177,29 +176,27 @@ def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -
                 placed.parameter.zero_()
         for placed, copy in todo:
             part = placed.weight.parts[copy.part]
-            stored = folder.tensors[part.name]
-            if stored.path not in open_files:
-                open_files[stored.path] = safe_open(stored.path, framework="pt")
-            held = open_files[stored.path].get_slice(stored.name)
-            if stored.scales is None:
-                block = _block(held, part, copy)
-            else:
-                path, name = stored.scales
-                scales = open_files.setdefault(path, safe_open(path, framework="pt"))
-                block = _from_mxfp4(held, scales.get_slice(name), part, copy)
-            placed.parameter[copy.row : copy.row + len(block)].copy_(block)
+            held = files.slice_of(folder.tensors[part.name], placed.parameter.dtype)
+            num_rows = copy.rows.stop - copy.rows.start
+            _fill(placed.parameter[copy.row : copy.row + num_rows], held, part, copy)
             bar.update(placed.parameter.numel() // len(placed.copies))
 
 
-def _block(held: Any, part: Part, copy: Copy) -> Tensor:
-    """Returns the block `copy` of a tensor in a safetensors file. Only its rows are read if they
-    are adjacent in the tensor, otherwise the whole matrix.
+def _fill(target: Tensor, held: Any, part: Part, copy: Copy) -> None:
+    """Reads the block `copy` of a tensor in a safetensors file into rows of a parameter. Only its
+    rows are read if they are adjacent in the tensor, otherwise the whole matrix.
     """
     view = part.view
-    if view.expert is None and not view.run and not view.is_transposed:
-        rows = view.rows(copy.rows)
-        return held[rows] if len(part.shape) == 1 else held[rows, copy.columns]
-    return block_of(held[:] if view.expert is None else _of_expert(held, part), part, copy)
+    if view.expert is not None or view.run or view.is_transposed:
+        matrix = held[:] if view.expert is None else _of_expert(held, part)
+        target.copy_(block_of(matrix, part, copy))
+        return
+    rows = view.rows(copy.rows)
+    if isinstance(held, DequantizedSlice) and target.device.type == "cpu":
+        assert isinstance(rows, slice)
+        held.fill(target, rows, copy.columns)  # without a copy between
+    else:
+        target.copy_(held[rows] if len(part.shape) == 1 else held[rows, copy.columns])
 
 
 def _of_expert(held: Any, part: Part) -> Tensor:
@@ -214,13 +211,6 @@ def _of_expert(held: Any, part: Part) -> Tensor:
     else:
         found = held[:][:, number :: part.stored[1] // part.shape[1]]
     return found
-
-
-def _from_mxfp4(blocks: Any, scales: Any, part: Part, copy: Copy) -> Tensor:
-    expert = part.view.expert
-    assert expert is not None
-    of_expert = slice(expert, expert + 1)
-    return block_of(from_mxfp4(blocks[of_expert][0], scales[of_expert][0]).t(), part, copy)
 
 
 def block_of(matrix: Tensor, part: Part, copy: Copy) -> Tensor:

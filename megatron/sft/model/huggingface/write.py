@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,11 @@ from megatron.sft.model.huggingface.folder import (
     INDEX,
     SINGLE,
     Folder,
-    Stored,
     carried_tensors,
 )
 from megatron.sft.model.huggingface.gather import Dtypes, ValuesOf, tensors_of, written_parts
+from megatron.sft.model.huggingface.headers import Stored
+from megatron.sft.model.huggingface.quantized.slices import OpenFiles
 from megatron.sft.model.huggingface.read import Placed, placed_parameters
 from megatron.sft.model.huggingface.tensors import Part, Tensors
 from megatron.sft.peers import wait_for_all
@@ -170,35 +171,51 @@ def _write_weights(
         return
     in_order = [file for of_rank in all_files for file in of_rank]
     if carried:
-        in_order.append(_write_carried(folder / names[-1], carried))
+        in_order.append(_write_carried(folder / names[-1], carried, dtypes.default))
     if num_files > 1:
         _write_index(folder, in_order, names)
 
 
-def _write_carried(path: Path, carried: Mapping[str, Stored]) -> _File:
-    """Copies tensors byte by byte from the folder that training started from into one file."""
+def _write_carried(path: Path, carried: Mapping[str, Stored], dtype: torch.dtype) -> _File:
+    """Copies tensors byte by byte from the folder that training started from into one file.
+
+    dtype: type to write quantized tensors in, as the values that they stand for. The written
+        config.json does not say that they are quantized.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, stored in carried.items():
-        begin, end = end, end + stored.end - stored.begin
+        num_bytes = stored.end - stored.begin
+        if stored.quantized is not None:
+            num_bytes = torch.Size(stored.shape).numel() * dtype.itemsize
+        begin, end = end, end + num_bytes
         header[name] = {
-            "dtype": stored.dtype,
+            "dtype": stored.dtype if stored.quantized is None else _NAMES[dtype],
             "shape": list(stored.shape),
             "data_offsets": [begin, end],
         }
+    files = OpenFiles()
     with path.open("wb") as stream:
         stream.write(_header_bytes(header))
         for stored in carried.values():
-            with stored.path.open("rb") as origin:
-                origin.seek(stored.begin)
-                left = stored.end - stored.begin
-                while left:
-                    block = origin.read(min(left, _BLOCK))
-                    if not block:
-                        raise ValueError(f"{stored.path} became shorter while it was read")
-                    stream.write(block)
-                    left -= len(block)
+            if stored.quantized is None:
+                _copy_bytes(stored, stream)
+            else:
+                values = files.slice_of(stored, dtype)[:].to(dtype)
+                stream.write(bytes_of(values.contiguous()))
     return _File(tuple(Part(name, stored.shape) for name, stored in carried.items()), end)
+
+
+def _copy_bytes(stored: Stored, stream: BinaryIO) -> None:
+    with stored.path.open("rb") as origin:
+        origin.seek(stored.begin)
+        left = stored.end - stored.begin
+        while left:
+            block = origin.read(min(left, _BLOCK))
+            if not block:
+                raise ValueError(f"{stored.path} became shorter while it was read")
+            stream.write(block)
+            left -= len(block)
 
 
 def _cut_into_files(parts: Sequence[Part], dtypes: Dtypes, most_bytes: int) -> list[_File]:

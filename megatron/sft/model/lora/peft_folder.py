@@ -14,8 +14,8 @@ from megatron.packing.quoting import shown
 from megatron.packing.user_files import Kind, check_types, read_json
 from megatron.sft.model.huggingface.files import ADAPTER_CONFIG as CONFIG
 from megatron.sft.model.huggingface.files import folder_below
-from megatron.sft.model.huggingface.folder import Folder, Stored
-from megatron.sft.model.huggingface.headers import read_header
+from megatron.sft.model.huggingface.folder import Folder
+from megatron.sft.model.huggingface.headers import Stored, read_header
 from megatron.sft.model.lora.names import PREFIX, STACKED, AdapterWeights, peft_name
 from megatron.sft.options.lora import MODULES, LoraConfig
 

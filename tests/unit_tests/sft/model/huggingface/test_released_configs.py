@@ -12,6 +12,11 @@ import pytest
 from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.families.registry import FAMILIES, language_model
+from megatron.sft.model.huggingface.quantized.methods import (
+    Method,
+    read_method,
+    without_quantization,
+)
 from megatron.sft.options.model import ModelConfig
 
 CONFIGS = Path(__file__).parents[4] / "fixtures" / "released" / "configs"
@@ -21,16 +26,6 @@ RELEASES: dict[str, dict[str, Any]] = {
     for release in json.loads(path.read_text(encoding="utf-8"))
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def unquantized(repository: str) -> dict[str, Any]:
-    """Returns config.json of a release. MiniMax-M2, which has weights in fp8 alone, is read as a
-    copy in bfloat16 says it.
-    """
-    config = dict(RELEASES[repository]["config"])
-    if config.get("quantization_config", {}).get("quant_method") == "fp8":
-        del config["quantization_config"]
-    return config
 
 
 def count_parameters(config: dict[str, Any], num_experts: int | None) -> int:
@@ -51,7 +46,8 @@ def test_a_released_config_is_read(repository: str) -> None:
     """A default that its maker leaves out, or a key of transformers 4, would else be read in
     another way than the weights were trained with; of a width the number of parameters tells.
     """
-    config, release = unquantized(repository), RELEASES[repository]
+    release = RELEASES[repository]
+    config = release["config"]
     options = json.loads(json.dumps(options_of(config)))
     if options["rope_scaling"] is not None:
         options["rope_scaling"] = json.loads(options["rope_scaling"])
@@ -68,14 +64,13 @@ def test_a_released_config_is_read(repository: str) -> None:
 def test_every_family_has_a_release() -> None:
     """A family without one is known by configs that this project made up."""
     families = {
-        language_model(unquantized(repository)).family.model_type for repository in RELEASES
+        language_model(release["config"]).family.model_type for release in RELEASES.values()
     }
     assert families == FAMILIES.keys()
 
 
-def test_a_release_in_fp8_is_refused() -> None:
-    """Its tensors would be read as if they needed no scales."""
-    with pytest.raises(
-        ValueError, match="quantization_config; give the folder of the model before"
-    ):
-        options_of(RELEASES["MiniMaxAI/MiniMax-M2"]["config"])
+def test_releases_in_fp8_have_their_blocks() -> None:
+    """With other blocks than the release's, weights have the scales of other rows."""
+    config = RELEASES["MiniMaxAI/MiniMax-M2"]["config"]
+    assert read_method(config) == Method("fp8", (128, 128))
+    assert "quantization_config" not in without_quantization(config)

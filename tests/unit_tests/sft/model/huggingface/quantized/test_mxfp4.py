@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.sft.model.huggingface.mxfp4 import from_mxfp4
+from megatron.sft.model.huggingface.quantized.mxfp4 import from_mxfp4
 
 
 def test_literal_values():
