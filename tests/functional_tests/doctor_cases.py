@@ -117,10 +117,10 @@ def toy_loss(
         if fault.mean_per == "pack":
             part = each.sum() / (labels >= 0).sum() / len(packs)
         elif fault.mean_per == "sequence":
-            part = (
+            part = torch.as_tensor(
                 sum(each[places].sum() / (labels[places] >= 0).sum() for places in rows)
                 / num_sequences
-            )  # type: ignore[assignment]
+            )
         elif fault.mean_per == "slots":
             slots = sum(len(sample.tokens) for pack in packs for sample in pack)
             part = each.sum() / slots

@@ -124,7 +124,7 @@ class Evidence:
     alone_from: list[int | None] = field(default_factory=list)
     """First token at which it differs."""
     offset: list[float] = field(default_factory=list)
-    """Change of each sequence's logits when the first becomes a token shorter."""
+    """Change of each sequence's logits when the first is halved."""
     order: list[float] = field(default_factory=list)
     """Change of each sequence's logits when the order of the pack is reversed."""
     padding: float | None = None

@@ -119,10 +119,10 @@ class Examination:
             evidence.alone_from.append(int(late[0]) if len(late) else None)
 
     def moved(self, evidence: Evidence) -> None:
-        """Makes the first sequence a token shorter, then reverses the order of the pack."""
-        shorter = [self.pack[0][:-1], *self.pack[1:]]
-        changed = self.probe.logits(shorter)
-        kept = [self.logits[0][:-1], *self.logits[1:]]
+        """Halves the first sequence, then reverses the order of the pack."""
+        half = len(self.pack[0]) // 2
+        changed = self.probe.logits([self.pack[0][:half], *self.pack[1:]])
+        kept = [self.logits[0][:half], *self.logits[1:]]
         evidence.offset = (
             [0.0]
             + [  # the first begins where it did

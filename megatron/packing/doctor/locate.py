@@ -1,4 +1,4 @@
-"""tensor. Finds the module in which a crossing is born, what it mixes, and the layers that cross."""
+"""tensor. Finds the module in which a crossing is born, what it mixes, and layers that cross."""
 
 from __future__ import annotations
 

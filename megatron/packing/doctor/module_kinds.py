@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 
 KINDS = (
-    ("experts", re.compile(r"expert|moe|router|sparse_?mlp", re.IGNORECASE)),
+    (
+        "experts",
+        re.compile(r"experts|router|sparse_?(mlp|moe)|moe_?(block|mlp|layer|ffn)?$", re.IGNORECASE),
+    ),
     (
         "recurrence",
         re.compile(
-            r"linear_?att|delta|mamba|mixer|ssm|ssd|rwkv|lstm|retention|recurrent|rg_?lru|gla"
+            r"linear_?att|delta|mamba|mixer|ssm|ssd|rwkv|lstm|retention|recurrent|rg_?lru"
             r"|lightning|hgrn|time_?mix",
             re.IGNORECASE,
         ),

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from megatron.packing.doctor.decision_table import PROPERTIES
+from megatron.packing.doctor.decision_row import PROPERTIES
 from megatron.packing.doctor.evidence import Evidence
 
 _WIDTH = 100
@@ -19,7 +19,7 @@ class Finding:
 
     name: str
     property: str
-    """Key of `decision_table.PROPERTIES`."""
+    """Key of `decision_row.PROPERTIES`."""
     text: str
     mend: str
     threads: tuple[str, ...]
@@ -46,8 +46,9 @@ class Diagnosis:
     def verdict(self) -> str:
         """Returns the first line of the report."""
         if self.is_sound:
-            told = "".join(f" ({each.name}: expected)" for each in self.findings)
-            return f"{self.evidence.subject}: no contamination found{told}."
+            told = ", ".join(each.name for each in self.findings)
+            also = f" (told below: {told})" if told else ""
+            return f"{self.evidence.subject}: no contamination found{also}."
         return f"{self.evidence.subject}: {'; '.join(each.name for each in self.faults)}."
 
     def text(self) -> str:
@@ -76,8 +77,8 @@ def _finite(value: object) -> object:
 
 
 def property_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
-    """Yields what is examined, its state ("sound", "FAULT", "expected", "see above" where a
-    crossing explains it, "not seen"), the largest value, and what counts as nothing.
+    """Yields what is examined, its state ("sound", "FAULT", "told" where it is none, "see
+    above" where a crossing explains it, "not seen"), the largest value, and what counts as nothing.
     """
     evidence = diagnosis.evidence
     by_property = {each.property: each for each in reversed(diagnosis.findings)}
@@ -85,7 +86,7 @@ def property_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
         finding = by_property.get(key)
         state = "sound" if value is not None else "not seen"
         if finding is not None:
-            state = "FAULT" if finding.is_fault else "expected"
+            state = "FAULT" if finding.is_fault else "told"
         elif evidence.crossings and key in ("packed", "backward", "causal", "padding"):
             state = "see above" if value is not None else "not seen"
         yield (
@@ -133,7 +134,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"{title:{width}}{state:10}{value:>12}  {limit:>8}".rstrip()
     for finding in diagnosis.findings:
         yield ""
-        yield f"{'FAULT' if finding.is_fault else 'Expected'}: {finding.name}"
+        yield f"{'FAULT' if finding.is_fault else 'No fault'}: {finding.name}"
         for text in (finding.text, f"To mend: {finding.mend}" if finding.mend else ""):
             yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
         if finding.threads:
