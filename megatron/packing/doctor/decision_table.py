@@ -131,7 +131,8 @@ OTHERS = (
             f"(rounding allows {e.tolerance:.1e}), from tokens "
             f"{[at for at in e.alone_from if at is not None]} on, though nothing crosses."
         ),
-        mend="Compare the kernels, scales and masks of the packed and the plain path.",
+        mend="Padding before a sequence moves its positions unless position_ids are passed; else "
+        "compare the kernels, scales and masks of the packed and the plain path.",
     ),
     Row(
         name="backward pass crosses",

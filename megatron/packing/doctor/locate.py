@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.packing.doctor.evidence import Evidence, LayerReach, Mixing
 from megatron.packing.doctor.experiments import Examination
-from megatron.packing.doctor.probe import changed_rows
+from megatron.packing.doctor.probe import Probe, changed_rows
 
 MAX_LAYERS = 32
 """Layers that are examined one by one; of deeper models the first ones."""
@@ -215,8 +215,8 @@ def measure_reach(examination: Examination, evidence: Evidence) -> None:
     longest = max(range(len(pack)), key=lambda index: len(pack[index]))
     found = []
     for name in layer_names(subject.model):
-        packed = _reach_from_first(examination, pack, longest, name, evidence.exact)
-        alone = _reach_from_first(examination, [pack[longest]], 0, name, evidence.exact)
+        packed = layer_reach(examination.probe, pack, longest, name, evidence.exact)
+        alone = layer_reach(examination.probe, [pack[longest]], 0, name, evidence.exact)
         if packed is None or alone is None:
             continue
         declared = subject.windows.get(name)
@@ -224,13 +224,16 @@ def measure_reach(examination: Examination, evidence: Evidence) -> None:
     evidence.reach = tuple(found)
 
 
-def _reach_from_first(
-    examination: Examination, pack: Sequence[Tensor], index: int, name: str, exact: float
+def layer_reach(
+    probe: Probe, pack: Sequence[Tensor], index: int, name: str, exact: float
 ) -> int | None:
-    rows = examination.subject.rows(pack)[index]
-    base = examination.probe.output(pack, name)
-    changed = changed_rows(base, examination.probe.output(pack, name, rows[:1]), exact)
-    if len(changed) != examination.subject.slots(pack):
+    """Returns how many tokens of a sequence a layer carries its first token to, itself included;
+    None if its rows cannot be told apart.
+    """
+    rows = probe.subject.rows(pack)[index]
+    base = probe.output(pack, name)
+    changed = changed_rows(base, probe.output(pack, name, rows[:1]), exact)
+    if len(changed) != probe.subject.slots(pack):
         return None
     own = changed[rows].nonzero().flatten()
     return int(own.max()) + 1 if len(own) else None

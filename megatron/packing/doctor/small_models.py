@@ -6,6 +6,7 @@ embeddings, experts. Sizes, and weights, are not.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.packing.doctor.subject import draw_weights
 
 VOCABULARY = 101
 MAX_LAYERS = 6
+MAX_PARAMETERS = 20_000_000
 WINDOW = 6
 """Tokens that windowed layers see; less than any of the doctor's sequences has."""
 _SIZES: dict[str, int | None] = {
@@ -127,6 +129,12 @@ def _shorten(config: Any, fields: set[str]) -> None:
     config.num_hidden_layers = len(keep)
 
 
+def _build(config: Any, options: dict[str, Any]) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+
+
 def small_model(config: Any, attention: str = "", dtype: torch.dtype = torch.float32) -> nn.Module:
     """Returns a causal language model of random weights, in the mode of training.
 
@@ -138,19 +146,24 @@ def small_model(config: Any, attention: str = "", dtype: torch.dtype = torch.flo
     Raises:
         ValueError: if transformers has no such model or attention, with its reason.
     """
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     if dtype == torch.float64:  # the grouped product of experts has no float64
         options["experts_implementation"] = "eager"
     try:
-        model = AutoModelForCausalLM.from_config(config, **options)
+        with torch.device("meta"):
+            size = sum(each.numel() for each in _build(config, options).parameters())
+        model = _build(config, options) if size <= MAX_PARAMETERS else None
     except Exception as error:  # of hundreds of models' own code
         reason = str(error).strip().splitlines()
         raise ValueError(
             f"{config.model_type} with attention {attention or 'of its own'} cannot be built by "
             f"transformers: {type(error).__name__}: {reason[0] if reason else ''}"
         ) from error
+    if model is None:
+        raise ValueError(
+            f"{config.model_type} has {size:,} parameters although its known sizes were reduced; "
+            "build a small one yourself and pass --subject"
+        )
     draw_weights(model)
     return model.to(dtype).train()

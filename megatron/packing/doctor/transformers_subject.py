@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.packing.doctor.collators import COLLATORS, IGNORED, Batch
-from megatron.packing.doctor.locate import layer_names
+from megatron.packing.doctor.locate import layer_names, layer_reach
+from megatron.packing.doctor.probe import Probe
 from megatron.packing.doctor.small_models import WINDOW, small_config, small_model
-from megatron.packing.doctor.subject import Sample, Subject
-
-_WINDOWED = ("sliding_attention", "sliding")
+from megatron.packing.doctor.subject import LENGTHS, Sample, Subject, draw_pack
 
 
 def subject_from_transformers(
@@ -25,7 +24,7 @@ def subject_from_transformers(
         model: a causal language model, in the mode of training.
         collator: a key of COLLATORS.
         name: of the subject, for the report.
-        windows: whether the window in the configuration is to be checked, layer by layer.
+        windows: whether layers with a window of small_models.WINDOW tokens are to keep it.
 
     Raises:
         ValueError: if there is no such collator.
@@ -78,17 +77,30 @@ def subject_from_transformers(
         loss=loss,
         embedding=model.get_input_embeddings(),  # type: ignore[operator]
         head=model.get_output_embeddings(),  # type: ignore[operator]
-        windows=_windows(model, config) if windows else {},
+        windows=_windows(model, config.vocab_size) if windows else {},
     )
 
 
-def _windows(model: nn.Module, config: Any) -> dict[str, int]:
-    """Returns the layers whose attention has a window, as the configuration says."""
-    kinds = getattr(config, "layer_types", None) or []
-    names = layer_names(model)
-    if len(kinds) != len(names) or getattr(config, "sliding_window", None) != WINDOW:
-        return {}
-    return {name: WINDOW for name, kind in zip(names, kinds) if kind in _WINDOWED}
+def _windows(model: nn.Module, vocab_size: int) -> dict[str, int]:
+    """Returns the layers that see WINDOW tokens of a sequence that is run alone, without a mask.
+
+    Configurations say it in many ways, some of which models ignore: the model itself knows.
+    """
+    plain = Subject(
+        name="plain",
+        model=model,
+        vocab_size=vocab_size,
+        logits=lambda sequences, fill: [
+            model(input_ids=sequences[0][None], use_cache=False).logits[0]
+        ],
+    )
+    pack = draw_pack(vocab_size, [max(LENGTHS)])
+    probe = Probe(plain)
+    return {
+        name: WINDOW
+        for name in layer_names(model)
+        if layer_reach(probe, pack, 0, name, 0.0) == WINDOW
+    }
 
 
 def small_subject(
