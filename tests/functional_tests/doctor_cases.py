@@ -121,6 +121,8 @@ def toy_loss(
                 sum(each[places].sum() / (labels[places] >= 0).sum() for places in rows)
                 / num_sequences
             )
+        elif fault.mean_per == "place":  # later tokens weigh more
+            part = (each * torch.linspace(0.5, 1.5, len(each))).sum() / count
         elif fault.mean_per == "slots":
             slots = sum(len(sample.tokens) for pack in packs for sample in pack)
             part = each.sum() / slots
@@ -318,6 +320,12 @@ LOSS = (
     _case("labels shifted twice", "labels are not shifted", shift=2),
     _case("mean per pack", "mean per pack", mean_per="pack"),
     _case("mean per sequence", "mean per sequence", mean_per="sequence"),
+    _case(
+        "mean over tokens, though sequences are declared",
+        "mean over tokens",
+        options={"reduction": "sequence"},
+    ),
+    _case("later tokens weigh more", "weights of tokens differ", mean_per="place"),
     _case("divided by slots", "divided by slots", mean_per="slots"),
     _case("times context-parallel ranks", "scale of the loss", factor=2.0),
     _case("divided by accumulated steps", "scale of the loss", factor=0.25),

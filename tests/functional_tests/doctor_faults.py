@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -45,9 +46,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(failures[-1], flush=True)
         marks = " | ".join("WRONG" if answers[dtype] else "named" for dtype in options.dtypes)
         rows.append(f"| {case.name} | {', '.join(case.expected) or 'sound'} | {marks} |")
-    print(
-        f"{len(rows)} cases, {len(failures)} wrong, {time.process_time() - start:.1f} CPU seconds"
+    seconds = time.process_time() - start
+    print(f"{len(rows)} cases, {len(failures)} wrong, {seconds:.1f} CPU seconds")
+    if options.write is not None:
+        options.write.write_text("\n".join(page(rows, options.dtypes, seconds)) + "\n")
+    sys.exit(bool(failures))
+
+
+def page(rows: Sequence[str], dtypes: Sequence[str], seconds: float) -> Iterator[str]:
+    """Yields the page of results."""
+    num_faults = sum(case.is_fault for case in CASES)
+    yield "# Faults of packing put back, and what the doctor calls them"
+    yield ""
+    yield (
+        f"torch {torch.__version__}, CPU, one thread: {seconds:.0f} CPU seconds. {num_faults} "
+        f"faults and {len(CASES) - num_faults} trainers without one, each in {len(dtypes)} "
+        "precisions. *Named* means: just this finding and no other, born in the right module."
     )
+    yield ""
+    yield "```\nmake doctor-faults\n```"
+    yield ""
+    yield f"| put back | name | {' | '.join(dtypes)} |"
+    yield "|---|---|" + "---|" * len(dtypes)
+    yield from rows
 
 
 if __name__ == "__main__":

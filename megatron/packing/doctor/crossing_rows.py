@@ -103,7 +103,8 @@ CROSSING = (
         property="crossing",
         applies=_mixing(lambda e, m: _kind(m) == "experts" and _is_both_ways(e)),
         text=_crossing(
-            "Tokens compete for places in experts: whoever is dropped depends on the pack."
+            "Tokens compete for places in experts: whoever is dropped depends on the pack. Other "
+            "crossings would be hidden behind it: examine without a capacity, too."
         ),
         mend="Expected of token dropping; without a capacity nothing crosses.",
         is_fault=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from megatron.packing.doctor.autopsy import examine_loss
@@ -12,9 +13,12 @@ from megatron.packing.doctor.decision_table import ROWS
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.experiments import Examination
 from megatron.packing.doctor.locate import describe, find_birth, find_layers, measure_reach
+from megatron.packing.doctor.module_kinds import kind_of
 from megatron.packing.doctor.probe import Probe
 from megatron.packing.doctor.report import Diagnosis, Finding
 from megatron.packing.doctor.subject import LENGTHS, Subject
+
+_EXPERT_ULPS = 64
 
 
 def examine(subject: Subject, lengths: Sequence[int] = LENGTHS) -> Diagnosis:
@@ -75,7 +79,11 @@ def _examine_logits(
     if not only_equal_shapes:
         examination.alone(evidence)
         examination.moved(evidence)
-    if name := find_birth(examination, evidence):
+    name = find_birth(examination, evidence)
+    if name and _is_rounding_of_experts(examination, evidence, name):
+        evidence.exact = max(evidence.across, *evidence.early)
+        name = find_birth(examination, evidence)
+    if name:
         evidence.mixing = describe(examination, evidence, name)
     if evidence.crossings:
         find_layers(examination, evidence)
@@ -83,6 +91,15 @@ def _examine_logits(
         measure_reach(examination, evidence)
     examination.backward(evidence)
     examine_loss(examination, evidence)
+
+
+def _is_rounding_of_experts(examination: Examination, evidence: Evidence, name: str) -> bool:
+    """Returns whether what crosses is how the products of experts round: by their number of rows,
+    which is another where tokens are routed otherwise.
+    """
+    kind = kind_of(name, type(examination.subject.model.get_submodule(name)).__name__)
+    largest = max(evidence.across, *evidence.early)
+    return kind == "experts" and largest <= _EXPERT_ULPS * torch.finfo(examination.dtype).eps
 
 
 def _diagnose(examination: Examination, evidence: Evidence) -> Diagnosis:

@@ -57,6 +57,8 @@ _SIZES: dict[str, int | None] = {
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
 }
 """Field of a configuration -> its small value, where it has that field and a number in it."""
+_KINDS = {name: ["conv", "full_attention"] for name in ("lfm2", "lfm2_moe")}
+"""Model type -> its kinds of layers, where the default configuration has not all of them."""
 _RATES = ("dropout", "pdrop", "drop")
 
 
@@ -79,6 +81,9 @@ def small_config(source: str, **changes: Any) -> Any:
     else:
         try:
             config = AutoConfig.for_model(source)
+            if source in _KINDS:
+                config.layer_types = list(_KINDS[source])
+                config.num_hidden_layers = len(_KINDS[source])
         except ValueError as error:
             raise ValueError(
                 f"--model {source}: neither a folder with config.json nor a model type of the "
