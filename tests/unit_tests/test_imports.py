@@ -167,6 +167,7 @@ FOLDERS = {
         "step",
         "plugin_rules",
         "model",
+        "doctor",
     ),
     "planner": (
         "sequences",

@@ -36,6 +36,7 @@ COMMANDS = {
     "export": Subcommand(f"{_HERE}.export", "write a checkpoint as a HuggingFace folder"),
     "report": Subcommand(f"{_HERE}.report", "print and draw what a run achieved"),
     "calibrate": Subcommand(f"{_HERE}.calibrate", "measure what packs cost on this device"),
+    "doctor": Subcommand(f"{_HERE}.doctor", "find contamination between packed sequences"),
     "rules": Subcommand(f"{_HERE}.rules", "print what is refused, and the way out"),
     "prepare": Subcommand(f"{_HERE}.prepare", "index tar shards or JSONL files for random access"),
 }

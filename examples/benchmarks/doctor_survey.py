@@ -1,0 +1,175 @@
+"""Which ways of packing keep sequences apart, for every decoder type of transformers.
+
+    python -m examples.benchmarks.doctor_survey --write examples/benchmarks/results/doctor_survey.md
+
+A small model of each type with random weights is fed a pack; one sequence is changed, and the
+logits of the others are watched. They are the same to the bit, or the pack is contaminated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron.packing.doctor.collators import COLLATORS
+from megatron.packing.doctor.evidence import Evidence
+from megatron.packing.doctor.experiments import Examination
+from megatron.packing.doctor.probe import Probe
+from megatron.packing.doctor.small_models import small_config, small_model
+from megatron.packing.doctor.subject import LENGTHS
+from megatron.packing.doctor.transformers_subject import subject_from_transformers
+
+WAYS = ("flattening", "flattening-borders", "trl", "positions", "ones", "mask", "boolean-mask")
+ATTENTIONS = ("eager", "sdpa")
+SEPARATE, LEAKS, RAISES = "separate", "**leaks**", "raises"
+
+
+def decoder_types() -> list[str]:
+    """Returns the model types that AutoModelForCausalLM knows."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def answer(model: nn.Module, way: str) -> str:
+    """Returns whether a way of packing keeps sequences apart in a model, or raises."""
+    subject = subject_from_transformers(model, way, windows=False)
+    examination = Examination(Probe(subject), LENGTHS)
+    evidence = Evidence(subject=way, lengths=LENGTHS)
+    try:
+        examination.repeat(evidence)
+        if evidence.keeps_state() or evidence.notes:
+            return "not judged"
+        examination.influence(evidence)
+    except Exception:  # of hundreds of models' own code
+        return RAISES
+    return LEAKS if evidence.crossings else SEPARATE
+
+
+def rows_of_type(name: str, ways: Sequence[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yields type, attention and way -> answer; one row for attentions with the same answers."""
+    answers: dict[str, dict[str, str]] = {}
+    for attention in ATTENTIONS:
+        try:
+            model = small_model(small_config(name), attention)
+            answers[attention] = {way: answer(model, way) for way in ways}
+        except Exception as error:
+            answers[attention] = {"": str(error).splitlines()[0] if str(error) else repr(error)}
+    eager, sdpa = (answers[attention] for attention in ATTENTIONS)
+    if "" in sdpa or eager == sdpa:
+        yield name, "eager" if "" in sdpa and "" not in eager else "eager, sdpa", eager
+    else:
+        yield from ((name, attention, answers[attention]) for attention in ATTENTIONS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Examines all types; prints what changed since the page that is there, and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--types", nargs="+", default=None)
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args(arguments)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ways = [way for way in WAYS if way != "trl" or _has_trl()]
+    lines, left_out = [], []
+    start = time.process_time()
+    counts: dict[str, Counter[str]] = {way: Counter() for way in ways}
+    for name in options.types or decoder_types():
+        for model_type, attention, answers in rows_of_type(name, ways):
+            if "" in answers:
+                left_out.append(model_type)
+                print(f"{model_type}: {answers['']}", flush=True)
+                continue
+            for way in ways:
+                counts[way][answers[way]] += 1
+            cells = " | ".join(answers[way] for way in ways)
+            lines.append(f"| {model_type} | {attention} | {cells} |")
+            print(lines[-1], flush=True)
+    page = "\n".join(page_lines(ways, lines, left_out, counts, time.process_time() - start))
+    if options.write is not None:
+        if options.write.exists():
+            print_changes(options.write.read_text(), page)
+        options.write.write_text(page + "\n")
+
+
+def _has_trl() -> bool:
+    try:
+        import trl.trainer.sft_trainer  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def versions() -> str:
+    """Returns names and versions of what was examined."""
+    names = ["transformers", "torch", *["trl"] * _has_trl()]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def page_lines(
+    ways: Sequence[str],
+    lines: Sequence[str],
+    left_out: Sequence[str],
+    counts: dict[str, Counter[str]],
+    seconds: float,
+) -> Iterator[str]:
+    """Yields the page."""
+    yield "# Which ways of packing keep sequences apart in transformers"
+    yield ""
+    yield (
+        f"{versions()}, CPU, float32, no extra kernels (flash attention, fla, mamba_ssm, "
+        f"causal_conv1d). {seconds:.0f} CPU seconds."
+    )
+    yield ""
+    yield "```\nmake doctor-survey\n```"
+    yield ""
+    yield (
+        "A small model of each decoder type, in the default configuration of the type, is fed a "
+        "pack of three sequences. One is changed; the logits of the others are *separate* (the "
+        "same to the bit), or the pack *leaks* without a word, or the model *raises*. "
+        "*Not judged* are models whose logits are not finite here or depend on the run before."
+    )
+    yield ""
+    for way in ways:
+        yield f"- `{way}`: {COLLATORS[way].about}"
+    yield ""
+    header = " | ".join(f"`{way}`" for way in ways)
+    yield f"| type | attention | {header} |"
+    yield "|---|---|" + "---|" * len(ways)
+    yield from lines
+    yield ""
+    yield "Rows by answer:"
+    yield ""
+    for way in ways:
+        total = ", ".join(f"{count} {key.strip('*')}" for key, count in counts[way].most_common())
+        yield f"- `{way}`: {total}"
+    yield ""
+    yield f"Not built small, so not examined ({len(left_out)}): {', '.join(left_out) or 'none'}."
+
+
+def print_changes(before: str, after: str) -> None:
+    """Prints the rows of the table that differ."""
+    old, new = (
+        {match[1]: match[0] for match in re.finditer(r"^(\| \w+ \| [\w, ]+ \|).*$", text, re.M)}
+        for text in (before, after)
+    )
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    for key in changed:
+        print(f"was {old.get(key, 'absent')}\nnow {new.get(key, 'absent')}")
+    print(f"{len(changed)} rows changed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""tensor. The experiments on logits: influence, causality, sequences alone, places, padding.
+
+Comparisons of runs with equal shapes are exact: a right model gives zero in every precision. Those
+of other shapes are held to what rounding does to this model, which is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.packing.doctor.evidence import Evidence, Repeat
+from megatron.packing.doctor.probe import Probe, as_rows, hooked
+from megatron.packing.doctor.subject import draw_other, draw_pack
+
+_NOISE_MARGIN = 8
+_RESPONSE_MARGIN = 4
+_ULPS = {torch.bfloat16: 4}
+_DEFAULT_ULPS = 64
+LARGEST_ROUNDING = torch.finfo(torch.float32).eps
+"""Relative rounding of a float64 model, too: norms, rotary tables and softmax often are float32."""
+
+
+def difference(before: Sequence[Tensor], after: Sequence[Tensor], scale: float) -> float:
+    """Returns the largest difference, relative to `scale`; infinity where only one is NaN."""
+    worst = 0.0
+    for one, other in zip(before, after):
+        same = (one == other) | (one.isnan() & other.isnan())
+        change = (one - other).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf)
+        worst = max(worst, float(change.max()) if change.numel() else 0.0)
+    return worst / scale
+
+
+class Examination:
+    """The doctor's pack of one subject, and its logits."""
+
+    def __init__(self, probe: Probe, lengths: Sequence[int]) -> None:
+        self.probe = probe
+        self.subject = probe.subject
+        self.pack = draw_pack(self.subject.vocab_size, lengths)
+        self.other = draw_pack(self.subject.vocab_size, lengths, seed=5)
+        parameter = next(self.subject.model.parameters(), torch.zeros(0))
+        self.dtype = parameter.dtype
+        self.logits: list[Tensor] = []
+        self.scale = 1.0
+        self.repeats_seeded = True
+
+    def disturbed(self, index: int) -> list[Tensor]:
+        """Returns the pack with other tokens from the middle of one sequence on."""
+        pack = list(self.pack)
+        middle = len(pack[index]) // 2
+        other = draw_other(pack[index][middle:], self.subject.vocab_size)
+        pack[index] = torch.cat([pack[index][:middle], other])
+        return pack
+
+    def repeat(self, evidence: Evidence) -> None:
+        """Runs the pack three times, with another pack before the first."""
+        probe = self.probe
+        probe.logits(self.other)  # kernels are chosen, states filled
+        after_other = probe.logits(self.pack)
+        self.logits = probe.logits(self.pack)
+        self.scale = max(max(float(each.nan_to_num().abs().max()) for each in self.logits), 1e-30)
+        again = probe.logits(self.pack)
+        reseeded = probe.logits(self.pack, seed=77)
+        evidence.repeat = Repeat(
+            difference=difference(self.logits, again, self.scale),
+            unseeded=difference(self.logits, reseeded, self.scale),
+            after_another=difference(after_other, self.logits, self.scale),
+        )
+        evidence.exact = _NOISE_MARGIN * evidence.repeat.difference
+        evidence.dtype = str(self.dtype).removeprefix("torch.")
+        if bad := [i for i, each in enumerate(self.logits) if not each.isfinite().all()]:
+            evidence.notes.append(
+                f"logits of sequences {bad} are not finite; what is hidden behind NaN is not seen"
+            )
+
+    def set_tolerance(self, evidence: Evidence) -> None:
+        """Measures how logits answer to embeddings that differ by one rounding."""
+        ulp = max(float(torch.finfo(self.dtype).eps), LARGEST_ROUNDING)
+        response = 0.0
+        if (embedding := self.subject.embeds()) is not None:
+            noise = torch.Generator().manual_seed(4)
+
+            def shake(_: nn.Module, args: object, kwargs: object, output: object) -> object:
+                if not isinstance(output, Tensor):
+                    return None
+                sign = torch.randn(output.shape, generator=noise).to(output).clamp(-1, 1)
+                return output * (1 + ulp * sign)
+
+            with hooked(embedding, shake):
+                response = difference(self.logits, self.probe.logits(self.pack), self.scale)
+        evidence.tolerance = max(
+            _RESPONSE_MARGIN * response,
+            _ULPS.get(self.dtype, _DEFAULT_ULPS) * ulp,
+            _NOISE_MARGIN * evidence.repeat.difference,
+        )
+
+    def influence(self, evidence: Evidence) -> None:
+        """Changes each sequence from its middle on, and watches all of them."""
+        for index, sequence in enumerate(self.pack):
+            changed = self.probe.logits(self.disturbed(index))
+            evidence.influence.append(
+                [difference([one], [other], self.scale) for one, other in zip(self.logits, changed)]
+            )
+            middle = len(sequence) // 2
+            evidence.early.append(
+                difference([self.logits[index][:middle]], [changed[index][:middle]], self.scale)
+            )
+
+    def alone(self, evidence: Evidence) -> None:
+        """Runs each sequence alone."""
+        for sequence, packed in zip(self.pack, self.logits):
+            single = self.probe.logits([sequence])[0]
+            rows = (packed - single).abs().nan_to_num(nan=torch.inf).amax(1) / self.scale
+            evidence.alone.append(float(rows.max()))
+            late = (rows > evidence.tolerance).nonzero()
+            evidence.alone_from.append(int(late[0]) if len(late) else None)
+
+    def moved(self, evidence: Evidence) -> None:
+        """Halves the first sequence, then reverses the order of the pack."""
+        half = len(self.pack[0]) // 2
+        changed = self.probe.logits([self.pack[0][:half], *self.pack[1:]])
+        kept = [self.logits[0][:half], *self.logits[1:]]
+        evidence.offset = (
+            [0.0]
+            + [  # the first begins where it did
+                difference([one], [other], self.scale)
+                for one, other in list(zip(kept, changed))[1:]
+            ]
+        )
+        changed = self.probe.logits(self.pack[::-1])[::-1]
+        evidence.order = [
+            difference([one], [other], self.scale) for one, other in zip(self.logits, changed)
+        ]
+
+    def padding(self, evidence: Evidence) -> None:
+        """Puts another token into the padding slots, if there are any."""
+        if self.subject.slots(self.pack) > sum(map(len, self.pack)):
+            changed = self.probe.logits(self.pack, fill=self.subject.vocab_size - 1)
+            evidence.padding = difference(self.logits, changed, self.scale)
+
+    def backward(self, evidence: Evidence) -> None:
+        """Sends a gradient back from the middle sequence's logits to all embeddings."""
+        middle = len(self.pack) // 2
+        gradients = self.embedding_gradients(evidence, middle)
+        if gradients is None:
+            return
+        own = float(gradients[middle].abs().max())
+        others = [
+            float(each.abs().nan_to_num(nan=torch.inf).max())
+            for index, each in enumerate(gradients)
+            if index != middle
+        ]
+        if own > 0:
+            evidence.backward = max(others) / own
+
+    def embedding_gradients(self, evidence: Evidence, index: int) -> list[Tensor] | None:
+        """Returns gradients of one sequence's logits at the embeddings of each, [length, width]."""
+        outputs: list[Tensor] = []
+        if (embedding := self.subject.embeds()) is None:
+            evidence.notes.append("backward pass: no embedding is known; give Subject.embedding")
+            return None
+
+        def keep(_: nn.Module, args: object, kwargs: object, output: object) -> object:
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return None
+            outputs.append(output)
+            return output * 1  # some models scale it in place
+
+        with hooked(embedding, keep):
+            logits = self.probe.run(self.pack)[index]
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(6))
+        if not outputs or not logits.requires_grad:
+            evidence.notes.append("backward pass: the logits have no gradient")
+            return None
+        self.probe.num_backwards += 1
+        (gradient,) = torch.autograd.grad(
+            (logits * weights.to(logits)).sum(), outputs[:1], allow_unused=True
+        )
+        return None if gradient is None else self.by_sequence(gradient)
+
+    def by_sequence(self, tensor: Tensor) -> list[Tensor] | None:
+        """Returns the rows of each sequence in a tensor over the stream of tokens."""
+        rows = as_rows(tensor.detach(), self.subject.slots(self.pack))
+        if rows is None:
+            return None
+        return [rows[each.to(rows.device)].float() for each in self.subject.rows(self.pack)]

@@ -1,0 +1,239 @@
+"""tensor. Finds the module in which a crossing is born, what it mixes, and layers that cross."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.packing.doctor.evidence import Evidence, LayerReach, Mixing
+from megatron.packing.doctor.experiments import Examination
+from megatron.packing.doctor.probe import Probe, changed_rows
+
+MAX_LAYERS = 32
+"""Layers that are examined one by one; of deeper models the first ones."""
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """Returns the layers: children of the first list of modules that are of a depth.
+
+    The list with most parameters is it: experts are lists, too, but below a layer.
+    """
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and not re.search(r"\.\d+\.", name)
+    ]
+    if not found:
+        return []
+    name, layers = max(
+        found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters())
+    )
+    return [f"{name}.{index}" for index in range(len(layers))][:MAX_LAYERS]
+
+
+def victim_rows(examination: Examination, one: int, other: int) -> Tensor:
+    """Returns rows that must not change when tokens of `one` do from its middle on."""
+    rows = examination.subject.rows(examination.pack)
+    return rows[other] if one != other else rows[one][: len(rows[one]) // 2]
+
+
+def find_birth(examination: Examination, evidence: Evidence) -> str | None:
+    """Returns the module that is the first to let a sequence see what it must not.
+
+    Modules are taken in the order in which they end, so that children come before parents; the
+    one that counts has changed outputs from unchanged inputs.
+    """
+    pairs = evidence.crossings or [
+        (index, index)
+        for index, value in enumerate(evidence.early)
+        if examination.subject.is_causal and not value <= evidence.exact
+    ]
+    if not pairs:
+        return None
+    one, other = pairs[0]
+    victims = victim_rows(examination, one, other)
+    before = examination.probe.trace(examination.pack)
+    after = examination.probe.trace(examination.disturbed(one))
+    for name, (inputs, outputs) in before.items():
+        if name not in after or not outputs:
+            continue
+        changed = changed_rows(outputs, after[name][1], evidence.exact)
+        if not len(changed) or not bool(changed[victims].any()):
+            continue
+        came_in = changed_rows(inputs, after[name][0], evidence.exact)
+        if not len(came_in) or not bool(came_in[victims].any()):
+            return name
+    return None
+
+
+def seen_rows(
+    examination: Examination, name: str, exact: float, columns: Iterable[int]
+) -> Tensor | None:
+    """Returns which rows of a module's output see which of its input, bool [rows, rows].
+
+    One run for each column: other columns stay False. None if the module has no such rows, or
+    they do not even see themselves.
+    """
+    pack = examination.pack
+    base = examination.probe.output(pack, name)
+    slots = examination.subject.slots(pack)
+    if not base:
+        return None
+    seen = torch.zeros(slots, slots, dtype=torch.bool)
+    for column in columns:
+        changed = examination.probe.output(pack, name, torch.tensor([column]))
+        rows = changed_rows(base, changed, exact)
+        if len(rows) != slots:
+            return None
+        seen[:, column] = rows
+    return seen if bool(seen.any()) else None
+
+
+def describe(examination: Examination, evidence: Evidence, name: str) -> Mixing:
+    """Returns what the module mixes, for the pair of sequences that shows it best.
+
+    Without sources and targets where its rows could not be told apart.
+    """
+    rows = examination.subject.rows(examination.pack)
+    pairs = sorted(
+        evidence.crossings or [(i, i) for i, value in enumerate(evidence.early) if value],
+        key=lambda pair: (pair[1] != pair[0] + 1, pair),
+    )  # neighbours in order tell most
+    module = examination.subject.model.get_submodule(name)
+    mixing = Mixing(
+        module=name,
+        module_class=type(module).__name__,
+        disturbed=pairs[0][0],
+        changed=pairs[0][1],
+        length_disturbed=len(rows[pairs[0][0]]),
+        length_changed=len(rows[pairs[0][1]]),
+    )
+    seen = seen_rows(examination, name, evidence.exact, torch.cat(rows).tolist())
+    if seen is None:
+        evidence.notes.append(f"{name}: rows that it mixes could not be told apart")
+        return mixing
+    one, other = next(
+        (pair for pair in pairs if _crosses(seen, rows[pair[0]], rows[pair[1]])), pairs[0]
+    )
+    own = [seen[each][:, each] for each in rows]
+    cross = seen[rows[other]][:, rows[one]] if one != other else own[one].triu(1)
+    sources = cross.any(0).nonzero().flatten().tolist()
+    targets = cross.any(1).nonzero().flatten().tolist()
+    return replace(
+        mixing,
+        disturbed=one,
+        changed=other,
+        sources=tuple(sources),
+        targets=tuple(targets),
+        length_disturbed=len(rows[one]),
+        length_changed=len(rows[other]),
+        reach=max(map(reach_of, own)),
+        is_causal=not any(bool(each.triu(1).any()) for each in own),
+        is_reordered=_is_reordered(own[one]),
+        num_late=_num_late(own[other], targets),
+        num_early=_num_early(own[one], sources),
+    )
+
+
+def _num_late(own: Tensor, targets: list[int]) -> int:
+    """Returns how many first tokens of B are taken for the end of A: those that see A, if no other
+    token of B sees them; else 0.
+    """
+    count = len(targets)
+    is_head = targets == list(range(count)) and 0 < count < len(own)
+    return count if is_head and not bool(own[count:, :count].any()) else 0
+
+
+def _num_early(own: Tensor, sources: list[int]) -> int:
+    """Returns how many last tokens of A are taken for the beginning of B: those that B sees, if
+    they see no other token of A; else 0.
+    """
+    count, size = len(sources), len(own)
+    is_tail = sources == list(range(size - count, size)) and 0 < count < size
+    return count if is_tail and not bool(own[size - count :, : size - count].any()) else 0
+
+
+def _crosses(seen: Tensor, source: Tensor, target: Tensor) -> bool:
+    if torch.equal(source, target):
+        return bool(seen[target][:, source].triu(1).any())
+    return bool(seen[target][:, source].any())
+
+
+def _is_reordered(own: Tensor) -> bool:
+    counts = own.sum(1)
+    in_order = torch.arange(1, len(own) + 1)
+    return bool(torch.equal(counts.sort().values, in_order)) and not torch.equal(counts, in_order)
+
+
+def reach_of(own: Tensor) -> int:
+    """Returns the tokens that a row sees at most, back from itself; 0 for an empty matrix."""
+    found = own.tril().nonzero()
+    return int((found[:, 0] - found[:, 1]).max()) + 1 if len(found) else 0
+
+
+def find_layers(examination: Examination, evidence: Evidence) -> None:
+    """Disturbs one sequence at a time in front of each layer, and watches the others behind it."""
+    pack = examination.pack
+    rows = examination.subject.rows(pack)
+    examined, crossing = [], []
+    for name in layer_names(examination.subject.model):
+        base = examination.probe.output(pack, name)
+        changed = [
+            changed_rows(base, examination.probe.output(pack, name, part), evidence.exact)
+            for part in _middle_parts(rows)
+        ]
+        slots = examination.subject.slots(pack)
+        if any(len(each) != slots or not bool(each.any()) for each in changed):
+            continue
+        examined.append(name)
+        if any(
+            bool(each[other].any())
+            for index, each in enumerate(changed)
+            for place, other in enumerate(rows)
+            if place != index
+        ):
+            crossing.append(name)
+    evidence.examined_layers, evidence.crossing_layers = tuple(examined), tuple(crossing)
+
+
+def _middle_parts(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the later half of the rows of each sequence."""
+    return [each[len(each) // 2 :] for each in rows]
+
+
+def measure_reach(examination: Examination, evidence: Evidence) -> None:
+    """Measures how far each layer sees, in the pack and alone.
+
+    The first token of the longest sequence is disturbed in front of the layer: the last row that
+    changes is as far as the layer sees.
+    """
+    subject, pack = examination.subject, examination.pack
+    longest = max(range(len(pack)), key=lambda index: len(pack[index]))
+    found = []
+    for name in layer_names(subject.model):
+        packed = layer_reach(examination.probe, pack, longest, name, evidence.exact)
+        alone = layer_reach(examination.probe, [pack[longest]], 0, name, evidence.exact)
+        if packed is None or alone is None:
+            continue
+        declared = subject.windows.get(name)
+        found.append(LayerReach(layer=name, packed=packed, alone=alone, declared=declared))
+    evidence.reach = tuple(found)
+
+
+def layer_reach(
+    probe: Probe, pack: Sequence[Tensor], index: int, name: str, exact: float
+) -> int | None:
+    """Returns how many tokens of a sequence a layer carries its first token to, itself included;
+    None if its rows cannot be told apart.
+    """
+    rows = probe.subject.rows(pack)[index]
+    base = probe.output(pack, name)
+    changed = changed_rows(base, probe.output(pack, name, rows[:1]), exact)
+    if len(changed) != probe.subject.slots(pack):
+        return None
+    own = changed[rows].nonzero().flatten()
+    return int(own.max()) + 1 if len(own) else None

@@ -1,0 +1,141 @@
+"""tensor. The thing under examination: anything that packs sequences and trains on them.
+
+    subject = Subject(name="my trainer", model=model, vocab_size=1000, logits=logits)
+
+where `logits(sequences, fill)` packs the sequences as the trainer does, runs the model, and returns
+the logits of each sequence. All else is optional, and lets the doctor see more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+LENGTHS = (11, 17, 13)
+"""Tokens of the sequences of the doctor's pack. None is a multiple of 8, and their sum is prime, so
+that a shape tells which of a tensor's dimensions is the stream of tokens.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A sequence and the tokens of it that are to be trained."""
+
+    tokens: Tensor
+    """Token ids, int64 [length]."""
+    trained: Tensor
+    """True for tokens that are targets, bool [length]; the first token never is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A trainer and its model, as the doctor needs them.
+
+    Every call must run in the mode of training (`model.train()`, caches as the trainer has them),
+    and with autograd on.
+    """
+
+    name: str
+    """Its name in the report."""
+    model: nn.Module
+    """Model whose modules are watched; of several pipeline stages a module that holds all."""
+    vocab_size: int
+    """Token ids below it may be fed."""
+    logits: Callable[[Sequence[Tensor], int], list[Tensor]]
+    """Takes token ids, int64 [length] of each sequence, and a token for all padding slots. Packs
+    and runs them. Returns the logits of each sequence, [length, vocabulary].
+    """
+    places: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+    """Takes the same sequences. Returns the rows of each in the flattened stream of tokens, int64
+    [length] (default: one after the other, without padding).
+    """
+    num_slots: Callable[[Sequence[Tensor]], int] | None = None
+    """Takes the same sequences. Returns the rows of the flattened stream, padding included
+    (default: the sum of lengths).
+    """
+    loss: Callable[[Sequence[Sequence[Sample]]], Tensor] | None = None
+    """Takes packs of samples. Returns the scalar that the trainer minimises in one step over all
+    of them, with the labels that it makes itself.
+    """
+    masks_prompts: bool = True
+    """Whether `loss` heeds `Sample.trained`; without it every token but the first is a target."""
+    reduction: str = "token"
+    """Scale that the trainer means to have: "token" (mean over all trained tokens of the step) or
+    "sequence" (mean over sequences of their own means).
+    """
+    embedding: nn.Module | None = None
+    """Module that turns tokens into vectors (default: the first nn.Embedding)."""
+    head: nn.Module | None = None
+    """Module whose output are the logits, where there is one."""
+    windows: Mapping[str, int] = field(default_factory=dict)
+    """Name of a layer -> tokens that its attention sees, itself included, as declared."""
+    is_causal: bool = True
+    """Whether a token must not see those after it."""
+    num_copies: Mapping[str, int] = field(default_factory=dict)
+    """Words for a wrong factor of the loss -> number, such as {"context-parallel ranks": 2}."""
+
+    def rows(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the rows of each sequence in the flattened stream, int64 [length]."""
+        if self.places is not None:
+            return self.places(sequences)
+        ends = torch.tensor([len(each) for each in sequences]).cumsum(0).tolist()
+        return [torch.arange(end - len(each), end) for each, end in zip(sequences, ends)]
+
+    def slots(self, sequences: Sequence[Tensor]) -> int:
+        """Returns the number of rows of the flattened stream, padding included."""
+        return self.num_slots(sequences) if self.num_slots else sum(map(len, sequences))
+
+    def embeds(self) -> nn.Module | None:
+        """Returns the module that turns tokens into vectors, or None."""
+        if self.embedding is not None:
+            return self.embedding
+        found = (each for each in self.model.modules() if isinstance(each, nn.Embedding))
+        return next(found, None)
+
+
+def draw_pack(
+    vocab_size: int, lengths: Sequence[int] = LENGTHS, seed: int = 1, lowest: int = 4
+) -> list[Tensor]:
+    """Returns random token ids, int64 [length] for each length; ids below `lowest` are left out,
+    as they often stand for padding and ends.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    low = min(lowest, vocab_size - 2)
+    return [torch.randint(low, vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def draw_other(tokens: Tensor, vocab_size: int, seed: int = 2) -> Tensor:
+    """Returns token ids of which each differs from that of `tokens` at its place; same shape."""
+    generator = torch.Generator().manual_seed(seed)
+    low = min(4, vocab_size - 2)
+    shift = torch.randint(1, vocab_size - low, tokens.shape, generator=generator)
+    return low + (tokens - low + shift) % (vocab_size - low)
+
+
+_AS_INITIALISED = ("a_log", "dt_", "decay", "time_", ".d", "a_param", "lambda", "inv_freq", "alpha")
+"""Parts of the names of parameters that make states decay: other values would hide them."""
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int = 0, std: float = 0.2) -> None:
+    """Replaces the weights of a model by random ones, in place.
+
+    Initial weights hide faults: projections and adapters that begin with zero, and logits so small
+    that nothing shows. Parameters of decays keep their values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        lowered = f".{name.lower()}"
+        if any(part in lowered for part in _AS_INITIALISED):
+            continue
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() >= 2:
+            value = std * noise
+        elif lowered.endswith("weight"):  # of a norm
+            value = 1 + 0.05 * noise
+        else:
+            value = 0.05 * noise
+        parameter.copy_(value.to(parameter))

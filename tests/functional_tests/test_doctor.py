@@ -1,0 +1,155 @@
+"""The doctor names faults that are put back, and finds none where there is none.
+
+`make doctor-faults` does all cases in all precisions; here is a part that covers each experiment.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from megatron.packing.doctor.command import run_doctor
+from megatron.packing.doctor.decision_table import ROWS
+from megatron.packing.doctor.examine import examine
+from megatron.packing.doctor.module_kinds import kind_of
+from megatron.packing.doctor.transformers_subject import small_subject
+from megatron.packing.flags import FlagError
+from tests.functional_tests.doctor_cases import CASES
+from tests.functional_tests.doctor_faults import wrong
+
+BY_NAME = {case.name: case for case in CASES}
+COVERING = {
+    "windows": "float32",
+    "experts": "float64",
+    "dropout": "float32",
+    "experts with a capacity": "bfloat16",
+    "balancing loss": "float32",
+    "borders one too late": "float32",
+    "borders two too early": "float64",
+    "convolution in front of attention": "bfloat16",
+    "windows without borders": "float32",
+    "mask added as booleans": "float32",
+    "window one too narrow": "bfloat16",
+    "learned positions run on": "float32",
+    "halves swapped": "float64",
+    "state between calls": "float32",
+    "backward pass crosses": "bfloat16",
+    "labels across borders": "float32",
+    "mean per pack": "bfloat16",
+    "times context-parallel ranks": "float32",
+}
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_faults_are_named(name):
+    """A fault that is not named is trained on; a sound trainer that is blamed costs days."""
+    assert wrong(BY_NAME[name], COVERING[name]) == ""
+
+
+def test_every_row_has_a_case():
+    """A row that no case reaches may name nothing, or anything."""
+    reached = {name for case in CASES for name in case.expected}
+    assert {row.name for row in ROWS} - reached == {
+        "form of the loss is unknown",  # as gemma2's, which caps logits behind the head
+        "labels of other tokens",
+        "packed path computes otherwise",  # gpt2 padded on the left, below
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "collator", "expected"),
+    [
+        ("llama", "flattening", []),
+        ("opt", "flattening", ["attention forgets borders"]),
+        ("gpt_oss", "flattening", ["windowed attention without borders"]),
+        ("gpt2", "padded-left", ["packed path computes otherwise"]),
+    ],
+)
+def test_transformers(model, collator, expected):
+    """Findings on real models are what users act on: the toy's modules have the doctor's names."""
+    pytest.importorskip("transformers")
+    assert [each.name for each in examine(small_subject(model, collator)).faults] == expected
+
+
+def test_report_and_files(tmp_path, capsys):
+    """A script reads the status and the JSON; people the first line."""
+    pytest.importorskip("transformers")
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from megatron.packing.doctor.transformers_subject import small_subject\n"
+        "def subject():\n    return small_subject('opt', 'flattening')\n"
+    )
+    arguments = ["--subject", f"{script}:subject", "--json", str(tmp_path / "a.json")]
+    assert run_doctor([*arguments, "--html", str(tmp_path / "a.html")], "doctor") == 1
+    text = capsys.readouterr().out
+    assert text.startswith("opt, flattening, sdpa: attention forgets borders.\n")
+    assert "17 of 17 tokens of sequence 1 see 11 of 11 of sequence 0" in " ".join(text.split())
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert not found["is_sound"]
+    assert found["findings"][0]["name"] == "attention forgets borders"
+    page = (tmp_path / "a.html").read_text()
+    assert page.count('fill="#b00020"') == 3  # 0 into 1, 0 into 2, 1 into 2
+    assert not re.search(r"https?://", page)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "pass one of --model"),
+        (["--model", "opt", "--subject", "a.py:f"], "pass one of --model"),
+        (["--model", "no_such_type"], "neither a folder with config.json nor a model type"),
+        (["--model", "opt", "--collator", "best"], "choose one of flattening"),
+        (["--model", "opt", "--dtype", "int8"], "choose one of float32"),
+        (["--model", "bloom", "--attention", "sdpa"], "cannot be built"),
+        (["--subject", "absent.py:f"], "there is no file absent.py"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message):
+    """A traceback of transformers tells a user nothing about the option to change."""
+    pytest.importorskip("transformers")
+    with pytest.raises((FlagError, ValueError), match=re.escape(message)) as failure:
+        run_doctor(arguments, "doctor")
+    assert "\n" not in str(failure.value)
+
+
+def test_a_model_that_raises_is_told(tmp_path):
+    """A loud refusal is no contamination, and must not look like a fault of the doctor."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch\nfrom megatron.packing.doctor.subject import Subject\n"
+        "def fail(sequences, fill):\n    raise RuntimeError('no borders here')\n"
+        "def short(sequences, fill):\n    return [torch.zeros(3, 9)] * len(sequences)\n"
+        "def make(logits):\n    return Subject(name='mine', model=torch.nn.Linear(2, 2), "
+        "vocab_size=9, logits=logits)\n"
+        "def raises():\n    return make(fail)\n"
+        "def cuts():\n    return make(short)\n"
+        "def nothing():\n    return 3\n"
+    )
+    for name, message in [
+        ("raises", "RuntimeError: no borders here"),
+        ("cuts", "returned tensors of lengths"),
+        ("nothing", "returned int"),
+        ("absent", "has no function absent"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run_doctor(["--subject", f"{script}:{name}"], "doctor")
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name", "kind"),
+    [
+        ("model.layers.0.self_attn", "AfmoeAttention", "attention"),
+        ("model.layers.0.mlp", "MixtralSparseMoeBlock", "experts"),
+        ("model.layers.0.linear_attn", "Qwen3NextGatedDeltaNet", "recurrence"),
+        ("model.layers.0.mlp.experts", "GptOssExperts", "experts"),
+        ("model.layers.0.conv", "Lfm2ShortConv", "convolution"),
+        ("decoder.final_layernorm", "LayerNorm", "norm"),
+    ],
+)
+def test_kinds_of_modules(name, class_name, kind):
+    """An attention that is taken for experts would be told as expected: contamination in silence,
+    as AfmoeAttention once was.
+    """
+    assert kind_of(name, class_name) == kind
