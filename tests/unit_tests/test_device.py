@@ -18,6 +18,8 @@ ASKING = {
     # Kernels, of the tensors that they compute with.
     "packing/model/attention/kernels.py": 1,
     "sft/model/weight_gradients.py": 1,
+    # Dequantizes into a parameter in the host's memory, and into others by way of it.
+    "sft/model/huggingface/read.py": 1,
     # Blending imports nothing of packing: pinned memory, and memory that processes share.
     "blending/energon/_loading/rank_loader.py": 1,
     "blending/loading/worker.py": 1,

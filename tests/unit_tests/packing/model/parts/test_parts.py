@@ -9,7 +9,8 @@ from megatron.packing.layers import Part
 from megatron.packing.model.parts import known_parts
 
 MEGATRON = Path(__file__).resolve().parents[5] / "megatron"
-FAMILIES = {"delta_net": {"qwen3_next.py"}}
+# The doctor makes small models of transformers, by the names of their configs.
+FAMILIES = {"delta_net": {"qwen3_next.py", "small_models.py"}}
 """Part -> the families that have it."""
 
 
