@@ -97,7 +97,7 @@ LOSS = (
         text=_say(lambda r: f"Tokens weigh by their pack: {r.weights_text}."),
         mend="Divide by the trained tokens of the whole step (num_items_in_batch, "
         "calculate_per_token_loss).",
-        threads=("huggingface/transformers#34191",),
+        threads=("huggingface/transformers#35438",),
     ),
     Row(
         name="mean per sequence",
