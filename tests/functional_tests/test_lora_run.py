@@ -46,10 +46,10 @@ def train(
         f"--lr-decay-style constant --save {path / run} --load {path / run} --save-hf "
         f"{path / run}-adapter --num-workers 0 {lora} {rest}"
     )
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    return run_ranks(_train, num_processes, text, port)[0]
+    with socket.socket() as kept:  # from others, until rank 0 listens there
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("localhost", 0))
+        return run_ranks(_train, num_processes, text, kept.getsockname()[1])[0]
 
 
 def _train(text: str, port: int) -> str:
