@@ -5,9 +5,9 @@
 
     def logits(sequences, fill):  # as the trainer packs; `fill` is for padding slots
         stream = torch.cat(sequences)[None]
-        positions = torch.cat([torch.arange(len(each)) for each in sequences])[None]
+        positions = torch.cat([torch.arange(len(tokens)) for tokens in sequences])[None]
         out = model(input_ids=stream, position_ids=positions, use_cache=False).logits[0]
-        return list(out.split([len(each) for each in sequences]))
+        return list(out.split([len(tokens) for tokens in sequences]))
 
     diagnosis = examine(Subject(name="mine", model=model, vocab_size=1000, logits=logits))
     print(diagnosis.text())

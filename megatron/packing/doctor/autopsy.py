@@ -59,14 +59,14 @@ def examine_loss(examination: Examination, evidence: Evidence) -> None:
     tokens: list[TokenLoss] = []
     padding, all_slots, plain = 0, [], True
     for number, (pack, (logits, gradient)) in enumerate(zip(packs, runs)):
-        sequences = [each.tokens for each in pack]
+        sequences = [sample.tokens for sample in pack]
         slots = subject.slots(sequences)
         all_slots.append(slots)
         by_row, gradients = as_rows(logits, slots), as_rows(gradient, slots)
         if by_row is None or gradients is None:
             evidence.notes.append("loss: the head's output has no rows of the packed stream")
             return
-        rows = [each.to(by_row.device) for each in subject.rows(sequences)]
+        rows = [places.to(by_row.device) for places in subject.rows(sequences)]
         used = torch.zeros(slots, dtype=torch.bool, device=by_row.device)
         for index, (sample, places) in enumerate(zip(pack, rows)):
             used[places] = True
@@ -122,7 +122,7 @@ def _head_gradients(
     if not loss.requires_grad:
         return None
     loss.backward()
-    pairs = [(each.detach(), each.grad) for each in outputs if each.grad is not None]
+    pairs = [(logits.detach(), logits.grad) for logits in outputs if logits.grad is not None]
     examination.subject.model.zero_grad(set_to_none=True)
     return pairs
 
@@ -185,5 +185,5 @@ def _loss_of_one(examination: Examination, evidence: Evidence) -> float:
     if gradients is None or not float(own := gradients[middle].abs().max()):
         return 0.0
     return max(
-        float(each.abs().max()) for index, each in enumerate(gradients) if index != middle
+        float(gradient.abs().max()) for index, gradient in enumerate(gradients) if index != middle
     ) / float(own)

@@ -35,8 +35,8 @@ class Collator(NamedTuple):
 
 
 def _consecutive(sequences: Sequence[Tensor]) -> list[Tensor]:
-    ends = torch.tensor([len(each) for each in sequences]).cumsum(0).tolist()
-    return [torch.arange(end - len(each), end) for each, end in zip(sequences, ends)]
+    ends = torch.tensor([len(tokens) for tokens in sequences]).cumsum(0).tolist()
+    return [torch.arange(end - len(tokens), end) for tokens, end in zip(sequences, ends)]
 
 
 def _features(sequences: Sequence[Tensor], labels: Sequence[Tensor]) -> list[dict[str, list[int]]]:
@@ -68,7 +68,7 @@ def _trl(sequences: Sequence[Tensor], labels: Sequence[Tensor], fill: int) -> Ba
     example = {
         "input_ids": tokens,
         "labels": torch.cat(list(labels)).tolist(),
-        "seq_lengths": [len(each) for each in sequences],
+        "seq_lengths": [len(tokens) for tokens in sequences],
     }
     arguments = dict(
         DataCollatorForLanguageModeling(pad_token_id=fill, padding_free=True)([example])
@@ -78,12 +78,12 @@ def _trl(sequences: Sequence[Tensor], labels: Sequence[Tensor], fill: int) -> Ba
 
 def _stream(sequences: Sequence[Tensor], labels: Sequence[Tensor]) -> dict[str, Any]:
     """Returns tokens, restarting positions and labels of one stream, [1, rows]."""
-    targets = [each.clone() for each in labels]
-    for each in targets:
-        each[0] = IGNORED
+    targets = [of_sequence.clone() for of_sequence in labels]
+    for of_sequence in targets:
+        of_sequence[0] = IGNORED
     return {
         "input_ids": torch.cat(list(sequences))[None],
-        "position_ids": torch.cat([torch.arange(len(each)) for each in sequences])[None],
+        "position_ids": torch.cat([torch.arange(len(tokens)) for tokens in sequences])[None],
         "labels": torch.cat(targets)[None],
     }
 
@@ -100,7 +100,7 @@ def _all_ones(sequences: Sequence[Tensor], labels: Sequence[Tensor], fill: int) 
 
 def _block_mask(sequences: Sequence[Tensor]) -> Tensor:
     """Returns which rows may see which, bool [rows, rows]."""
-    owner = torch.cat([torch.full((len(each),), i) for i, each in enumerate(sequences)])
+    owner = torch.cat([torch.full((len(tokens),), i) for i, tokens in enumerate(sequences)])
     return (owner[:, None] == owner[None]).tril()
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron.packing.doctor.subject import Subject
 from megatron.packing.doctor.transformers_subject import small_subject
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import parse_flags
+from megatron.packing.rules import Rule, check_rules
 
 _ABOUT = (
     "Examine whether packed sequences see one another, and whether the loss is one mean over "
@@ -49,15 +51,26 @@ class DoctorOptions:
     html: Path | None = None
     """Write the report as a page, with a picture of who influences whom."""
 
-    def __post_init__(self) -> None:
-        if (self.model is None) == (self.subject is None):
-            raise ValueError("pass one of --model FOLDER|TYPE and --subject FILE.py:FUNCTION")
-        if self.collator not in COLLATORS:
-            raise ValueError(
-                f"--collator {self.collator} is unknown; choose one of {', '.join(COLLATORS)}"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            when=lambda options: (options.model is None) == (options.subject is None),
+            why="pass one of {model.flag} FOLDER|TYPE and {subject.flag} FILE.py:FUNCTION",
+        ),
+        *(
+            Rule(
+                when=lambda options, name=name, known=known: getattr(options, name) not in known,
+                why=f"{{{name}}} is unknown",
+                way_out=f"choose one of {', '.join(known)}",
             )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+            for name, known in (("collator", COLLATORS), ("dtype", DTYPES))
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self.rules, options=self)
+        for flag, path in (("--json", self.json), ("--html", self.html)):  # needs the folder
+            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+                raise ValueError(f"{flag} {path} must be a file in a folder that exists; make it")
 
 
 def run_doctor(arguments: Sequence[str], program: str) -> int:
@@ -130,11 +143,14 @@ def load_subject(text: str) -> Subject:
     if spec is None or spec.loader is None:
         raise ValueError(f"--subject {text}: {file} is not a Python file; pass FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    make = getattr(module, name, None)
+    try:
+        spec.loader.exec_module(module)
+        make = getattr(module, name, None)
+        subject = make() if callable(make) else None
+    except Exception as error:  # of anybody's code
+        raise ValueError(f"--subject {text}: {type(error).__name__}: {error}") from error
     if not callable(make):
         raise ValueError(f"--subject {text}: {file} has no function {name}")
-    subject = make()
     if not isinstance(subject, Subject):
         raise ValueError(
             f"--subject {text}: {name} returned {type(subject).__name__}, not a "

@@ -134,12 +134,12 @@ def name_findings(evidence: Evidence) -> Iterator[Finding]:
 @contextmanager
 def without_dropout(model: nn.Module, is_needed: bool) -> Iterator[None]:
     """Sets the probability of all dropout modules to 0 within the block."""
-    found = [each for each in model.modules() if isinstance(each, nn.Dropout)] * is_needed
-    before = [each.p for each in found]
-    for each in found:
-        each.p = 0.0
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)] * is_needed
+    before = [dropout.p for dropout in dropouts]
+    for dropout in dropouts:
+        dropout.p = 0.0
     try:
         yield
     finally:
-        for each, p in zip(found, before):
-            each.p = p
+        for dropout, p in zip(dropouts, before):
+            dropout.p = p

@@ -61,7 +61,9 @@ class Examination:
         probe.logits(self.other)  # kernels are chosen, states filled
         after_other = probe.logits(self.pack)
         self.logits = probe.logits(self.pack)
-        self.scale = max(max(float(each.nan_to_num().abs().max()) for each in self.logits), 1e-30)
+        self.scale = max(
+            max(float(values.nan_to_num().abs().max()) for values in self.logits), 1e-30
+        )
         again = probe.logits(self.pack)
         reseeded = probe.logits(self.pack, seed=77)
         evidence.repeat = Repeat(
@@ -71,7 +73,7 @@ class Examination:
         )
         evidence.exact = _NOISE_MARGIN * evidence.repeat.difference
         evidence.dtype = str(self.dtype).removeprefix("torch.")
-        if bad := [i for i, each in enumerate(self.logits) if not each.isfinite().all()]:
+        if bad := [i for i, values in enumerate(self.logits) if not values.isfinite().all()]:
             evidence.notes.append(
                 f"logits of sequences {bad} are not finite; what is hidden behind NaN is not seen"
             )
@@ -149,8 +151,8 @@ class Examination:
             return
         own = float(gradients[middle].abs().max())
         others = [
-            float(each.abs().nan_to_num(nan=torch.inf).max())
-            for index, each in enumerate(gradients)
+            float(gradient.abs().nan_to_num(nan=torch.inf).max())
+            for index, gradient in enumerate(gradients)
             if index != middle
         ]
         if own > 0:
@@ -186,4 +188,4 @@ class Examination:
         rows = as_rows(tensor.detach(), self.subject.slots(self.pack))
         if rows is None:
             return None
-        return [rows[each.to(rows.device)].float() for each in self.subject.rows(self.pack)]
+        return [rows[places.to(rows.device)].float() for places in self.subject.rows(self.pack)]

@@ -30,7 +30,7 @@ def layer_names(model: nn.Module) -> list[str]:
     if not found:
         return []
     name, layers = max(
-        found, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters())
+        found, key=lambda listed: sum(weight.numel() for weight in listed[1].parameters())
     )
     return [f"{name}.{index}" for index in range(len(layers))][:MAX_LAYERS]
 
@@ -119,7 +119,7 @@ def describe(examination: Examination, evidence: Evidence, name: str) -> Mixing:
     one, other = next(
         (pair for pair in pairs if _crosses(seen, rows[pair[0]], rows[pair[1]])), pairs[0]
     )
-    own = [seen[each][:, each] for each in rows]
+    own = [seen[places][:, places] for places in rows]
     cross = seen[rows[other]][:, rows[one]] if one != other else own[one].triu(1)
     sources = cross.any(0).nonzero().flatten().tolist()
     targets = cross.any(1).nonzero().flatten().tolist()
@@ -132,7 +132,7 @@ def describe(examination: Examination, evidence: Evidence, name: str) -> Mixing:
         length_disturbed=len(rows[one]),
         length_changed=len(rows[other]),
         reach=max(map(reach_of, own)),
-        is_causal=not any(bool(each.triu(1).any()) for each in own),
+        is_causal=not any(bool(of_sequence.triu(1).any()) for of_sequence in own),
         is_reordered=_is_reordered(own[one]),
         num_late=_num_late(own[other], targets),
         num_early=_num_early(own[one], sources),
@@ -187,12 +187,12 @@ def find_layers(examination: Examination, evidence: Evidence) -> None:
             for part in _middle_parts(rows)
         ]
         slots = examination.subject.slots(pack)
-        if any(len(each) != slots or not bool(each.any()) for each in changed):
+        if any(len(mask) != slots or not bool(mask.any()) for mask in changed):
             continue
         examined.append(name)
         if any(
-            bool(each[other].any())
-            for index, each in enumerate(changed)
+            bool(mask[other].any())
+            for index, mask in enumerate(changed)
             for place, other in enumerate(rows)
             if place != index
         ):
@@ -202,7 +202,7 @@ def find_layers(examination: Examination, evidence: Evidence) -> None:
 
 def _middle_parts(rows: Sequence[Tensor]) -> list[Tensor]:
     """Returns the later half of the rows of each sequence."""
-    return [each[len(each) // 2 :] for each in rows]
+    return [places[len(places) // 2 :] for places in rows]
 
 
 def measure_reach(examination: Examination, evidence: Evidence) -> None:

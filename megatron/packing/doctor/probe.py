@@ -30,11 +30,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if value.is_floating_point():
             yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def stream_dimension(shape: Sequence[int], num_slots: int) -> tuple[int, int] | None:
@@ -105,7 +105,9 @@ class Probe:
     ) -> list[Tensor]:
         """Returns the logits of each sequence, detached, float64 [length, vocabulary]."""
         with torch.no_grad():
-            return [each.detach().double().cpu() for each in self.run(sequences, fill, seed=seed)]
+            return [
+                logits.detach().double().cpu() for logits in self.run(sequences, fill, seed=seed)
+            ]
 
     def run(
         self, sequences: Sequence[Tensor], fill: int = 0, *, seed: int | None = 0
@@ -119,11 +121,11 @@ class Probe:
             torch.manual_seed(seed)
         self.num_forwards += 1
         logits = self.subject.logits(sequences, fill)
-        lengths = [len(each) for each in logits]
-        if lengths != [len(each) for each in sequences]:
+        lengths = [len(values) for values in logits]
+        if lengths != (expected := [len(tokens) for tokens in sequences]):
             raise ValueError(
                 f"{self.subject.name}: logits(sequences, fill) returned tensors of lengths "
-                f"{lengths} for sequences of {[len(each) for each in sequences]} tokens; return "
+                f"{lengths} for sequences of {expected} tokens; return "
                 "one tensor [length, vocabulary] for each sequence, without its padding"
             )
         return logits
@@ -146,8 +148,8 @@ class Probe:
             found[name] = tuple(  # type: ignore[assignment]
                 [
                     rows.detach().clone()
-                    for each in tensors_in(value)
-                    if (rows := as_rows(each, slots)) is not None
+                    for tensor in tensors_in(value)
+                    if (rows := as_rows(tensor, slots)) is not None
                 ]
                 for value in ([args, kwargs], output)
             )
@@ -178,13 +180,13 @@ class Probe:
             if rows is None:
                 return None
             return (
-                tuple(_disturbed(each, rows, slots, seed) for each in args),
-                {key: _disturbed(each, rows, slots, seed) for key, each in kwargs.items()},
+                tuple(_disturbed(argument, rows, slots, seed) for argument in args),
+                {key: _disturbed(item, rows, slots, seed) for key, item in kwargs.items()},
             )
 
         def collect(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            for each in tensors_in(output):
-                if (part := as_rows(each, slots)) is not None:
+            for tensor in tensors_in(output):
+                if (part := as_rows(tensor, slots)) is not None:
                     found.append(part.detach().clone())
             raise _Stop
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from megatron.packing.doctor.decision_row import PROPERTIES
 from megatron.packing.doctor.evidence import Evidence
+from megatron.packing.doctor.loss_reading import read_loss
 
 _WIDTH = 100
 
@@ -36,7 +37,7 @@ class Diagnosis:
     @property
     def faults(self) -> list[Finding]:
         """Returns the findings that are faults."""
-        return [each for each in self.findings if each.is_fault]
+        return [finding for finding in self.findings if finding.is_fault]
 
     @property
     def is_sound(self) -> bool:
@@ -46,10 +47,11 @@ class Diagnosis:
     def verdict(self) -> str:
         """Returns the first line of the report."""
         if self.is_sound:
-            told = ", ".join(each.name for each in self.findings)
-            also = f" (told below: {told})" if told else ""
+            told = [finding.name for finding in self.findings]
+            told += ["what was not seen"] if self.evidence.notes else []
+            also = f" (told below: {', '.join(told)})" if told else ""
             return f"{self.evidence.subject}: no contamination found{also}."
-        return f"{self.evidence.subject}: {'; '.join(each.name for each in self.faults)}."
+        return f"{self.evidence.subject}: {'; '.join(finding.name for finding in self.faults)}."
 
     def text(self) -> str:
         """Returns the report for a terminal."""
@@ -60,7 +62,7 @@ class Diagnosis:
         data = {
             "verdict": self.verdict(),
             "is_sound": self.is_sound,
-            "findings": [asdict(each) for each in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "evidence": asdict(self.evidence),
         }
         return json.dumps(_finite(data), indent=1) + "\n"
@@ -68,9 +70,9 @@ class Diagnosis:
 
 def _finite(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     if isinstance(value, float) and value - value != 0:
         return None
     return value
@@ -81,7 +83,7 @@ def property_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
     above" where a crossing explains it, "not seen"), the largest value, and what counts as nothing.
     """
     evidence = diagnosis.evidence
-    by_property = {each.property: each for each in reversed(diagnosis.findings)}
+    by_property = {finding.property: finding for finding in reversed(diagnosis.findings)}
     for key, (value, limit) in measured(evidence).items():
         finding = by_property.get(key)
         state = "sound" if value is not None else "not seen"
@@ -107,7 +109,10 @@ def measured(evidence: Evidence) -> dict[str, tuple[float | str | None, float | 
         if one != other
     ]
     declared = [r for r in e.reach if r.declared is not None]
-    loss = "read" if e.loss is not None else None
+    # Labels cannot be read from gradients of another form, nor weights where labels are wrong.
+    reading = None if e.loss is None else read_loss(e.loss)
+    has_labels = reading is not None and reading.is_cross_entropy
+    has_weights = reading is not None and reading.mean_per != ""
     return {
         "repeat": (max(e.repeat.difference, e.repeat.after_another), e.exact),
         "crossing": (max(influence, default=None), e.exact),
@@ -119,8 +124,8 @@ def measured(evidence: Evidence) -> dict[str, tuple[float | str | None, float | 
         ),
         "packed": (max([*e.alone, *e.offset, *e.order], default=None), e.tolerance),
         "backward": (e.backward, e.exact),
-        "labels": (loss, ""),
-        "weights": (loss, ""),
+        "labels": ("read" if has_labels else None, ""),
+        "weights": ("read" if has_weights else None, ""),
     }
 
 

@@ -157,7 +157,7 @@ def small_model(config: Any, attention: str = "", dtype: torch.dtype = torch.flo
         options["experts_implementation"] = "eager"
     try:
         with torch.device("meta"):
-            size = sum(each.numel() for each in _build(config, options).parameters())
+            size = sum(weight.numel() for weight in _build(config, options).parameters())
         model = _build(config, options) if size <= MAX_PARAMETERS else None
     except Exception as error:  # of hundreds of models' own code
         reason = str(error).strip().splitlines()

@@ -81,8 +81,8 @@ class Subject:
         """Returns the rows of each sequence in the flattened stream, int64 [length]."""
         if self.places is not None:
             return self.places(sequences)
-        ends = torch.tensor([len(each) for each in sequences]).cumsum(0).tolist()
-        return [torch.arange(end - len(each), end) for each, end in zip(sequences, ends)]
+        ends = torch.tensor([len(tokens) for tokens in sequences]).cumsum(0).tolist()
+        return [torch.arange(end - len(tokens), end) for tokens, end in zip(sequences, ends)]
 
     def slots(self, sequences: Sequence[Tensor]) -> int:
         """Returns the number of rows of the flattened stream, padding included."""
@@ -92,7 +92,7 @@ class Subject:
         """Returns the module that turns tokens into vectors, or None."""
         if self.embedding is not None:
             return self.embedding
-        found = (each for each in self.model.modules() if isinstance(each, nn.Embedding))
+        found = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
         return next(found, None)
 
 

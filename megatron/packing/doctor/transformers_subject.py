@@ -49,14 +49,14 @@ def subject_from_transformers(
         batch = collate(sequences, sequences, fill)
         batch.arguments.pop("labels", None)
         rows = forward(batch).logits.flatten(0, 1)
-        return [rows[each] for each in batch.rows]
+        return [rows[places] for places in batch.rows]
 
     def loss(packs: Sequence[Sequence[Sample]]) -> Tensor:
-        count = sum(int(each.trained.sum()) for pack in packs for each in pack)
+        count = sum(int(sample.trained.sum()) for pack in packs for sample in pack)
         total = torch.zeros(())
         for pack in packs:
-            tokens = [each.tokens for each in pack]
-            labels = [torch.where(each.trained, each.tokens, IGNORED) for each in pack]
+            tokens = [sample.tokens for sample in pack]
+            labels = [torch.where(sample.trained, sample.tokens, IGNORED) for sample in pack]
             batch = collate(tokens, labels, 0)
             total = total + forward(batch, num_items_in_batch=torch.tensor(count)).loss
         return total

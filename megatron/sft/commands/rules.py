@@ -141,6 +141,7 @@ class _Names(dict[str, Any]):
 @cache
 def of_commands() -> dict[str, tuple[type, ...]]:
     """Returns command -> its own groups of options."""
+    from megatron.packing.doctor.command import DoctorOptions
     from megatron.planner.calibrate import CalibrateOptions
     from megatron.sft.commands.chat import ChatOptions
     from megatron.sft.commands.export import ExportOptions
@@ -154,6 +155,7 @@ def of_commands() -> dict[str, tuple[type, ...]]:
         "calibrate": (CalibrateOptions,),
         "show": (ShowConfig,),
         "chat": (ChatOptions,),
+        "doctor": (DoctorOptions,),
         "export": (ExportOptions,),
     }
 
