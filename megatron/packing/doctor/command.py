@@ -147,7 +147,7 @@ def load_subject(text: str) -> Subject:
         spec.loader.exec_module(module)
         make = getattr(module, name, None)
         subject = make() if callable(make) else None
-    except Exception as error:  # of anybody's code
+    except (Exception, SystemExit) as error:  # of anybody's code
         raise ValueError(f"--subject {text}: {type(error).__name__}: {error}") from error
     if not callable(make):
         raise ValueError(f"--subject {text}: {file} has no function {name}")
