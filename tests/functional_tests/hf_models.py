@@ -79,6 +79,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.25, 3.0]}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,6 +88,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear-biases": (
         "llama",
         {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "mistral": ("mistral", {"head_dim": 16, "sliding_window": 64, "vocab_size": 256}),
     "qwen2": ("qwen2", {}),
@@ -145,6 +150,22 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     "phi3-windows": ("phi3", {"sliding_window": 8}),
+    # No sequence of the tests is as short as 8 tokens, so that transformers takes the list for
+    # long ones for each; and none as long as 128.
+    "phi3-long": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 8,
+            "rope_parameters": LONG | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3-short": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": LONG | {"factor": 4.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "granite": (
         "granite",
         {

@@ -51,7 +51,7 @@ TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERTS = "--expert-model-parallel-size 2 --moe-router-dtype fp64"
 ALL = os.environ.get("FAMILIES") == "all"
 LAYOUTS = ["alone", "tp2"] if ALL else ["tp2"]
-RARE = {"glm4-moe", "phi3-windows", "qwen2-windows", "qwen3.5-moe", "olmo2"}
+RARE = {"glm4-moe", "phi3-windows", "phi3-short", "qwen2-windows", "qwen3.5-moe", "olmo2"}
 """Others compute what these do."""
 
 

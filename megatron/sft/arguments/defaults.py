@@ -5,11 +5,14 @@ size, steps. They are printed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.packing.flags import flag_of
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
+from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 MAX_SEQ_LENGTH = 8192
 """Maximum default of --seq-length. Many models allow more, but it would cost a first run memory."""
@@ -34,6 +37,18 @@ def positions_of(folder: str | None) -> int | None:
     return found if type(found) is int and found > 0 else None
 
 
+def _default_length(folder: str) -> int:
+    """Returns the default of --seq-length: no more than `MAX_SEQ_LENGTH`, than the model's
+    positions, and than those of longrope's list for short sequences, which most were trained with.
+    """
+    lengths = [MAX_SEQ_LENGTH, positions_of(folder) or MAX_SEQ_LENGTH]
+    where = str(Path(folder) / "config.json")
+    scaling = options_of(read_config(folder), where)["rope_scaling"]
+    if scaling is not None and (rope := parse_rope_scaling(scaling)).rope_type == "longrope":
+        lengths.append(int(rope.original_max_position_embeddings))
+    return min(lengths)
+
+
 def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the defaults for options that are not among `given`, by field name; {} without a
     HuggingFace folder to start from.
@@ -47,7 +62,7 @@ def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if not given.keys() & set(_WARMUP):
             chosen["lr_warmup_fraction"] = WARMUP_FRACTION
     if "seq_length" not in given:
-        chosen["seq_length"] = min(MAX_SEQ_LENGTH, positions_of(folder) or MAX_SEQ_LENGTH)
+        chosen["seq_length"] = _default_length(folder)
     if "global_batch_size" not in given:
         chosen["global_batch_size"] = GLOBAL_BATCH_SIZE
     if not given.keys() & set(_STEPS) and not given.get("mock_data"):

@@ -14,7 +14,12 @@ MAX_WEIGHT_DECAY = 1.0
 
 def value_notes(config: SFTConfig) -> list[str]:
     """Returns lines for the log of a run."""
-    return [*_notes_on_sizes(config), *_notes_on_exits(config), *_notes_on_kernels(config)]
+    return [
+        *_notes_on_sizes(config),
+        *_notes_on_rope(config),
+        *_notes_on_exits(config),
+        *_notes_on_kernels(config),
+    ]
 
 
 def _notes_on_sizes(config: SFTConfig) -> Iterator[str]:
@@ -31,6 +36,18 @@ def _notes_on_sizes(config: SFTConfig) -> Iterator[str]:
             f"note: --weight-decay {training.weight_decay:g} is far above the usual 0.01 to 0.1, "
             "and is multiplied by the learning rate"
         )
+
+
+def _notes_on_rope(config: SFTConfig) -> Iterator[str]:
+    rope, length = config.model.rope, config.model.seq_length
+    if rope is None or rope.rope_type != "longrope":
+        return
+    name, side = ("long_factor", "above") if rope.is_long(length) else ("short_factor", "within")
+    yield (
+        f"long rope: --seq-length {length} is {side} the "
+        f"{rope.original_max_position_embeddings:g} positions of the model's first training, so "
+        f"{name} rotates all samples, as in a server with that longest length"
+    )
 
 
 def _notes_on_exits(config: SFTConfig) -> Iterator[str]:

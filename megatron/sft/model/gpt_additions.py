@@ -16,25 +16,25 @@ from megatron.packing.model.attention.self_attention import QueryScale
 from megatron.packing.model.multipliers import LogitRule, adjust_logits, multiply_embeddings
 from megatron.sft.model.rope import inverse_frequencies, plain_frequencies
 from megatron.sft.options.model import ModelConfig
-from megatron.sft.options.rope_scaling import parse_rope_scaling
+from megatron.sft.options.rope_scaling import factor_of_turns, parse_rope_scaling
 
 
 def prepare_config(transformer_config: TransformerConfig, model: ModelConfig) -> None:
     """Sets fields of megatron-core's config that its constructor has no argument for, or refuses:
-    the factor of yarn's cosines and sines, which it reads by name except in fused kernels, and the
-    softmax over one chosen expert.
+    the factor of cosines and sines of yarn and longrope, which it reads by name except in fused
+    kernels, and the softmax over one chosen expert.
     """
     scaling = None if model.rope_scaling is None else parse_rope_scaling(model.rope_scaling)
-    if scaling is not None and scaling.rope_type == "yarn":
+    if scaling is not None and scaling.rope_type in ("yarn", "longrope"):
         transformer_config.yarn_rotary_scaling_factor = scaling.factor  # type: ignore[attr-defined]
         if not scaling.raises_scores:  # equal factors, whose quotient multiplies cosines and sines
             transformer_config.yarn_mscale = 1.0  # type: ignore[attr-defined]
             transformer_config.yarn_mscale_all_dim = 1.0  # type: ignore[attr-defined]
-        elif scaling.attention_factor is not None:
+        elif scaling.rope_type == "longrope" or scaling.attention_factor is not None:
             # The product is 0.1 * mscale * ln(scaling factor) + 1, over 1: the frequencies are
             # ours, so that nothing else reads the scaling factor.
             transformer_config.yarn_rotary_scaling_factor = math.exp(10.0)  # type: ignore[attr-defined]
-            transformer_config.yarn_mscale = scaling.attention_factor - 1.0  # type: ignore[attr-defined]
+            transformer_config.yarn_mscale = factor_of_turns(scaling) - 1.0  # type: ignore[attr-defined]
             transformer_config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
         transformer_config.apply_rope_fusion = False
     if model.moe_router_topk == 1:
@@ -49,7 +49,7 @@ def add_to_gpt(gpt: GPTModel, model: ModelConfig, vocab_size: int) -> None:
     if model.rope_scaling is not None and model.position_embedding_type == "rope":
         dim = int(model.resolved_kv_channels * model.rotary_percent)
         frequencies = inverse_frequencies(
-            dim, model.rotary_base, parse_rope_scaling(model.rope_scaling)
+            dim, model.rotary_base, parse_rope_scaling(model.rope_scaling), model.seq_length
         )
         gpt.rotary_pos_emb.inv_freq = frequencies.to(gpt.rotary_pos_emb.inv_freq.device)
     if model.scale_embeddings:  # rounded first, as Gemma's

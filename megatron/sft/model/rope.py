@@ -19,13 +19,21 @@ def plain_frequencies(dim: int, base: float) -> Tensor:
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-def inverse_frequencies(dim: int, base: float, scaling: RopeScaling) -> Tensor:
-    """Radians per position of each pair of a head's `dim` channels; float32 [dim / 2]."""
+def inverse_frequencies(dim: int, base: float, scaling: RopeScaling, seq_length: int = 0) -> Tensor:
+    """Radians per position of each pair of a head's `dim` channels; float32 [dim / 2].
+
+    seq_length: the longest sequence of the run, by which longrope takes one of its two lists.
+    """
     wavelengths = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if scaling.rope_type == "linear":
         return 1.0 / wavelengths / scaling.factor
     if scaling.rope_type == "llama3":
         return _llama3(1.0 / wavelengths, scaling)
+    if scaling.rope_type == "longrope":
+        factors = scaling.long_factor if scaling.is_long(seq_length) else scaling.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths)
+    if scaling.rope_type == "dynamic":  # up to the original length, beyond which it is refused
+        return 1.0 / wavelengths
     return _yarn(wavelengths, dim, base, scaling)
 
 

@@ -8,7 +8,27 @@ from typing import Any, ClassVar, Literal
 
 from megatron.packing.model.options import Architecture
 from megatron.packing.rules import Rule, at_least, belong_together, in_range
-from megatron.sft.options.rope_scaling import parse_rope_scaling
+from megatron.sft.options.rope_scaling import RopeScaling, parse_rope_scaling
+
+
+def _differing_rope_list(options: ModelConfig) -> dict[str, Any]:
+    """Returns the name and length of a list of longrope that has not one number per pair; {} where
+    there is none such.
+    """
+    pairs = int(options.resolved_kv_channels * options.rotary_percent) // 2
+    lists = {
+        name: len(getattr(options.rope, name))
+        for name in ("short_factor", "long_factor")
+        if options.rope is not None and options.rope.rope_type == "longrope"
+    }
+    return next(
+        (
+            {"name": name, "count": count, "pairs": pairs}
+            for name, count in lists.items()
+            if count != pairs
+        ),
+        {},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +51,7 @@ class ModelConfig(Architecture):
         default=None, metadata={"idle_without": "position_embedding_type=rope"}
     )
     """Rotary embeddings for longer contexts, as in a HuggingFace config.json, such as
-    {"rope_type": "linear", "factor": 2}; of types linear, llama3 and yarn."""
+    {"rope_type": "linear", "factor": 2}; of types linear, dynamic, llama3, yarn and longrope."""
     rotary_percent: float = field(
         default=1.0, metadata={"idle_without": "position_embedding_type=rope"}
     )
@@ -83,6 +103,23 @@ class ModelConfig(Architecture):
             why="{query_scale_beta.flag} needs a {rope_scaling.flag} with "
             "original_max_position_embeddings",
         ),
+        Rule(
+            when=lambda options: (
+                options.rope is not None
+                and options.rope.rope_type == "dynamic"
+                and options.seq_length > options.rope.original_max_position_embeddings
+                and {"original": int(options.rope.original_max_position_embeddings)}
+            ),
+            why="{seq_length} is above the {original} positions that the model was made for, "
+            "beyond which its rope_type 'dynamic' rotates each sequence by its own length",
+            way_out="pass {seq_length.flag} {original} or less, or another {rope_scaling.flag}",
+        ),
+        Rule(
+            when=_differing_rope_list,
+            why="{rope_scaling.flag} has a {name} of {count} numbers, but {pairs} pairs of a "
+            "head's channels are rotated",
+            way_out="give one for each",
+        ),
         *at_least(1, "recompute_num_layers"),
         *(
             Rule(
@@ -115,14 +152,17 @@ class ModelConfig(Architecture):
     )
 
     @property
+    def rope(self) -> RopeScaling | None:
+        """What --rope-scaling says; ValueError where it is no scaling."""
+        return None if self.rope_scaling is None else parse_rope_scaling(self.rope_scaling)
+
+    @property
     def original_position_embeddings(self) -> float:
         """Positions that --rope-scaling says the model was trained for; 0 where it does not."""
-        if self.rope_scaling is None:
-            return 0.0
-        return parse_rope_scaling(self.rope_scaling).original_max_position_embeddings
+        return 0.0 if self.rope is None else self.rope.original_max_position_embeddings
 
     def __post_init__(self) -> None:
-        _ = self.original_position_embeddings  # raises for a text that is none
+        _ = self.rope  # raises for a text that is none
         super().__post_init__()
 
     def identity(self) -> dict[str, Any]:

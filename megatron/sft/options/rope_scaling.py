@@ -15,12 +15,18 @@ from megatron.packing.user_files import parse_json
 
 _NEEDED = {
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": (
+        *("factor", "short_factor", "long_factor"),
+        "original_max_position_embeddings",
+    ),
 }
 _PLAIN = {"default", None}
 _SWITCHES = ("truncate", "raises_scores")
 _RAMP = ("beta_fast", "beta_slow")
+_LISTS = ("short_factor", "long_factor")
 
 
 class RopeScaling(NamedTuple):
@@ -29,7 +35,9 @@ class RopeScaling(NamedTuple):
 
     rope_type: str
     """`linear`: positions divided by the factor; `llama3`: only slow frequencies, with a smooth
-    border; `yarn`: slow ones too, and attention scores raised (arXiv 2309.00071).
+    border; `yarn`: slow ones too, and attention scores raised (arXiv 2309.00071); `longrope`: each
+    by a factor of its own, of one of two lists (arXiv 2402.13753); `dynamic`: not at all up to the
+    original length, beyond which it changes with each sequence and is refused.
     """
     factor: float
     original_max_position_embeddings: float = 0.0
@@ -44,7 +52,17 @@ class RopeScaling(NamedTuple):
     not where `mscale` equals `mscale_all_dim`.
     """
     attention_factor: float | None = None
-    """Another factor of yarn's cosines and sines."""
+    """Another factor of cosines and sines than yarn's or longrope's usual one."""
+    short_factor: tuple[float, ...] = ()
+    """What longrope multiplies each pair's wavelength by, up to the original length."""
+    long_factor: tuple[float, ...] = ()
+    """The same for longer sequences."""
+
+    def is_long(self, seq_length: int) -> bool:
+        """Returns whether longrope takes the list for long sequences. All samples of a run have
+        one list, as a server's have, which goes by the longest that it admits.
+        """
+        return self.rope_type == "longrope" and seq_length > self.original_max_position_embeddings
 
     def to_json(self) -> str:
         """Returns the text of --rope-scaling; equal for equal scalings."""
@@ -103,6 +121,9 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
             f"{where} has rope_type {shown(kind)} without {', '.join(missing)}; add them"
         )
     scaling = _scaling_of(kind, fields, where)
+    if kind == "longrope":
+        written = fields.get("attention_factor")
+        return scaling._replace(attention_factor=None if written is None else float(written))
     if kind != "yarn":
         return scaling
     usual, factor = _mscale(scaling.factor), _attention_factor(fields, scaling.factor, where)
@@ -127,6 +148,12 @@ def _scaling_of(kind: str, fields: Mapping[str, Any], where: str) -> RopeScaling
         for name in RopeScaling._fields
         if fields.get(name) is not None and name not in ("rope_type", "attention_factor")
     }
+    lists = {name: known.pop(name) for name in _LISTS if name in known}
+    for name, value in lists.items():
+        if not (isinstance(value, list) and value and all(map(is_positive, value))):
+            raise ValueError(
+                f"{where} must have a list of numbers above 0 as {name}, but has {shown(value)}"
+            )
     for name in _RAMP:  # transformers takes 0 for a missing one
         if known.get(name) == 0:
             del known[name]
@@ -135,13 +162,10 @@ def _scaling_of(kind: str, fields: Mapping[str, Any], where: str) -> RopeScaling
             raise ValueError(
                 f"{where} must have numbers above 0, but {name} is {shown(fields[name])}"
             )
-    numbers = {name: float(value) for name, value in known.items() if name not in _SWITCHES}
-    return RopeScaling(
-        kind,
-        **numbers,
-        truncate=bool(known.get("truncate", True)),
-        raises_scores=bool(known.get("raises_scores", True)),
-    )
+    values: dict[str, Any] = {name: float(v) for name, v in known.items() if name not in _SWITCHES}
+    values |= {name: tuple(map(float, value)) for name, value in lists.items()}
+    values |= {name: bool(known.get(name, True)) for name in _SWITCHES}
+    return RopeScaling(kind, **values)
 
 
 def is_positive(value: object) -> bool:
@@ -176,8 +200,12 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def yarn_attention_factor(scaling: RopeScaling) -> float:
-    """Returns what yarn multiplies cosines and sines by."""
+def factor_of_turns(scaling: RopeScaling) -> float:
+    """Returns what cosines and sines are multiplied by, and so attention scores by its square."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return _mscale(scaling.factor) if scaling.raises_scores else 1.0
+    if scaling.rope_type == "longrope" and scaling.factor > 1:
+        original = scaling.original_max_position_embeddings
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(original))
+    raises = scaling.rope_type == "yarn" and scaling.raises_scores
+    return _mscale(scaling.factor) if raises else 1.0

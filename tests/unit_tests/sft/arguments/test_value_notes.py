@@ -1,5 +1,7 @@
 """Values that are probably mistyped."""
 
+import json
+
 import pytest
 
 from megatron.sft.arguments.value_notes import value_notes
@@ -27,6 +29,19 @@ def test_notes(arguments, said, monkeypatch):
     lines = value_notes(parse(arguments, 2))
     assert len(lines) == len(said)
     assert all(line.startswith(start) for line, start in zip(lines, said))
+
+
+@pytest.mark.parametrize(("original", "rotates"), [(128, "short_factor"), (127, "long_factor")])
+def test_the_list_of_long_rope_is_told(original, rotates):
+    """Two lengths of one run's samples are rotated by one list: which one is the user's to know."""
+    rope = {"rope_type": "longrope", "factor": 4, "original_max_position_embeddings": original}
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    text = json.dumps(rope | lists).replace(" ", "")
+    (line,) = value_notes(
+        parse(f"--position-embedding-type rope --rope-scaling {text} --kv-channels 8", 1)
+    )
+    assert line.startswith("long rope: --seq-length")
+    assert f"{rotates} rotates all samples" in line
 
 
 def test_transformer_engine_takes_the_backend(monkeypatch):

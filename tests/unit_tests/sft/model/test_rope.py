@@ -9,13 +9,14 @@ import torch
 from megatron.sft.model.gpt_additions import prepare_config
 from megatron.sft.model.rope import inverse_frequencies
 from megatron.sft.options.rope_scaling import (
+    factor_of_turns,
     parse_rope_scaling,
     rope_scaling_of,
-    yarn_attention_factor,
 )
 
 SCALINGS = [
     {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 2048},
     {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -41,6 +42,29 @@ SCALINGS = [
 ]
 
 
+LONG = {
+    "rope_type": "longrope",
+    "factor": 32.0,
+    "short_factor": [1.0, 1.02, 1.5, 1.7],
+    "long_factor": [1.0, 1.3, 12.5, 47.77],
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("fields", [LONG, LONG | {"attention_factor": 1.2}, LONG | {"factor": 1}])
+@pytest.mark.parametrize("seq_length", [4096, 4097])
+def test_long_rope_has_the_list_and_the_factor_of_transformers(fields, seq_length):
+    """The list of the other lengths is another model, which no shape or name gives away."""
+    transformers = pytest.importorskip("transformers")
+    function = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"]
+    config = transformers.LlamaConfig(head_dim=8, rope_parameters={**fields, "rope_theta": 1e4})
+    expected, factor = function(config, device="cpu", seq_len=seq_length)
+    scaling = parse_rope_scaling(json.dumps(fields))
+    assert torch.equal(inverse_frequencies(8, 1e4, scaling, seq_length), expected)
+    assert factor_of_turns(scaling) == pytest.approx(factor, abs=0)
+    assert parse_rope_scaling(scaling.to_json()) == scaling
+
+
 @pytest.mark.parametrize(("dim", "base"), [(128, 5e5), (16, 1e4), (64, 1e6)])
 @pytest.mark.parametrize("fields", SCALINGS)
 def test_frequencies_are_those_of_transformers(fields, dim, base):
@@ -54,9 +78,7 @@ def test_frequencies_are_those_of_transformers(fields, dim, base):
     found = inverse_frequencies(dim, base, scaling)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
-    assert (
-        yarn_attention_factor(scaling) if fields["rope_type"] == "yarn" else 1.0
-    ) == pytest.approx(factor, abs=0)
+    assert factor_of_turns(scaling) == pytest.approx(factor, abs=0)
     assert parse_rope_scaling(scaling.to_json()) == scaling
 
 

@@ -174,11 +174,16 @@ class ConfigFields:
 
     def _filled(self, rope: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns a rope with what transformers takes from beside it: the length that the model was
-        trained for, and yarn's factor.
+        trained for, and the factor of yarn and longrope.
         """
-        if _rope_type(rope) not in ("llama3", "yarn"):
+        kind, longest = _rope_type(rope), self.get("max_position_embeddings")
+        if kind == "dynamic":  # stays as it is up to this length, whatever it was made from
+            return {
+                **rope,
+                "original_max_position_embeddings": self.number("max_position_embeddings"),
+            }
+        if kind not in ("llama3", "yarn", "longrope"):
             return rope
-        longest = self.get("max_position_embeddings")
         filled = {"original_max_position_embeddings": longest, **rope}
         beside = self.get("original_max_position_embeddings")
         if beside is not None:

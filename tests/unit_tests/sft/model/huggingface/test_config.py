@@ -35,6 +35,13 @@ LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 YARN_FLOAT = YARN | {"original_max_position_embeddings": 32.0}
 MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.25, 2.0, 3.0],
+    "long_factor": [1.0, 2.5, 4.0, 8.0],
+    "original_max_position_embeddings": 8,
+}
 STEPS = "--train-iters 2 --global-batch-size 4 --lr 1e-3 --seq-length 64 --mock-data"
 LLAMA3 = {
     "rope_type": "llama3",
@@ -167,8 +174,24 @@ def test_the_same_again_is_no_contradiction(tmp_path):
         ({"mlp_bias": True}, ["mlp_bias without attention_bias"]),
         ({"per_layer_config": {"1": {"hidden_size": 32}}}, ["per_layer_config"]),
         ({"is_causal": None}, ["is_causal None"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type 'dynamic'", "linear"]),
-        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type 'longrope'"]),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, ["rope_type 'ntk'", "linear"]),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": None},
+            ["max_position_embeddings"],
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 8},
+            ["--seq-length 64", "the 8 positions", "'dynamic'", "pass --seq-length 8 or less"],
+        ),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["longrope", "without factor, short_factor"]),
+        (
+            {"rope_scaling": LONG_ROPE | {"short_factor": [1.0, -2.0]}},
+            ["short_factor", "[1.0, -2.0]"],
+        ),
+        (
+            {"rope_scaling": LONG_ROPE, "head_dim": 16},
+            ["a short_factor of 4 numbers, but 8 pairs", "give one for each"],
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["without", "low_freq_factor"]),
         (
             {
@@ -210,7 +233,10 @@ def test_the_same_again_is_no_contradiction(tmp_path):
         ),
         ({"num_hidden_layers": None}, ["num_hidden_layers"]),
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window 0", "at least 1"]),
-        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, ["'longrope'"]),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["rope_scaling of type 'linear'", "longrope"],
+        ),
         ({"model_type": "seed_oss", "mlp_bias": True}, ["attention_out_bias None"]),
         (
             {
@@ -481,6 +507,7 @@ def test_defaults_are_those_of_transformers(kind):
         ("ernie4_5", {"head_dim": 16}),
         ("glm4_moe", GLM_EXPERTS | {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
         ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
+        ("phi3", {"rope_scaling": LONG_ROPE, "original_max_position_embeddings": 8}),
         ("granite", {"attention_multiplier": 0.25, "logits_scaling": 8.0}),
         ("olmo2", {}),
         ("olmo3", {"sliding_window": 9, "rope_scaling": YARN}),
