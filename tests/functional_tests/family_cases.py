@@ -52,6 +52,16 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*_ATTENTION, "up_proj"]}),
     ("phi3", "tp2-sp", 2, {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
     ("gemma2", "pp2", 2, {"target_modules": _PARTS}),
+    (
+        "qwen2.5-vl",
+        "tp2-sp",
+        2,
+        {
+            "target_modules": _PARTS,
+            "exclude_modules": "model.visual.*",
+            "modules_to_save": ["lm_head"],
+        },
+    ),
     ("olmo3", "tp2-sp", 2, {"target_modules": _PARTS}),
     ("qwen3.5", "tp2-sp", 2, {"target_modules": "all-linear"}),
     ("qwen3.5", "pp2", 2, {"target_modules": ["in_proj_z", "in_proj_a", "q_proj"]}),
@@ -83,7 +93,7 @@ ALONE = ("ministral3",)
 """Families with a mechanism that no model of `layouts.MECHANISMS` has."""
 WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"),
-    *("qwen3_5_moe_text", "qwen3_next", "gpt_oss"),
+    *("qwen3_5_moe_text", "qwen3_next", "gpt_oss", "qwen3_vl_moe_text"),
 )
 TEMPLATE_OF = {
     "llama": "LLAMA3",
@@ -112,6 +122,9 @@ TEMPLATE_OF = {
     "olmo3": "OLMO3",
     "ministral3": "MINISTRAL3",
     "minimax_m2": "MINIMAX",
+    "qwen2_5_vl_text": "CHATML",
+    "qwen3_vl_text": "QWEN25",
+    "qwen3_vl_moe_text": "QWEN25",
 }
 """Family -> the structure of its released template, in tests/unit_tests/sft/data/templates."""
 EXAMPLES = {
@@ -141,4 +154,7 @@ EXAMPLES = {
     "qwen3_5_moe_text": "Qwen3.5, 3.6 MoE",
     "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
     "gpt_oss": "gpt-oss",
+    "qwen2_5_vl_text": "Qwen2.5-VL, on text",
+    "qwen3_vl_text": "Qwen3-VL, on text",
+    "qwen3_vl_moe_text": "Qwen3-VL MoE, on text",
 }

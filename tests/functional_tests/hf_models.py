@@ -129,6 +129,7 @@ _DELTA_NET = {
     "linear_value_head_dim": 6,
 }
 _SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 48}
+_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {}),
@@ -221,6 +222,20 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", _DELTA_NET | {"head_dim": 16}),
     "qwen3.5-moe": ("qwen3_5_moe_text", _DELTA_NET | _MIXTURE | _SHARED),
     "qwen3-next": ("qwen3_next", _DELTA_NET | _MIXTURE | _SHARED),
+    "qwen2.5-vl": ("qwen2_5_vl_text", {"rope_parameters": _AXES}),
+    "qwen3-vl": (
+        "qwen3_vl_text",
+        {"head_dim": 16, "rope_parameters": _AXES | {"mrope_interleaved": True}},
+    ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe_text",
+        # twice the width of an expert is not the model's: no tensor is square, as in no release
+        _EXPERTS
+        | {
+            "moe_intermediate_size": 24,
+            "rope_parameters": _AXES | {"mrope_interleaved": True},
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         _WINDOWS
@@ -234,6 +249,14 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Models of families that differ from Llama in a mechanism; those of `MODELS` are its relatives."""
+_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+_DEEP = {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+VISION_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl_text": {"out_hidden_size": 64, "fullatt_block_indexes": [1]},
+    "qwen3_vl_text": _DEEP,
+    "qwen3_vl_moe_text": _DEEP,
+}
+"""Families that are the text part of a vision model -> sizes of its tower."""
 _EAGER = ("gemma2", "gpt_oss")
 """Families whose soft caps or sinks transformers' fast attention leaves out."""
 _COMMON = {
@@ -281,14 +304,23 @@ def write_model(
 ) -> None:
     """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100
     kB."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, changes = (MODELS | FAMILY_MODELS)[name]
     changes = (changes if vocab_size is None else changes | {"vocab_size": vocab_size}) | (
         sizes or {}
     )
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | changes)))
+    model: Any
+    if kind in VISION_MODELS:
+        config = AutoConfig.for_model(
+            kind.removesuffix("_text"),
+            text_config=_COMMON | changes,
+            vision_config=_VISION | VISION_MODELS[kind],
+        )
+        model = AutoModelForImageTextToText.from_config(config)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | changes)))
     for parameter in model.parameters():
         # Wide enough that the losses depend on everything, and the experts of a token differ
         # clearly.
@@ -326,11 +358,9 @@ def train_by_transformers(
     """A plain loop: each sequence alone through transformers' own model, torch's AdamW; only PEFT's
     `adapter` if there is one, whose gradients have the names of its files then.
     """
-    from transformers import AutoModelForCausalLM
-
     torch.set_default_dtype(torch.float32)
     options = {"experts_implementation": "eager"}
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = _class_of(folder).from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager" if _kind_of(folder) in _EAGER else "sdpa",
@@ -388,6 +418,14 @@ def train_by_transformers(
     return Trained(losses, logits, gradients)
 
 
+def _class_of(folder: Path) -> Any:
+    """transformers' class for a folder with a language model or a vision model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_tower = "vision_config" in json.loads((folder / "config.json").read_text())
+    return AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+
+
 def _kind_of(folder: Path) -> str:
     kind: str = json.loads((folder / "config.json").read_text())["model_type"]
     return kind
@@ -431,10 +469,9 @@ def write_peft(model_folder: Path, folder: Path, options: dict[str, Any]) -> Non
     it.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    model = _class_of(model_folder).from_pretrained(model_folder)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:

@@ -92,7 +92,7 @@ def export(
     from megatron.sft.model.checkpoints.weights import CheckpointWeights
     from megatron.sft.model.huggingface.companions import COMPANIONS, copy_companions, weights_of
     from megatron.sft.model.huggingface.config_file import read_config
-    from megatron.sft.model.huggingface.families.registry import language_model
+    from megatron.sft.model.huggingface.families.registry import is_multimodal, language_model
     from megatron.sft.model.huggingface.folder import open_folder
     from megatron.sft.model.huggingface.write import check_target, write_folder
 
@@ -115,7 +115,7 @@ def export(
         )
     check_target(Path(folder))
     model_config = read_config(companions)
-    if "text_config" in model_config and source is None:
+    if is_multimodal(model_config) and source is None:
         raise ValueError(
             f"{path} is the language model of a {model_config['model_type']}; pass --source, the "
             "folder that training started from, for its other parts"
@@ -130,7 +130,7 @@ def export(
         write_folder(
             folder,
             [gpt],
-            weights_of(config.model, model_config, () if origin is None else origin.tensors),
+            weights_of(config.model, model_config, {} if origin is None else origin.tensors),
             lambda target: copy_companions(companions, target),
             most_bytes_per_file,
             lambda placed: checkpoint_weights.values_of(placed.name),

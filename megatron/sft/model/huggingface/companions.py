@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.packing.quoting import shown
@@ -21,6 +22,7 @@ from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.folder import DTYPES, Folder, open_source
+from megatron.sft.model.huggingface.headers import Stored
 from megatron.sft.model.huggingface.names import are_stacked, with_stacked_experts
 from megatron.sft.model.huggingface.quantized.methods import without_quantization
 from megatron.sft.model.huggingface.served_files import (
@@ -98,8 +100,8 @@ class Companions(NamedTuple):
     def weights(self) -> Weights:
         """Returns the table of the tensors that belong to this config.json."""
         source = self.source()
-        names = () if source is None else source.tensors.keys()
-        return weights_of(self.config.model, self.model_config(), names)
+        tensors = {} if source is None else source.tensors
+        return weights_of(self.config.model, self.model_config(), tensors)
 
     def are_saved(self) -> bool:
         """Returns whether checkpoints include these files. They do if `megatron-sft export` can
@@ -146,16 +148,18 @@ def copy_companions(source: Path, target: Path) -> str:
 
 
 def weights_of(
-    model: ModelConfig, model_config: Mapping[str, Any], names: Iterable[str] = ()
+    model: ModelConfig,
+    model_config: Mapping[str, Any],
+    tensors: Mapping[str, Stored] = MappingProxyType({}),
 ) -> Weights:
     """Returns the table of tensors of a model whose config.json is `model_config`.
 
-    names: tensors of the folder that training started from. Experts may be one tensor each, or one
+    tensors: those of the folder that training started from. Experts may be one tensor each, or one
     stack per layer, and an export keeps the form of that folder.
     """
     family, text, prefix = language_model(model_config)
-    if are_stacked(names):
-        family = with_stacked_experts(family)
+    if are_stacked(tensors):
+        family = with_stacked_experts(family, tensors, model.hidden_size)
     return Weights(model, text.number("vocab_size"), family, prefix)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.families.registry import is_multimodal
 from megatron.sft.model.huggingface.files import (
     INDEX,
     SINGLE,
@@ -56,7 +57,7 @@ def open_folder(folder: str | Path) -> Folder:
     config = read_config(path) if (path / "config.json").is_file() else {}
     files = weight_files(path, config)
     tensors = _open_files(files)
-    if "text_config" in config:
+    if is_multimodal(config):
         _check_index(path, files.indexed - tensors.keys())
     if (path / SINGLE).is_file() and config.get("transformers_weights") is None:
         _refuse_other_weights(path, tensors)
@@ -116,7 +117,7 @@ def _renamed(
     """Returns the tensors by their names in released files. Raises ValueError if two of them are
     one by these names and differ.
     """
-    rename, tied = naming(config, tensors)
+    rename, _, tied = naming(config, tensors)
     renamed: dict[str, Stored] = {}
     for name, stored in tensors.items():
         other = renamed.setdefault(rename(name), stored)
@@ -139,8 +140,8 @@ def open_source(folder: str | Path) -> Folder | None:
     returns None. Those of a multimodal model must still be there.
     """
     path = Path(folder)
-    is_multimodal = "text_config" in read_config(path)
-    return open_folder(path) if is_multimodal or any(path.glob("*.safetensors")) else None
+    has_others = is_multimodal(read_config(path))
+    return open_folder(path) if has_others or any(path.glob("*.safetensors")) else None
 
 
 def check_folder(

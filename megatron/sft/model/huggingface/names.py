@@ -17,8 +17,10 @@ from megatron.sft.model.huggingface.families.mixture import (
     BLOCK_SPARSE_NAMES,
     STACKED_BLOCK_SPARSE_NAMES,
     STACKED_EXPERTS,
+    TRANSPOSED_STACKED_EXPERTS,
 )
 from megatron.sft.model.huggingface.families.registry import language_model
+from megatron.sft.model.huggingface.headers import Stored
 
 _BODY = r"(?=(?:embed_tokens|layers|norm)\.)"
 _ONCE_MORE = (r"^model\.(?=model\.)", "")
@@ -62,6 +64,8 @@ class Naming(NamedTuple):
 
     rename: Callable[[str], str]
     """Function from any spelling that transformers loads to the released one."""
+    in_memory: Callable[[str], str]
+    """Function from the same to the one in memory, which PEFT writes."""
     tied: tuple[str, str] | None
     """Head and embedding if they are one tensor, of which a folder may lack either."""
 
@@ -86,7 +90,7 @@ def naming(config: Mapping[str, Any], names: Iterable[str]) -> Naming:
         return name
 
     tied = (f"{prefix.head}weight", f"{prefix.body}embed_tokens.weight")
-    return Naming(rename, tied if is_tied else None)
+    return Naming(rename, lambda name: prefix.in_memory(rename(name)), tied if is_tied else None)
 
 
 def _own_rules(
@@ -96,9 +100,13 @@ def _own_rules(
     rules: list[tuple[str, str]] = []
     if family is None:
         return rules
-    if "qwen3_5" in str([*family.within]) and prefix == Prefix():
+    if family.within and prefix == Prefix():
         # The config of the language model alone, beside files of the whole model.
-        rules.append((r"^model\.language_model\.", "model."))
+        rules.append((rf"^(?:model\.)?language_model\.(?:model\.)?{_BODY}", "model."))
+        rules.append((r"^language_model\.lm_head\.", "lm_head."))
+    if "qwen2_5_vl" in family.within:
+        rules.append((rf"^(?:model\.)?language_model\.(?:model\.)?{_BODY}", "model."))
+        rules.append((r"^model\.visual\.", "visual."))
     if family.names == BLOCK_SPARSE_NAMES:
         # Stacked experts are named as in memory, and with them the rest of their module.
         to_memory = (r"\.block_sparse_moe\.", ".mlp.")
@@ -112,8 +120,16 @@ def are_stacked(names: Iterable[str]) -> bool:
     return any(name.endswith(".experts.gate_up_proj") for name in names)
 
 
-def with_stacked_experts(family: Family) -> Family:
-    """Returns a family for folders in which the experts of a layer are one tensor."""
+def with_stacked_experts(family: Family, tensors: Mapping[str, Stored], hidden: int) -> Family:
+    """Returns a family for a folder in which the experts of a layer are one tensor.
+
+    tensors: those of the folder, whose shapes tell whether Qwen3-VL's are turned, as released, or
+    not, as transformers 5 writes them. hidden: the model's width.
+    """
+    if family.rows == TRANSPOSED_STACKED_EXPERTS:
+        down = next(one for name, one in tensors.items() if name.endswith(".experts.down_proj"))
+        is_turned = len(down.shape) != 3 or down.shape[1] != hidden or down.shape[2] == hidden
+        return family if is_turned else replace(family, rows=STACKED_EXPERTS)
     if any(row.part == STACKED_EXPERTS[0].part for row in family.rows):
         return family  # gpt-oss, whose released files have them so
     is_sparse = family.names == BLOCK_SPARSE_NAMES

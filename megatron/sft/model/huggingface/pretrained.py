@@ -68,7 +68,7 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     adapter = None
     if config.lora.lora_adapter is not None and not continues:
         adapter = PretrainedAdapter(
-            open_adapter(config.lora.lora_adapter, naming(model_config, folder.tensors).rename),
+            open_adapter(config.lora.lora_adapter, naming(model_config, folder.tensors).in_memory),
             AdapterWeights(weights, config.lora),
         )
         check_folder(*adapter, ADAPTER_CONFIG, OF_SOME_LAYERS)

@@ -56,5 +56,5 @@ def check_served(folder: Path, adapter: Path | None = None) -> None:
     if adapter is None:
         return
     lora = LoraConfig(lora=True, **options_of_adapter(adapter, flag=""))
-    opened = open_adapter(adapter, naming(config, held.tensors).rename, flag="")
+    opened = open_adapter(adapter, naming(config, held.tensors).in_memory, flag="")
     check_folder(opened, AdapterWeights(weights, lora), ADAPTER_CONFIG, OF_SOME_LAYERS)

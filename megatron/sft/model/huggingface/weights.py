@@ -30,7 +30,7 @@ class Weights:
         self._model = model
         self._vocab_size = vocab_size
         self._family = family
-        self._prefix = prefix or Prefix()
+        self.prefix = prefix or Prefix()
         self._kinds = model.layer_kinds()
         replaced = {row.part: row for row in family.rows}
         known = {row.part for row in LAYER_ROWS}
@@ -65,9 +65,9 @@ class Weights:
         """
         if name.startswith(self._family.carried):
             return True
-        if not name.startswith((self._prefix.body, self._prefix.head)):
-            return self._prefix != Prefix() and not is_of_language_model(name)
-        layer = name.removeprefix(f"{self._prefix.body}layers.").split(".")[0]
+        if not name.startswith((self.prefix.body, self.prefix.head)):
+            return self.prefix != Prefix() and not is_of_language_model(name)
+        layer = name.removeprefix(f"{self.prefix.body}layers.").split(".")[0]
         is_beyond = layer.isdecimal() and int(layer) >= self._model.num_layers
         return is_beyond and self._family.carries_further_layers
 
@@ -116,12 +116,12 @@ class Weights:
             # A prefix of the head includes "lm_head.", as the tensor's name in the row does: keep
             # only the text before it. "language_model.lm_head." -> "language_model."
             is_head = row.tensors[0].startswith("lm_head")
-            prefix = self._prefix.head.removesuffix("lm_head.") if is_head else self._prefix.body
+            prefix = self.prefix.head.removesuffix("lm_head.") if is_head else self.prefix.body
             groups = 1
         else:
             kind = self._kinds[place.layer]
             sizes, groups = self._sizes_of_kinds[kind], kind.num_query_groups
-            prefix = f"{self._prefix.body}layers.{place.layer}."
+            prefix = f"{self.prefix.body}layers.{place.layer}."
         sources = row.sources(sizes) if row.sources else (Source(),) * len(row.tensors)
         parts = []
         for number, (tensor, source) in enumerate(zip(row.tensors, sources, strict=True)):

@@ -7,10 +7,12 @@ model.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from megatron.packing.layers import Sharding
 from megatron.packing.model.names import ADAPTER, EMBEDDING, OUTPUT, is_of_adapter, logical_name
+from megatron.sft.model.huggingface.families.family import Prefix
 from megatron.sft.model.huggingface.tensors import Part, View, Weight
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.layers import adapted_layers
@@ -18,13 +20,6 @@ from megatron.sft.options.lora import LINEARS, LoraConfig
 
 PREFIX = "base_model.model."
 """Prefix of all names in a PEFT folder."""
-_IN_MEMORY = {
-    "language_model.model.": "model.language_model.",
-    "language_model.lm_head.": "lm_head.",
-}
-"""Prefix in released files of multimodal models -> prefix in memory, which PEFT writes. It reads no
-other one for `modules_to_save`.
-"""
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Names in PEFT of the stacked parameters of a layer's experts, in order."""
 _WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT}
@@ -41,7 +36,7 @@ class AdapterWeights:
         # PEFT needs both names of tied embeddings, or it leaves one of them as in the base model.
         if weights.tied is not None and self._whole:
             self._whole = set(_WHOLE.values())
-            self.tied = (peft_name(weights.tied[0]), peft_name(weights.tied[1]))
+            self.tied = (self._name(weights.tied[0]), self._name(weights.tied[1]))
 
     def concerns(self, name: str) -> bool:
         """Returns whether a parameter belongs to an adapter, or is in `lora_modules_to_save`."""
@@ -50,7 +45,7 @@ class AdapterWeights:
     def of_parameter(self, name: str) -> Weight:
         """Returns the weight of a parameter; raises KeyError if the folder has no tensor for it."""
         if self._is_whole(name):
-            return _renamed(self._weights.of_parameter(name))
+            return self._renamed(self._weights.of_parameter(name))
         if not is_of_adapter(name):
             raise KeyError(name)  # a parameter of the frozen base model
         layer, which = name.split(ADAPTER)
@@ -60,7 +55,7 @@ class AdapterWeights:
         """Yields every weight of the adapter."""
         for weight in self._weights.all():
             if weight.part in self._whole:
-                renamed = _renamed(weight)
+                renamed = self._renamed(weight)
                 yield renamed._replace(
                     parts=tuple(one for part in renamed.parts for one in self.written_as(part))
                 )
@@ -71,6 +66,14 @@ class AdapterWeights:
     def is_carried(self, name: str) -> bool:
         """Returns False: an adapter has no tensors that an export copies."""
         return False
+
+    def _name(self, name: str) -> str:
+        """Returns PEFT's name of a tensor of the base model."""
+        return PREFIX + self._weights.prefix.in_memory(name)
+
+    def _renamed(self, weight: Weight) -> Weight:
+        parts = tuple(part._replace(name=self._name(part.name)) for part in weight.parts)
+        return weight._replace(parts=parts)
 
     def _is_whole(self, name: str) -> bool:
         if is_of_adapter(name):
@@ -99,6 +102,13 @@ class AdapterWeights:
             if "lora_A" in part.name and part.view.expert is None
         }
         return sorted({name.rsplit(".", 1)[1] for name in names})
+
+    def excluded_modules(self) -> str | None:
+        """Returns PEFT's `exclude_modules`, a pattern: a tower beside the language model, whose
+        modules have the same names, and would be given adapters of their own.
+        """
+        body = self._weights.prefix.in_memory(self._weights.prefix.body)
+        return None if body == Prefix().body else rf"(?!{re.escape(body)}).*"
 
     def target_parameters(self) -> list[str]:
         """Returns PEFT's `target_parameters`: stacked experts with adapters."""
@@ -131,7 +141,7 @@ class AdapterWeights:
             if part.view.expert is not None:
                 parts.append(self._of_stack(part, which))
                 continue
-            name = peft_name(f"{part.name.removesuffix('weight')}{which}.weight")
+            name = self._name(f"{part.name.removesuffix('weight')}{which}.weight")
             if which == "lora_A":
                 parts.append(Part(name, (rank, part.shape[1])))
             else:
@@ -159,7 +169,7 @@ class AdapterWeights:
         # PEFT wraps the module once for each target parameter. With two of them, the first has
         # "base_layer" in its name, being the inner one.
         is_inner = part.name.endswith(STACKED[0]) and self._lora.targets_in("fc2")
-        name = peft_name(f"{module}{'.base_layer' if is_inner else ''}.{which}.weight")
+        name = self._name(f"{module}{'.base_layer' if is_inner else ''}.{which}.weight")
         if which == "lora_A":
             view, stored = View(expert=part.view.expert, stack="rows"), (experts * rank, columns)
             return Part(name, (rank, columns), view, stored)
@@ -167,23 +177,9 @@ class AdapterWeights:
         return Part(name, (part.shape[0], rank), view, (rows, rank * experts))
 
 
-def peft_name(name: str) -> str:
-    """Returns PEFT's name of a tensor of the base model, which is the one in memory there."""
-    for released, in_memory in _IN_MEMORY.items():
-        if name.startswith(released):
-            name = in_memory + name.removeprefix(released)
-    return PREFIX + name
-
-
 def _linear(weight: Weight) -> str:
     """Returns the kind of a linear layer, else "": `attention.qkv.weight -> qkv`."""
     return weight.part.rsplit(".", 2)[-2] if weight.part.endswith(".weight") else ""
-
-
-def _renamed(weight: Weight) -> Weight:
-    return weight._replace(
-        parts=tuple(part._replace(name=peft_name(part.name)) for part in weight.parts)
-    )
 
 
 def summary_of_adapters(weights: Weights, lora: LoraConfig) -> str:

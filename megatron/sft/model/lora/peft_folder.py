@@ -16,7 +16,7 @@ from megatron.sft.model.huggingface.files import ADAPTER_CONFIG as CONFIG
 from megatron.sft.model.huggingface.files import folder_below
 from megatron.sft.model.huggingface.folder import Folder
 from megatron.sft.model.huggingface.headers import Stored, read_header
-from megatron.sft.model.lora.names import PREFIX, STACKED, AdapterWeights, peft_name
+from megatron.sft.model.lora.names import PREFIX, STACKED, AdapterWeights
 from megatron.sft.options.lora import MODULES, LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
@@ -59,8 +59,8 @@ def open_adapter(
     damaged.
 
     Args:
-        rename: function from names in the base model, in any spelling, to those of its files (see
-            `names`). peft writes names as the base model has them in memory.
+        rename: function from names in the base model, in any spelling, to those that it has in
+            memory, which peft writes (`in_memory` of `names`).
         flag: option that names the folder, for messages; empty for an argument.
     """
     path = Path(folder) / WEIGHTS
@@ -86,7 +86,7 @@ def open_adapter(
 
 
 def _renamed(name: str, rename: Callable[[str], str]) -> str:
-    return peft_name(rename(name.removeprefix(PREFIX))) if name.startswith(PREFIX) else name
+    return PREFIX + rename(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
@@ -198,6 +198,7 @@ def write_adapter_config(
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": lora.lora_dropout,
         "target_modules": weights.target_modules(),
+        "exclude_modules": weights.excluded_modules(),
         "target_parameters": weights.target_parameters() or None,
         "modules_to_save": weights.modules_to_save() or None,
         "ensure_weight_tying": weights.tied is not None,

@@ -19,6 +19,16 @@ class Prefix(NamedTuple):
 
     body: str = "model."
     head: str = "lm_head."
+    memory: str = ""
+    """The body's prefix in memory, which PEFT writes and alone reads for `modules_to_save`; empty
+    where it is that of files.
+    """
+
+    def in_memory(self, name: str) -> str:
+        """Returns the name in memory of a tensor with its name in files."""
+        if name.startswith(self.body):
+            return (self.memory or self.body) + name.removeprefix(self.body)
+        return f"lm_head.{name.removeprefix(self.head)}" if name.startswith(self.head) else name
 
 
 def _nothing(*_: object) -> dict[str, Any]:

@@ -135,5 +135,9 @@ GEMMA3 = Family(
     config=_config3,
     rows=(_NORM_BEFORE_MLP,),
     ignored_within=("final_logit_softcapping",),
-    within={"gemma3": Prefix("language_model.model.", "language_model.lm_head.")},
+    within={
+        "gemma3": Prefix(
+            "language_model.model.", "language_model.lm_head.", "model.language_model."
+        )
+    },
 )

@@ -22,7 +22,9 @@ _ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 """Default of transformers' class."""
-_WITHIN = {"mistral3": Prefix("language_model.model.", "language_model.lm_head.")}
+_WITHIN = {
+    "mistral3": Prefix("language_model.model.", "language_model.lm_head.", "model.language_model.")
+}
 
 
 def _options(config: ConfigFields) -> dict[str, Any]:

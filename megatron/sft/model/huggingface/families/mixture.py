@@ -46,6 +46,32 @@ STACKED_EXPERTS = (
 of them in memory.
 """
 
+TRANSPOSED_STACKED_EXPERTS = (
+    Row(
+        "experts.fc1.weight",
+        "sections",
+        ("expert_ffn", "hidden"),
+        ("mlp.experts.gate_up_proj",) * 2,
+        "experts",
+        lambda s: tuple(
+            Source(
+                View(offset, is_transposed=True),
+                (s["experts"], s["hidden"], 2 * s["expert_ffn"]),
+            )
+            for offset in (0, s["expert_ffn"])
+        ),
+    ),
+    Row(
+        "experts.fc2.weight",
+        "columns",
+        ("hidden", "expert_ffn"),
+        ("mlp.experts.down_proj",),
+        "experts",
+        lambda s: (Source(View(is_transposed=True), (s["experts"], s["expert_ffn"], s["hidden"])),),
+    ),
+)
+"""The same with inputs in front of outputs, as the files of Qwen3-VL have them."""
+
 
 def num_experts(config: ConfigFields, name: str, other_name: str | None = None) -> dict[str, Any]:
     """Returns experts, and how many of them a token goes to.

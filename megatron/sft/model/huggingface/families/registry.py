@@ -23,14 +23,17 @@ from megatron.sft.model.huggingface.families.phi3 import PHI3
 from megatron.sft.model.huggingface.families.qwen2 import QWEN2, QWEN2_MOE
 from megatron.sft.model.huggingface.families.qwen3 import QWEN3, QWEN3_MOE
 from megatron.sft.model.huggingface.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from megatron.sft.model.huggingface.families.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from megatron.sft.model.huggingface.families.seed_oss import SEED_OSS
 from megatron.sft.model.huggingface.families.smollm3 import SMOLLM3
+from megatron.sft.model.huggingface.families.unsupported import why_unsupported
 
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     *(SEED_OSS, SMOLLM3, ERNIE4_5, GLM4_MOE, PHI3, GRANITE, OLMO2, GLM4),
     *(GEMMA2, GEMMA3, OLMO3, EXAONE4, MINISTRAL3, MINIMAX_M2),
     *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS),
+    *(QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE),
 )
 """All families. The order matters for a model that was trained from scratch: it is exported as the
 first family here that computes the same.
@@ -39,7 +42,13 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 _WITHIN = {outer: family for family in _ALL for outer in family.within}
 
 
-_TIED_WITHIN = {"gemma3": True, "qwen3_5": False, "qwen3_5_moe": False}
+_TIED_WITHIN = {
+    "gemma3": True,
+    "qwen3_5": False,
+    "qwen3_5_moe": False,
+    "qwen3_vl": False,
+    "qwen3_vl_moe": False,
+}
 """Multimodal `model_type` -> `tie_word_embeddings` where it is missing. That of text_config has no
 effect. Mistral 3, which transformers ties, is not listed: released folders have a head that
 differs, and transformers takes it.
@@ -54,12 +63,23 @@ class LanguageModel(NamedTuple):
     prefix: Prefix
 
 
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json speaks of more than a language model, whose folder then holds
+    tensors that are not trained.
+    """
+    return "text_config" in config or "vision_config" in config
+
+
 def language_model(config: Mapping[str, Any], where: str = "config.json") -> LanguageModel:
     """Returns the family of a config.json, and its part about the language model. Raises
     ValueError, naming `where`, if the family is not supported.
     """
     kind, text = config.get("model_type"), config.get("text_config")
     outer = _WITHIN.get(kind) if isinstance(kind, str) else None
+    if outer is not None and not isinstance(text, dict):
+        # Qwen2.5-VL as released, and what converters of others leave, which have no tower.
+        prefix = outer.within[config["model_type"]] if is_multimodal(config) else Prefix()
+        return _described(outer, config, where, prefix)
     if outer is not None and isinstance(text, dict):
         kind = text.get("model_type", outer.model_type)
         if kind in FAMILIES and config["model_type"] in FAMILIES[kind].within:
@@ -67,12 +87,14 @@ def language_model(config: Mapping[str, Any], where: str = "config.json") -> Lan
             ignored = FAMILIES[kind].ignored_within
             values = {name: value for name, value in text.items() if name not in ignored}
             tied = config.get("tie_word_embeddings", _TIED_WITHIN.get(config["model_type"]))
+            if config["model_type"] == "qwen2_5_vl":  # whose older files say it in either place
+                tied = bool(tied or text.get("tie_word_embeddings"))
             if tied is not None:
                 values["tie_word_embeddings"] = tied
             return _described(FAMILIES[kind], values, where, prefix)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
-            f"{where} has model_type {shown(kind)}, but only {', '.join(FAMILIES)} are supported"
+            f"{where} has model_type {shown(kind)}, {why_unsupported(str(kind), FAMILIES)}"
         )
     return _described(FAMILIES[kind], config, where, Prefix())
 

@@ -164,8 +164,13 @@ def test_the_same_again_is_no_contradiction(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "falcon"}, ["model_type 'falcon'", "llama"]),
-        ({"model_type": None}, ["model_type None"]),
+        ({"model_type": "falcon"}, ["model_type 'falcon'", "side by side", "llama"]),
+        ({"model_type": None}, ["model_type None", "llama, mistral", "are supported"]),
+        (
+            {"model_type": "deepseek_v3"},
+            ["needs latent attention", "the nearest that is: glm4_moe"],
+        ),
+        ({"model_type": "qwen4"}, ["are supported, of which qwen", "has the nearest name"]),
         (
             {"quantization_config": {"quant_method": "gptq"}},
             ["quantization_config", "before quantization"],
@@ -478,7 +483,9 @@ def test_defaults_are_those_of_transformers(kind):
         changes = dict(GLM_EXPERTS)
     if kind in ("mixtral", "minimax_m2", "gpt_oss"):
         changes = {"num_local_experts": 8, "num_experts_per_tok": 2}
-    missing = {"model_type": kind, **SMALL, **changes}
+    missing: dict[str, Any] = {"model_type": kind, **SMALL, **changes}
+    if "_vl_" in kind:  # nobody has the text part alone
+        missing = {"model_type": kind.removesuffix("_text"), "text_config": missing}
     filled = transformers.AutoConfig.for_model(**missing).to_dict()
     found = options_of(filled)
     assert options_of(missing) == found

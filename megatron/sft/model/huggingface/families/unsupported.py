@@ -1,0 +1,69 @@
+"""pure. What families that are not supported would need, and which supported one is nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+_NEEDS = (
+    (
+        "latent attention",
+        "glm4_moe",
+        "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 kimi_k25 kimi_linear glm4_moe_lite "
+        "glm_moe_dsa mistral4 minicpm3 longcat_flash",
+    ),
+    (
+        "layers of different widths, and keys that are values",
+        "gemma3_text",
+        "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified",
+    ),
+    ("short convolutions", "qwen3", "lfm2 lfm2_moe lfm2_vl"),
+    (
+        "Mamba layers",
+        "qwen3_next",
+        "mamba mamba2 falcon_mamba falcon_h1 jamba bamba zamba zamba2 nemotron_h granitemoehybrid "
+        "plamo2",
+    ),
+    (
+        "another recurrence",
+        "qwen3_next",
+        "rwkv rwkv7 xlstm recurrent_gemma minimax minimax_text_01",
+    ),
+    (
+        "attention and MLP side by side",
+        "llama",
+        "cohere cohere2 cohere2_moe gpt_neox phi falcon gptj",
+    ),
+    (
+        "routers without a plain softmax or sigmoid",
+        "mixtral",
+        "phimoe llama4 llama4_text dbrx jetmoe",
+    ),
+    (
+        "norms over all heads beside experts",
+        "olmo2",
+        "olmoe flex_olmo",
+    ),
+    (
+        "learned positions and LayerNorm",
+        "llama",
+        "gpt2 gpt_bigcode gpt_neo opt bloom mpt starcoder2 stablelm persimmon",
+    ),
+)
+"""(what is needed, nearest family, values of `model_type`)"""
+
+
+def why_unsupported(kind: str, supported: Iterable[str]) -> str:
+    """Returns what a model of another `model_type` would need and the nearest supported one, as the
+    end of a sentence; all supported ones where nothing is known of it.
+    """
+    for need, nearest, kinds in _NEEDS:
+        if kind in kinds.split():
+            return (
+                f"which needs {need}, and that is not supported; the nearest that is: {nearest}; "
+                "all: docs/reference/models.md"
+            )
+    supported = list(supported)
+    close = get_close_matches(kind, supported, n=1, cutoff=0.5)
+    hint = f", of which {close[0]} has the nearest name" if close else ""
+    return f"but only {', '.join(supported)} are supported{hint}"
