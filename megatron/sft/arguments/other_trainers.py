@@ -105,6 +105,7 @@ _OURS = {
     "--expert-model-parallel-size": "expert_parallel_size ep ep_size",
     "--distributed-timeout-minutes": "ddp_timeout",
     "--moe-aux-loss-coeff": "router_aux_loss_coef output_router_logits aux_loss_coef",
+    "--softmax-scale": "attention_scale attention_multiplier",
     "--skip-bad-samples": "strict",
     "weights before the files of --data-path": "mix_strategy interleave_probs interleave_prob",
     "--nproc-per-node": "num_processes num_gpus gpus n_gpu n_gpus num_gpus_per_node nproc",

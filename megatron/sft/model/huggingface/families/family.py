@@ -1,6 +1,8 @@
 """pure. A family of HuggingFace models (`model_type`), described by its differences from Llama.
 
-To add a family, write a file beside this one that makes a `Family`, and add it to `registry`.
+To add a family, write a file beside this one that makes a `Family`, and add it to `registry`. Tests
+take it from lists: a released config.json in tests/fixtures/released/configs, and in
+tests/functional_tests `hf_models.FAMILY_MODELS`, `family_cases.EXAMPLES` and `config_fields`.
 """
 
 from __future__ import annotations
