@@ -29,7 +29,7 @@ _BASES = (
     *("llama2", "mistral", "mistral-windows", "qwen2", "qwen3", "gemma", "mixtral", "qwen2-moe"),
     *("qwen3-moe", "seed-oss", "smollm3", "ernie4.5", "glm4-moe", "glm4-moe-groups", "phi3"),
     *("granite", "olmo2", "glm4", "gemma2", "gemma3", "olmo3", "exaone4", "ministral3"),
-    *("minimax-m2", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gpt-oss"),
+    *("minimax-m2", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gpt-oss", "phi3-long"),
 )
 _VISION = {
     "gemma3": {
@@ -62,12 +62,26 @@ _VISION = {
     },
 }
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
+_VISION["qwen3_vl"] = _VISION["qwen3_5"] | {"deepstack_visual_indexes": [0]}
+_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+_VISION["qwen2_5_vl"] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+}
 _WRAPPED = {
     "gemma3 in gemma3": ("gemma3", "gemma3"),
     "mistral in mistral3": ("mistral", "mistral3"),
     "ministral3 in mistral3": ("ministral3", "mistral3"),
     "qwen3.5 in qwen3_5": ("qwen3.5", "qwen3_5"),
     "qwen3.5-moe in qwen3_5_moe": ("qwen3.5-moe", "qwen3_5_moe"),
+    "qwen2.5-vl in qwen2_5_vl": ("qwen2.5-vl", "qwen2_5_vl"),
+    "qwen3-vl in qwen3_vl": ("qwen3-vl", "qwen3_vl"),
+    "qwen3-vl-moe in qwen3_vl_moe": ("qwen3-vl-moe", "qwen3_vl_moe"),
 }
 """Case -> the language model, and `model_type` of the multimodal model around it."""
 _WITH_EVERY_ROPE = ("llama2", "phi3", "gemma3", "olmo3", "ministral3", "gpt-oss", "qwen3.5")
@@ -99,7 +113,7 @@ _OF_IMAGES = {
     *("patch_size", "vision_use_head", "multimodal_projector_bias", "projector_hidden_act"),
     *("spatial_merge_size", "vision_feature_layer", "depth", "in_channels", "num_heads"),
     *("num_position_embeddings", "out_hidden_size", "temporal_patch_size", "layer_norm_eps"),
-    "hidden_act",
+    *("hidden_act", "deepstack_visual_indexes", "fullatt_block_indexes", "window_size"),
 }
 """Fields of the vision part, which the product carries through."""
 OUTCOMES = {
