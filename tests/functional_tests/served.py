@@ -119,18 +119,17 @@ def write_models(place: Path, names: Sequence[str]) -> Iterator[Case]:
 
 def write_tokenizers(place: Path, packages: Path) -> Iterator[Case]:
     """Yields a folder with each released tokenizer and its chat template."""
-    chats = [
-        record for record in released_tokenizers.RECORDS.values() if "messages" in record
-    ]
+    chats = [record for record in released_tokenizers.RECORDS.values() if "messages" in record]
     for name, release in released_tokenizers.RELEASES.items():
-        source, target = place / f"{name}-source", place / name
+        target = place / f"tokenizer-{name.replace(' ', '-')}"
+        source = target.with_name(f"{target.name}-source")
         released_tokenizers.write_model(release, packages, source)
         tokenizer = build_tokenizer("HuggingFaceTokenizer", str(source))
         text = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {source}"
         _export(source, target, text, tokenizer)
         texts = [released_tokenizers.PROBE, "1. One\n2. Two", "it's 2026-11-28T10:00Z"]
         released = json.loads((source / "tokenizer_config.json").read_text())
-        ends = json.loads((target / "generation_config.json").read_text())["eos_token_id"]
+        ends = json.loads((target / "generation_config.json").read_text()).get("eos_token_id")
         yield _case(
             name,
             target,
