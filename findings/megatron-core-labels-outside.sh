@@ -6,8 +6,8 @@
 #   that is the softmax: all words are pushed down. Data whose labels hold -100 trains with a
 #   finite loss unless each of them also has loss_mask 0; a label beyond the rows of the
 #   embeddings is not found out.
-# Here: labels outside the vocabulary are refused by record
-#   (megatron/sft/data/records/token_ids.py); -100 is weight 0.
+# Here: labels must be the ids beside them or -100, which has weight 0
+#   (megatron/sft/data/records/token_ids.py).
 set -euo pipefail
 pins=(torch==2.13.0 numpy==2.4.6 packaging==25.0 psutil==7.0.0 megatron-core==0.16.1)
 scratch=$(mktemp -d)

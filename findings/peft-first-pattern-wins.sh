@@ -6,7 +6,8 @@
 # Seen: the first key of the dict that matches the end of a module's name is taken. With q_proj
 #   written first, layer 0's own rank is never used; a warning is only given for patterns that
 #   match no module at all.
-# Here: patterns are resolved in the file's order (megatron/sft/model/lora/peft_folder.py).
+# Here: adapters with patterns of ranks are refused by name
+#   (megatron/sft/model/lora/peft_folder.py).
 set -euo pipefail
 pins=(torch==2.13.0 transformers==5.24.0 peft==0.21.2)
 scratch=$(mktemp -d)
