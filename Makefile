@@ -23,6 +23,7 @@
 # make doctor-survey  which ways of packing keep sequences apart, for every decoder type of transformers; says what changed
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
+# make served  what transformers 4 and 5, peft, tokenizers and vLLM's readers read of the folders we write (3 GB to install)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
@@ -62,7 +63,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-survey fit-check tables fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
+.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-survey fit-check tables served fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -217,6 +218,34 @@ tables: $(VENV)/.dev .venv-tables/.installed
 	.venv-tables/bin/pip install --quiet --disable-pip-version-check $(TABLES)
 	touch $@
 
+# Each reader in an environment of its own; of vLLM the Python files alone, beside what they import.
+SERVED = .venv-served
+SERVED_OLD = transformers==4.57.6 peft==0.21.2
+SERVED_NEW = transformers==5.24.0 peft==0.21.2 tokenizers==0.23.3
+VLLM = 0.33.0
+SERVED_VLLM = transformers==5.20.0 peft==0.21.2 compressed-tensors==0.17.0 depyf==0.20.0 lark==1.2.2 xgrammar==0.2.8 \
+	oss-harmony llguidance uvloop aiohttp blake3 cachetools cbor2 cloudpickle einops fastapi gguf ijson jsonschema msgspec \
+	ninja openai opencv-python-headless opentelemetry-api orjson partial-json-parser pillow prometheus_client protobuf \
+	psutil py-cpuinfo pybase64 pydantic python-json-logger pyyaml pyzmq regex requests sentencepiece setproctitle tiktoken \
+	watchfiles
+served: $(VENV)/.dev $(SERVED)/.installed .released-tokenizers/.$(TOKENIZERS)
+	$(VENV)/bin/python -m tests.functional_tests.served --readers $(SERVED)/readers.json \
+	--released-tokenizers .released-tokenizers --write examples/benchmarks/results/served.md \
+	--versions 'readers: $(SERVED_NEW); $(SERVED_OLD); vLLM $(VLLM) with transformers 5.20.0'
+
+$(SERVED)/.installed: Makefile
+	for reader in old new vllm; do $(PYTHON) -m venv $(SERVED)/$$reader || exit; done
+	$(SERVED)/old/bin/pip install --quiet $(TORCH_ASKED) jinja2 $(SERVED_OLD)
+	$(SERVED)/new/bin/pip install --quiet $(TORCH_ASKED) jinja2 $(SERVED_NEW)
+	$(SERVED)/vllm/bin/pip install --quiet $(TORCH_ASKED) $(SERVED_VLLM)
+	$(SERVED)/vllm/bin/pip download --quiet --no-deps --dest $(SERVED) vllm==$(VLLM)
+	$(SERVED)/vllm/bin/python -m zipfile -e $(SERVED)/vllm-$(VLLM)-*.whl $(SERVED)/source && rm $(SERVED)/*.whl
+	echo '{"transformers 5.24.0": ["transformers", "$(SERVED)/new/bin/python", ""],' \
+	'"transformers 4.57.6": ["transformers", "$(SERVED)/old/bin/python", ""],' \
+	'"vLLM $(VLLM)": ["vllm", "$(SERVED)/vllm/bin/python", "$(SERVED)/source"],' \
+	'"tokenizers 0.23.3": ["tokenizers", "$(SERVED)/new/bin/python", ""]}' >$(SERVED)/readers.json
+	touch $@
+
 FUZZ_INPUTS ?= 20000
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --write examples/benchmarks/results/fuzz.md
@@ -294,7 +323,7 @@ FINDINGS_CACHE ?= $(CURDIR)/.findings
 findings:
 	@changed=; for script in findings/*.sh; do log=$(FINDINGS_CACHE)/$$(basename $$script).log; mkdir -p $(FINDINGS_CACHE); \
 	if FINDINGS_CACHE=$(FINDINGS_CACHE) bash $$script >$$log 2>&1; then echo "as stated  $$script"; \
-	else echo "CHANGED    $$script, see $$log"; changed=1; fi; done; test -z "$$changed"
+	else echo "CHANGED    $$script, see $$log: $$(tail -n 1 $$log)"; changed=1; fi; done; test -z "$$changed"
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check $(CODE)
@@ -337,4 +366,4 @@ $(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-tables .venv-triton .venv-trl .venv-smollm2 .released-tokenizers site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .findings .venv-core-* .venv-docs .venv-served .venv-tables .venv-triton .venv-trl .venv-smollm2 .released-tokenizers site data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

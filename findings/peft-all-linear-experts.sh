@@ -7,7 +7,7 @@
 #   gate_up_proj gets rank_pattern and alpha_pattern of twice r and lora_alpha, so half of a
 #   file's expert rows are not where r says. The saved adapter_config.json lists names that the
 #   user never gave.
-# Here: the rank of each adapter is read from its pattern or refused by name
+# Here: adapters with patterns of ranks are refused by name
 #   (megatron/sft/model/lora/peft_folder.py); docs/reference/training.md says what all-linear is.
 set -euo pipefail
 pins=(torch==2.13.0 transformers==5.24.0 peft==0.21.2)

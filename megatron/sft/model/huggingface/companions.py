@@ -24,6 +24,7 @@ from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.folder import DTYPES, Folder, open_source
 from megatron.sft.model.huggingface.headers import Stored
 from megatron.sft.model.huggingface.names import are_stacked, with_stacked_experts
+from megatron.sft.model.huggingface.older_rope import with_older_rope
 from megatron.sft.model.huggingface.quantized.methods import without_quantization
 from megatron.sft.model.huggingface.served_files import (
     copy_processor,
@@ -80,7 +81,7 @@ class Companions(NamedTuple):
         # transformers 5 writes "dtype", earlier ones "torch_dtype", which all of them read.
         if found.get("dtype") is None and found.get("torch_dtype") is None:
             found["torch_dtype"] = self.dtype
-        return found
+        return with_older_rope(found)
 
     def has_family(self) -> bool:
         """Returns whether a HuggingFace family computes this model."""

@@ -158,6 +158,10 @@ class ConfigFields:
 
     def _say_the_same(self, new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
         """Returns whether two ropes scale alike: defaults may be in one alone."""
+        whole = new.get("full_attention")
+        if isinstance(whole, dict) and not any(isinstance(value, dict) for value in old.values()):
+            # The older spelling has one rope: that of layers without a window (`older_rope`).
+            return self._say_the_same(_without_nulls(whole), old)
         new, old = _without_base(new), _without_base(old)
         if new == old:
             return True
