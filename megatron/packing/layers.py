@@ -71,12 +71,15 @@ class Part(Protocol):
     title: ClassVar[str]
     """Plural noun for messages and estimates of memory."""
     layers_option: ClassVar[str]
-    """Option with a 1 for each layer that has it."""
+    """Option with a 1 for each layer that has it, or that is set where all have it."""
     parameters: ClassVar[tuple[Parameter, ...]]
+    """Those of any layer; see `layer_parameters`."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Over options (those of a model, or megatron-core's config) and layout."""
     why_paths_apart: ClassVar[str] = ""
     """Why a tree's paths cannot share the tokens of a prefix."""
+    attention_arguments: ClassVar[tuple[str, ...]] = ()
+    """Arguments of `PackedSelfAttention` that its module takes, too."""
     described_kernels: ClassVar[str] = ""
     """Kernels that `fit` describes, as tracing cannot see their memory."""
 
@@ -91,6 +94,16 @@ class Part(Protocol):
         """Returns it as the options of a model, or megatron-core's config, describe it."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})  # type: ignore[arg-type]
 
+    def layer_parameters(self) -> tuple[Parameter, ...]:
+        """Returns the parameters of a layer with these options."""
+        return self.parameters
+
+    def key_value_size(self) -> int:
+        """Returns the channels of a token's keys and values over all heads, which nodes of trees
+        copy; 0 for a part without keys.
+        """
+        return 0
+
     def sizes(self) -> Mapping[str, int]:
         """Returns the sizes that its parameters' shapes name, beside `one` and `hidden`."""
 
@@ -100,6 +113,15 @@ class Part(Protocol):
     @staticmethod
     def module() -> type:
         """Returns the module that takes the place of self-attention; imports megatron-core."""
+
+    @classmethod
+    def module_arguments(cls, options: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of its module beside those that megatron-core gives to each.
+
+        options: of a model, or megatron-core's config. arguments: those that attention in this
+            layer would have.
+        """
+        return {name: arguments[name] for name in cls.attention_arguments if name in arguments}
 
     @staticmethod
     def kernel_stand_ins() -> Mapping[str, Any]:

@@ -128,6 +128,17 @@ _DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+_LATENT = {
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+}
 _SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 48}
 _AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -236,6 +247,40 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _AXES | {"mrope_interleaved": True},
         },
     ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        _LATENT
+        | {
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        _LATENT | {"q_lora_rank": None, "v_head_dim": 24, "n_group": 1, "topk_group": 1},
+    ),
+    "mistral4": (
+        "mistral4",
+        _LATENT
+        | {
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": YARN
+            | {
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        _LATENT | {"topk_method": "greedy", "first_k_dense_replace": 1},
+    ),
     "gpt-oss": (
         "gpt_oss",
         _WINDOWS
@@ -306,6 +351,7 @@ def write_model(
     kB."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    _register_classes()
     kind, changes = (MODELS | FAMILY_MODELS)[name]
     changes = (changes if vocab_size is None else changes | {"vocab_size": vocab_size}) | (
         sizes or {}
@@ -422,8 +468,19 @@ def _class_of(folder: Path) -> Any:
     """transformers' class for a folder with a language model or a vision model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    _register_classes()
     has_tower = "vision_config" in json.loads((folder / "config.json").read_text())
     return AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+
+
+def _register_classes() -> None:
+    """Makes transformers find the class of Mistral Small 4's language model, which it has for use
+    within a wrapper.
+    """
+    from transformers import AutoModelForCausalLM, Mistral4Config
+    from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
 def _kind_of(folder: Path) -> str:
@@ -440,9 +497,17 @@ def _keep_double(module: Any) -> None:
     sides.
     """
     module.double = float  # `float("-inf")` stays what it is
+    if hasattr(module, "DeepseekV2RotaryEmbedding"):
+        module.DeepseekV2RotaryEmbedding.forward = _angles_of_deepseek_v2
     for function in cpu_support._functions_of(module):
         if "Rotary" not in function.__qualname__:
             cpu_support.rewrite(function, {}, {"float32": "float64", "float": "double"})
+
+
+def _angles_of_deepseek_v2(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
+    """Its own takes cosines and sines by `torch.polar`, which rounds a few otherwise."""
+    angles = position_ids[..., None].float() * self.inv_freq
+    return torch.complex(angles.cos(), angles.sin()) * self.attention_scaling
 
 
 def _on_disk_names(model: Any, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ def architecture(options: Architecture) -> dict[str, Any]:
             if name in known
         },
         "ffn_hidden_size": options.resolved_ffn_hidden_size,
+        "kv_channels": options.resolved_kv_channels,
         "gated_linear_unit": options.is_gated,
         "activation_func": _activation_func(options),
         "bias_activation_fusion": False,

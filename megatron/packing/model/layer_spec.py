@@ -68,7 +68,7 @@ def packed_block_spec(
         layers = [_residual_form(_takes_packs(layer, options), config, options) for layer in layers]
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        _mixes(layer, part_in(options, number), of_attention(number))
+        _mixes(layer, part_in(options, number), options, of_attention(number))
         for number, layer in enumerate(layers, first)
     ]
     if use_transformer_engine:
@@ -136,7 +136,8 @@ def _takes_packs(layer: ModuleSpec, options: Any) -> ModuleSpec:
     }
     is_wide = getattr(options, "qk_layernorm_over_heads", False)
     for name, num_heads in heads.items():
-        if getattr(attention.submodules, name) not in (None, IdentityOp):
+        # megatron-core's latent attention has no such norm of keys
+        if getattr(attention.submodules, name, None) not in (None, IdentityOp):
             wide = ModuleSpec(module=WholeWidthNorm, params={"num_heads": num_heads})
             inner[name] = wide if is_wide else TorchNorm
     attention = replace(attention, submodules=replace(attention.submodules, **inner))
@@ -165,12 +166,14 @@ def _residual_form(layer: ModuleSpec, config: TransformerConfig, options: Any) -
     return replace(layer, submodules=replace(layer.submodules, **changes))
 
 
-def _mixes(layer: ModuleSpec, part: type[Part] | None, arguments: dict[str, Any]) -> ModuleSpec:
+def _mixes(
+    layer: ModuleSpec, part: type[Part] | None, options: Any, arguments: dict[str, Any]
+) -> ModuleSpec:
     """Returns a layer with the part that mixes its tokens, or with attention of packs."""
     mixer = layer.submodules.self_attention
     if part is not None:
-        mixer = ModuleSpec(module=part.module())
-    # Latent attention applies its own rotary embedding, to a part of each head.
+        mixer = ModuleSpec(module=part.module(), params=part.module_arguments(options, arguments))
+    # megatron-core's latent attention applies its own rotary embedding, to a part of each head.
     elif mixer.module is SelfAttention:
         params = {**(mixer.params or {}), **arguments}
         mixer = replace(mixer, module=PackedSelfAttention, params=params)

@@ -18,6 +18,7 @@ from megatron.packing.layers import (
 )
 from megatron.packing.model.parts import check_options, part_in
 from megatron.packing.model.parts.delta_net import DeltaNetOptions
+from megatron.packing.model.parts.latent_attention import LatentAttentionOptions
 from megatron.packing.rules import Rule, at_least, check_rules, exclude, needs, rules_of
 
 
@@ -77,7 +78,7 @@ def _wrong_value_of_layers(options: Any) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape(DeltaNetOptions, TransformerShape):
+class ModelShape(LatentAttentionOptions, DeltaNetOptions, TransformerShape):
     """Model: what decides the FLOPs of a token, parts of layers included. What the planner may
     leave open is None.
     """
@@ -90,6 +91,7 @@ class ModelShape(DeltaNetOptions, TransformerShape):
         Rule(
             when=lambda options: (
                 options.kv_channels is None
+                and options.kv_lora_rank is None
                 and options.hidden_size is not None
                 and options.hidden_size % (options.num_attention_heads or 1)
             ),
@@ -154,7 +156,9 @@ class ModelShape(DeltaNetOptions, TransformerShape):
 
     @property
     def resolved_kv_channels(self) -> int:
-        """Width of a head, of a shape that is known."""
+        """Width of a head, of a shape that is known; of latent attention its rotated part."""
+        if self.kv_lora_rank is not None and self.qk_pos_emb_head_dim is not None:
+            return self.qk_pos_emb_head_dim
         assert self.hidden_size is not None
         assert self.num_attention_heads is not None
         return self.kv_channels or self.hidden_size // self.num_attention_heads

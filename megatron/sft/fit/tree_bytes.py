@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron.packing.layers import LayerKind
 from megatron.packing.model.parts import parts_in
 from megatron.sft.fit.stages import Stage, layers_of
 from megatron.sft.options.config import SFTConfig
@@ -32,14 +33,19 @@ def tree_bytes(config: SFTConfig, stages: list[Stage]) -> TreeBytes | None:
     has_none |= any(part.why_paths_apart for part in parts_in(model))  # each is a sequence
     if has_none or not config.packing.sequence_packing or model.mtp_num_layers is not None:
         return None
-    groups = model.num_query_groups or model.num_attention_heads
-    assert groups is not None
-    row = 2 * max(groups // parallel.tensor_model_parallel_size, 1) * model.resolved_kv_channels
+    row = max(_row(kind, parallel.tensor_model_parallel_size) for kind in model.layer_kinds())
     row *= 2 if config.training.bf16 else 4
     kept = max(_num_kept(config, stage) for stage in stages)
     pieces = 1 if parallel.context_parallel_size == 1 else 2
     own = config.capacity_per_rank if parallel.context_parallel_size == 1 else 0
     return TreeBytes(row * kept * own, row * kept * pieces * 1000)
+
+
+def _row(kind: LayerKind, num_ranks: int) -> int:
+    """Returns the channels of a token's keys and values on one of so many ranks."""
+    if kind.mixer is not None:
+        return kind.mixer.key_value_size() // num_ranks
+    return 2 * max(kind.num_query_groups // num_ranks, 1) * kind.kv_channels
 
 
 def _num_kept(config: SFTConfig, stage: Stage) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.packing.model.attention.rotary import LayerRotary
 from megatron.packing.model.attention.self_attention import QueryScale
 from megatron.packing.model.multipliers import LogitRule, adjust_logits, multiply_embeddings
+from megatron.packing.model.parts import parts_in
 from megatron.sft.model.rope import inverse_frequencies, plain_frequencies
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import factor_of_turns, parse_rope_scaling
@@ -79,10 +80,14 @@ def arguments_of_attention(model: ModelConfig) -> Callable[[int], dict[str, Any]
 
 
 def _rotary_of_layers(model: ModelConfig) -> tuple[LayerRotary | None, ...]:
-    """Layers with a window may have a base of their own; layers without rotary embedding none."""
+    """Layers with a window may have a base of their own; layers without rotary embedding none.
+    Latent attention always has one.
+    """
+    dim = int(model.resolved_kv_channels * model.rotary_percent)
+    if any("rotary" in part.attention_arguments for part in parts_in(model)):
+        return (_rotary_of_model(model, dim),) * model.num_layers
     if model.window_rotary_base is None:
         return (None,) * model.num_layers
-    dim = int(model.resolved_kv_channels * model.rotary_percent)
     rotary = LayerRotary(
         plain_frequencies(dim, model.window_rotary_base), is_interleaved=model.rotary_interleaved
     )
@@ -91,6 +96,15 @@ def _rotary_of_layers(model: ModelConfig) -> tuple[LayerRotary | None, ...]:
         rotary if kind.window is not None and not without else None
         for kind, without in zip(model.layer_kinds(), skipped)
     )
+
+
+def _rotary_of_model(model: ModelConfig, dim: int) -> LayerRotary:
+    if model.rope is None:
+        frequencies, scale = plain_frequencies(dim, model.rotary_base), 1.0
+    else:
+        frequencies = inverse_frequencies(dim, model.rotary_base, model.rope, model.seq_length)
+        scale = factor_of_turns(model.rope)
+    return LayerRotary(frequencies, is_interleaved=model.rotary_interleaved, scale=scale)
 
 
 class _Hide:

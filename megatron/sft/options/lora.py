@@ -28,6 +28,11 @@ LINEARS: dict[str, tuple[str, ...]] = {
     "fc2": ("down_proj",),
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "out_proj": ("out_proj",),
+    "q_down": ("q_a_proj",),
+    "q_up": ("q_b_proj",),
+    "q": ("q_proj",),
+    "kv_down": ("kv_a_proj_with_mqa",),
+    "kv_up": ("kv_b_proj",),
 }
 """Linear layers, as `packing.model.names.linear_of` calls them -> the layers of HuggingFace models
 that each of them is made of, in order.
@@ -43,7 +48,8 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
 """Linear layer -> HuggingFace's names of several of these modules in one layer, where a family has
 them so, in order.
 """
-_EVERY = tuple(module for modules in LINEARS.values() for module in modules)
+_EVERY = tuple(dict.fromkeys(module for modules in LINEARS.values() for module in modules))
+_OF_ATTENTION = (*LINEARS["qkv"], *LINEARS["proj"])
 _ALL = "all-linear"
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "w1": ("gate_proj",),  # Mixtral's
@@ -86,7 +92,8 @@ class LoraConfig:
     lora_target_modules: tuple[str, ...] = field(default=(), metadata={"only_with": "lora"})
     """Layers with adapters, by PEFT's names. Any of q_proj k_proj v_proj o_proj gate_proj
     up_proj down_proj, also those of each expert, in_proj_qkv in_proj_z in_proj_b in_proj_a
-    out_proj of gated delta nets, and qkv_proj gate_up_proj in_proj_qkvz in_proj_ba of
+    out_proj of gated delta nets, q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj of latent
+    attention, and qkv_proj gate_up_proj in_proj_qkvz in_proj_ba of
     families that have them in one (default: all-linear, which is all of these).
     """
     lora_experts: Literal["all", "shared", "routed"] = field(
@@ -187,6 +194,7 @@ class LoraConfig:
         # Apart, since checkpoints from before a part had adapters do not name its modules.
         of_parts = {part.name: modules_of_part(part) for part in known_parts()}
         others = {module for modules in of_parts.values() for module in modules}
+        others -= {*_OF_ATTENTION}  # which latent attention has, too
         return {
             "lora": True,
             **{

@@ -126,7 +126,7 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
         return scaling._replace(attention_factor=None if written is None else float(written))
     if kind != "yarn":
         return scaling
-    usual, factor = _mscale(scaling.factor), _attention_factor(fields, scaling.factor, where)
+    usual, factor = mscale(scaling.factor), _attention_factor(fields, scaling.factor, where)
     is_usual, is_one = abs(factor - usual) <= 1e-12, abs(factor - 1.0) <= 1e-12
     return scaling._replace(
         raises_scores=is_usual or not is_one,
@@ -188,15 +188,16 @@ def _attention_factor(fields: Mapping[str, Any], factor: float, where: str) -> f
     if not fields.get("raises_scores", True):
         return 1.0
     if not all(scales):
-        return _mscale(factor)
+        return mscale(factor)
     for scale in scales:
         if not is_positive(scale):
             raise ValueError(f"{where} must have numbers above 0, but has mscale {shown(scale)}")
-    above, below = (_mscale(factor, float(scale)) for scale in scales)  # type: ignore[arg-type]
+    above, below = (mscale(factor, float(scale)) for scale in scales)  # type: ignore[arg-type]
     return above / below
 
 
-def _mscale(factor: float, scale: float = 1.0) -> float:
+def mscale(factor: float, scale: float = 1.0) -> float:
+    """Returns yarn's factor of contexts that are `factor` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -208,4 +209,4 @@ def factor_of_turns(scaling: RopeScaling) -> float:
         original = scaling.original_max_position_embeddings
         return math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     raises = scaling.rope_type == "yarn" and scaling.raises_scores
-    return _mscale(scaling.factor) if raises else 1.0
+    return mscale(scaling.factor) if raises else 1.0

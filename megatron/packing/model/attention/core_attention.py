@@ -131,22 +131,43 @@ class PackedDotProductAttention(MegatronModule):
         lengths: Lengths,
         tree: PackTree | None = None,
     ) -> Tensor:
+        if self.cp_group.size() == 1 and tree is None:
+            return self._computed(query, key, value, Segments.square(lengths))
+        return self.attend_to_all(
+            query, self.gather(torch.cat((key, value), dim=-1)), lengths, tree
+        )
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the tokens of all context-parallel ranks, one after the other."""
+        if self.cp_group.size() == 1:
+            return x
+        gathered: Tensor = gather_from_sequence_parallel_region(
+            x, tensor_parallel_output_grad=True, group=self.cp_group
+        )
+        return gathered
+
+    def attend_to_all(
+        self, query: Tensor, keys_values: Tensor, lengths: Lengths, tree: PackTree | None
+    ) -> Tensor:
+        """Returns [t, heads, d_v] for queries [t, heads, d].
+
+        keys_values: [T, groups, d + d_v], keys and behind them values, as `gather` returns them.
+        """
         size, rank = self.cp_group.size(), self.cp_group.rank()
         segments = Segments.square(lengths)
         if size > 1 or tree is not None:
-            gathered = torch.cat((key, value), dim=-1)
-            if size > 1:
-                gathered = gather_from_sequence_parallel_region(
-                    gathered, tensor_parallel_output_grad=True, group=self.cp_group
-                )
             where = query.device, self.scores.window
             seen = (
                 zigzag(lengths, size, rank, *where)
                 if tree is None
                 else tree_keys(tree, size, rank, *where)
             )
-            key, value = gathered.index_select(0, seen.key_index).chunk(2, dim=-1)
+            keys_values = keys_values.index_select(0, seen.key_index)
             segments = Segments(seen.query_lengths, seen.key_lengths)
+        key, value = keys_values.tensor_split((query.shape[-1],), dim=-1)
+        return self._computed(query, key, value, segments)
+
+    def _computed(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         device = Device.of(self.config, query)
         return causal_attention(
             query, key, value, segments, self.scores, self.softmax_offset, device

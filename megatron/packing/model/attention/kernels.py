@@ -45,17 +45,24 @@ def causal_attention(
     """Returns attention of packed segments: the last query of each segment sees all its keys, the
     one before all but one, and so on, as far back as the window of `scores`.
 
-    query: [sum(query_lengths), heads, d]; key, value: [sum(key_lengths), groups, d]; sinks:
-    [heads], scores of one more key without a value (see `attend`) -> [sum(query_lengths), heads,
-    d]. device: whose kernels compute it; None for that of the tensors.
+    query: [sum(query_lengths), heads, d]; key: [sum(key_lengths), groups, d]; value:
+    [sum(key_lengths), groups, d_v]; sinks: [heads], scores of one more key without a value (see
+    `attend`) -> [sum(query_lengths), heads, d_v]. device: whose kernels compute it; None for that
+    of the tensors.
     """
+    width, of_value = query.shape[-1], value.shape[-1]
     kernel = kernel_for(
         device or Device.at(query.device),
         query.dtype,
-        query.shape[-1],
+        max(width, of_value),
         torch.are_deterministic_algorithms_enabled(),
         Needs(scores.window is not None, scores.softcap is not None, sinks is not None),
     )
+    if width != of_value and kernel is not _by_sequence:
+        # Kernels take one width: channels of zeros add nothing to scores, and are cut off again.
+        query, key = (pad(x, (0, max(of_value - width, 0))) for x in (query, key))
+        value = pad(value, (0, max(width - of_value, 0)))
+        return kernel(query, key, value, segments, scores, sinks)[..., :of_value]
     return kernel(query, key, value, segments, scores, sinks)
 
 

@@ -163,7 +163,7 @@ def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
         "shared": kind.experts is not None and kind.experts.shared_width > 0,
         "shared_gate": has_experts and model.moe_shared_expert_gate,
     }
-    of_mixer = attention.parameters(model) if kind.mixer is None else kind.mixer.parameters
+    of_mixer = attention.parameters(model) if kind.mixer is None else kind.mixer.layer_parameters()
     return frozenset(
         [parameter.name for parameter in of_mixer]
         + [name for name, is_true in holds.items() if is_true]

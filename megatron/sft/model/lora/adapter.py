@@ -58,7 +58,8 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.is_row_parallel = isinstance(layer, RowParallelLinear)
         self.group = layer.tp_group
-        self.sequence_parallel = config.sequence_parallel and self.group.size() > 1
+        # the layer's own: latent attention has whole sequences between its products
+        self.sequence_parallel = layer.sequence_parallel and self.group.size() > 1
         self.scale = lora.scale
         self._dropout = lora.lora_dropout
         module_of = {part: n for n, adapted in enumerate(layers) for part in adapted.parts}

@@ -1,4 +1,4 @@
-"""pure. GLM-4-0414 and Z1 (dense), and GLM-4.5 to 4.7 (experts)."""
+"""pure. GLM-4-0414, Z1 (dense), GLM-4.5 to 4.7 (experts), GLM-4.7-Flash (latent attention)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from typing import Any
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family
 from megatron.sft.model.huggingface.families.fused import GATE_UP
+from megatron.sft.model.huggingface.families.latent import (
+    LATENT_ROWS,
+    latent_config,
+    latent_options,
+)
 from megatron.sft.model.huggingface.families.mixture import (
+    SHARED_NAMES,
+    dense_first_experts,
+    dense_first_experts_config,
     grouped_router,
     grouped_router_config,
-    num_experts,
 )
 from megatron.sft.model.huggingface.rows import Row
 from megatron.sft.options.model import ModelConfig
@@ -32,43 +39,43 @@ def _config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _moe_options(config: ConfigFields) -> dict[str, Any]:
-    num_layers = config.number("num_hidden_layers")
-    first = config.get("first_k_dense_replace", 1)
-    has_experts = tuple(int(layer >= first) for layer in range(num_layers))
-    width = config.number("moe_intermediate_size")
-    num_shared = config.get("n_shared_experts", 1)
-    normalises = bool(config.get("norm_topk_prob", True))
-    if not normalises and config.number("num_experts_per_tok") > 1:
-        config.require("norm_topk_prob", True)
-    if not any(has_experts):
-        raise ValueError(
-            f"{config.where} leaves no layer with experts; check first_k_dense_replace {first}"
-        )
+    config = ConfigFields({"first_k_dense_replace": 1, **config.values}, config.where)
     return {
         "add_qkv_bias": bool(config.get("attention_bias", False)),
         "qk_layernorm": bool(config.get("use_qk_norm", False)),
-        **num_experts(config, "n_routed_experts", "num_local_experts"),
-        "moe_ffn_hidden_size": width,
-        "moe_layer_freq": () if all(has_experts) else has_experts,
-        "moe_shared_expert_intermediate_size": num_shared * width or None,
+        **dense_first_experts(config),
         **grouped_router(config),
-        "moe_router_pre_softmax": not normalises,
     }
 
 
 def _moe_config(model: ModelConfig) -> dict[str, Any]:
-    width = model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size
     return {
         "attention_bias": model.add_qkv_bias,
         "partial_rotary_factor": model.rotary_percent,
         "use_qk_norm": model.qk_layernorm,
-        "n_routed_experts": model.num_experts or 1,
-        "num_experts_per_tok": model.moe_router_topk,
-        "moe_intermediate_size": width,
-        "first_k_dense_replace": model.moe_layer_freq.count(0),
-        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
+        **dense_first_experts_config(model),
         **grouped_router_config(model),
+    }
+
+
+def _lite_options(config: ConfigFields) -> dict[str, Any]:
+    # transformers' class does not read first_k_dense_replace, which files have, too
+    dense_first = (0,) + (1,) * (config.number("num_hidden_layers") - 1)
+    has_experts = config.layers("mlp_layer_types", "sparse") or dense_first
+    return {
+        **latent_options(config),
+        **dense_first_experts(config, has_experts),
+        **grouped_router(config),
+    }
+
+
+def _lite_config(model: ModelConfig) -> dict[str, Any]:
+    has_experts = model.moe_layer_freq or (1,) * model.num_layers
+    return {
+        **latent_config(model),
+        **dense_first_experts_config(model),
+        **grouped_router_config(model),
+        "mlp_layer_types": ["sparse" if one else "dense" for one in has_experts],
     }
 
 
@@ -99,6 +106,18 @@ GLM4_MOE = Family(
     run_defaults={"moe_router_dtype": "fp32"},
     options=_moe_options,
     config=_moe_config,
-    names=((".shared_expert.", ".shared_experts."),),
+    names=SHARED_NAMES,
+    carries_further_layers=True,
+)
+GLM4_MOE_LITE = Family(
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    norm_epsilon=1e-5,
+    unsupported=("attention_bias",),
+    run_defaults={"moe_router_dtype": "fp32"},
+    options=_lite_options,
+    config=_lite_config,
+    rows=LATENT_ROWS,
+    names=SHARED_NAMES,
     carries_further_layers=True,
 )

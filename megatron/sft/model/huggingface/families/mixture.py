@@ -18,6 +18,8 @@ BLOCK_SPARSE_NAMES = (
     (".down_proj.", ".w2."),
 )
 """Names of Mixtral's files, and of MiniMax's."""
+SHARED_NAMES = ((".shared_expert.", ".shared_experts."),)
+"""Names of files of DeepSeek, GLM and Mistral."""
 STACKED_BLOCK_SPARSE_NAMES = (("mlp.gate.e_score", "mlp.e_score"),)
 """Their names where experts are stacked, as transformers has them in memory."""
 
@@ -86,6 +88,42 @@ def num_experts(config: ConfigFields, name: str, other_name: str | None = None) 
     }
 
 
+def dense_first_experts(
+    config: ConfigFields, has_experts: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """Returns the options of experts behind a few dense layers, with shared ones beside them.
+
+    has_experts: 1 for each layer that has them; None for those from `first_k_dense_replace` on.
+    """
+    if has_experts is None:
+        first = config.get("first_k_dense_replace", 0)
+        layers = range(config.number("num_hidden_layers"))
+        has_experts = tuple(int(layer >= first) for layer in layers)
+        if not any(has_experts):
+            raise ValueError(
+                f"{config.where} leaves no layer with experts; check first_k_dense_replace {first}"
+            )
+    width = config.number("moe_intermediate_size")
+    return {
+        **num_experts(config, "n_routed_experts", "num_local_experts"),
+        "moe_ffn_hidden_size": width,
+        "moe_layer_freq": () if all(has_experts) else has_experts,
+        "moe_shared_expert_intermediate_size": config.get("n_shared_experts", 1) * width or None,
+    }
+
+
+def dense_first_experts_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json that say the same."""
+    width = model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size
+    return {
+        "n_routed_experts": model.num_experts or 1,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": width,
+        "first_k_dense_replace": model.moe_layer_freq.count(0),
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
+    }
+
+
 def qwen_experts(config: ConfigFields, other_name: str | None = None) -> dict[str, Any]:
     """Returns the options of Qwen's experts; see `num_experts`."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
@@ -141,9 +179,13 @@ def grouped_router(config: ConfigFields) -> dict[str, Any]:
             f"{config.get('num_experts_per_tok')} of topk_group {group_topk} groups, but only two "
             "per group are supported: megatron-core rates groups by as many"
         )
+    normalises = bool(config.get("norm_topk_prob", True))
+    if not normalises and config.number("num_experts_per_tok") > 1:
+        config.require("norm_topk_prob", True)
     scale = config.positive("routed_scaling_factor", 1.0)
     return {
         **sigmoid_router(),
+        "moe_router_pre_softmax": not normalises,
         "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
         "moe_router_num_groups": num_groups if num_groups > 1 else None,
         "moe_router_group_topk": group_topk if num_groups > 1 else None,
@@ -155,5 +197,6 @@ def grouped_router_config(model: ModelConfig) -> dict[str, Any]:
     return {
         "n_group": model.moe_router_num_groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
     }

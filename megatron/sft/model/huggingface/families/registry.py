@@ -7,16 +7,17 @@ from typing import Any, NamedTuple
 
 from megatron.packing.quoting import shown
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
+from megatron.sft.model.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.sft.model.huggingface.families.ernie import ERNIE4_5
 from megatron.sft.model.huggingface.families.exaone4 import EXAONE4
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.families.gemma import GEMMA, GEMMA2, GEMMA3
-from megatron.sft.model.huggingface.families.glm import GLM4, GLM4_MOE
+from megatron.sft.model.huggingface.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from megatron.sft.model.huggingface.families.gpt_oss import GPT_OSS
 from megatron.sft.model.huggingface.families.granite import GRANITE
 from megatron.sft.model.huggingface.families.llama import LLAMA
 from megatron.sft.model.huggingface.families.minimax import MINIMAX_M2
-from megatron.sft.model.huggingface.families.mistral import MINISTRAL3, MISTRAL
+from megatron.sft.model.huggingface.families.mistral import MINISTRAL3, MISTRAL, MISTRAL4
 from megatron.sft.model.huggingface.families.mixtral import MIXTRAL
 from megatron.sft.model.huggingface.families.olmo import OLMO2, OLMO3
 from megatron.sft.model.huggingface.families.phi3 import PHI3
@@ -31,6 +32,7 @@ from megatron.sft.model.huggingface.families.unsupported import why_unsupported
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     *(SEED_OSS, SMOLLM3, ERNIE4_5, GLM4_MOE, PHI3, GRANITE, OLMO2, GLM4),
+    *(DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, DEEPSEEK_V2),
     *(GEMMA2, GEMMA3, OLMO3, EXAONE4, MINISTRAL3, MINIMAX_M2),
     *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS),
     *(QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE),
@@ -55,6 +57,10 @@ differs, and transformers takes it.
 """
 
 
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""`model_type` of releases whose own code is that of another one, in its names and values too."""
+
+
 class LanguageModel(NamedTuple):
     """The language model of a config.json. It may be the text part of a multimodal model."""
 
@@ -76,6 +82,7 @@ def language_model(config: Mapping[str, Any], where: str = "config.json") -> Lan
     """
     kind, text = config.get("model_type"), config.get("text_config")
     outer = _WITHIN.get(kind) if isinstance(kind, str) else None
+    kind = _SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
     if outer is not None and not isinstance(text, dict):
         # Qwen2.5-VL as released, and what converters of others leave, which have no tower.
         prefix = outer.within[config["model_type"]] if is_multimodal(config) else Prefix()

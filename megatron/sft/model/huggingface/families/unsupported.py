@@ -7,10 +7,9 @@ from difflib import get_close_matches
 
 _NEEDS = (
     (
-        "latent attention",
-        "glm4_moe",
-        "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 kimi_k25 kimi_linear glm4_moe_lite "
-        "glm_moe_dsa mistral4 minicpm3 longcat_flash",
+        "sparse or hybrid forms of latent attention",
+        "deepseek_v3",
+        "deepseek_v32 deepseek_v4 kimi_k25 kimi_linear glm_moe_dsa minicpm3 longcat_flash",
     ),
     (
         "layers of different widths, and keys that are values",

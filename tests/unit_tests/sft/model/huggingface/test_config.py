@@ -167,8 +167,8 @@ def test_the_same_again_is_no_contradiction(tmp_path):
         ({"model_type": "falcon"}, ["model_type 'falcon'", "side by side", "llama"]),
         ({"model_type": None}, ["model_type None", "llama, mistral", "are supported"]),
         (
-            {"model_type": "deepseek_v3"},
-            ["needs latent attention", "the nearest that is: glm4_moe"],
+            {"model_type": "deepseek_v32"},
+            ["sparse or hybrid forms of latent attention", "the nearest that is: deepseek_v3"],
         ),
         ({"model_type": "qwen4"}, ["are supported, of which qwen", "has the nearest name"]),
         (
