@@ -45,7 +45,7 @@ def examine_loss(examination: Examination, evidence: Evidence) -> None:
     subject = examination.subject
     if subject.loss is None:
         return
-    if subject.head is None:
+    if subject.head is None:  # of fused losses
         evidence.notes.append("loss: no module puts out logits, so labels and weights are not seen")
         return
     packs = draw_step(subject)
