@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from textwrap import shorten
 
@@ -78,17 +78,25 @@ def rows_of_type(name: str, ways: Sequence[str]) -> Iterator[Row]:
 
 
 def examine_type(name: str, ways: Sequence[str], seconds: float) -> list[Row]:
-    """Returns the rows of a type, from a process of its own that ends after `seconds`."""
-    command = [sys.executable, "-m", "examples.benchmarks.doctor_survey", "--one", name]
+    """Returns the rows of a type, from a fork of this process that ends after `seconds`."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_rows, args=(sender, name, ways))
+    process.start()
+    sender.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return [(name, "", {"": f"not done in {seconds:.0f} s"})]
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return [(name, "", {"": reason[:200]})]
-    rows = json.loads(done.stdout.splitlines()[-1])
-    return [(model_type, attention, answers) for model_type, attention, answers in rows]
+        if not receiver.poll(seconds):
+            return [(name, "", {"": f"not done in {seconds:.0f} s"})]
+        return list(receiver.recv())
+    except EOFError:
+        return [(name, "", {"": "its process ended"})]
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_rows(sender: Connection, name: str, ways: Sequence[str]) -> None:
+    sender.send(list(rows_of_type(name, ways)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,17 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--types", nargs="+", default=None)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--seconds", type=float, default=120.0, help="limit for each type")
-    parser.add_argument("--one", help="examine one type here, and print its rows as JSON")
     options = parser.parse_args(arguments)
     ways = [way for way in WAYS if way != "trl" or _has_trl()]
-    if options.one is not None:
-        import transformers
+    import transformers
 
-        transformers.logging.set_verbosity_error()
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        print(json.dumps(list(rows_of_type(options.one, ways))))
-        return
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     kept = None if options.write is None else options.write.with_suffix(".part.json")
     done: dict[str, list[Row]] = {}
     if kept is not None and kept.exists():

@@ -70,6 +70,7 @@ class GPTScript:
     """Tokens that each layer of the model sees, itself included; 0 for all (default: unknown)."""
     takes_weights: bool = True
     balances: bool = False
+    has_further_losses: bool = False
 
 
 def subject_from_gpt(script: GPTScript) -> Subject:
@@ -100,6 +101,7 @@ def subject_from_gpt(script: GPTScript) -> Subject:
         move=stepping.move,
         takes_weights=script.takes_weights,
         balances=script.balances,
+        has_further_losses=script.has_further_losses,
         ranks=None if is_alone else Ranks(gather=_gather, is_first=dist.get_rank() == 0),
         num_copies={
             "context-parallel ranks": parallel_state.get_context_parallel_world_size(),

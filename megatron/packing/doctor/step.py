@@ -24,7 +24,7 @@ from megatron.packing.doctor.subject import Sample, Step, Subject
 
 WEIGHTS = (1.0, 0.5, 2.0, 1.25, 0.75)
 """Weights of the examined step's samples, in turn."""
-_SLOPE_STEP = 0.005
+_SLOPE_STEP = 0.002
 """Share of the loss by which the weights are moved along the step, both ways."""
 _DTYPES = (torch.float32, torch.float64)
 
@@ -59,7 +59,7 @@ def examine_step(
     per_sequence = subject.reduction == "sequence"
     places = [(p, s) for p, pack in enumerate(packs) for s in range(len(pack))]
     replicas = [number for pack in whole.replicas for number in pack]
-    evidence.step = StepEvidence(
+    own = StepEvidence(
         shares=tuple(
             SequenceShare(
                 pack=pack,
@@ -74,7 +74,7 @@ def examine_step(
             for index, (sample, (pack, sequence)) in enumerate(zip(samples, places))
         ),
         residual=math.sqrt(max(left, 0.0)),
-        scale=size / slope if slope else math.inf,
+        scale=1.0 if subject.has_further_losses else size / slope if slope else math.inf,
         norm=None if whole.norm is None else whole.norm / math.sqrt(size),
         loss=None if whole.loss is None else whole.loss / loss,
         loss_as=_explain_loss(examination, packs, whole.loss, count),
@@ -82,6 +82,7 @@ def examine_step(
         balances=subject.balances,
         reduction=subject.reduction,
     )
+    evidence.step = examination.probe.gather(own)[0]  # ranks must say the same
 
 
 def _step(examination: Examination, packs: Sequence[Sequence[Sample]]) -> Step:
@@ -213,5 +214,5 @@ def _explain_loss(
             for sample, of_token in zip(samples, others)
         ]
         tried[name] = float(torch.cat(kept).mean())
-    tolerance = 2e-3 * abs(total / count)
+    tolerance = 1e-3 * abs(total / count)
     return next((name for name, value in tried.items() if abs(value - reported) < tolerance), "?")

@@ -116,6 +116,8 @@ class Subject:
     """Whether `step` heeds `Sample.weight`."""
     balances: bool = False
     """Whether the step has a balancing loss, which couples the sequences of a pack."""
+    has_further_losses: bool = False
+    """Whether tokens have losses beside those of their logits (multi-token prediction)."""
     shards: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
     """Takes the same sequences. Returns the rows that this rank holds, int64 [rows], in each order
     in which tensors here have them (default: all rows, in order).

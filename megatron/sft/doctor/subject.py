@@ -101,7 +101,8 @@ def subject_of_run(config: SFTConfig, device: Device, name: str = "this run") ->
             optimizer=training.optimizer,
             report_loss=report_loss,
             windows=declared_windows(config.model),
-            balances=bool(config.model.moe_aux_loss_coeff or config.model.mtp_num_layers),
+            balances=bool(config.model.moe_aux_loss_coeff),
+            has_further_losses=bool(config.model.mtp_num_layers),
         )
     )
 
