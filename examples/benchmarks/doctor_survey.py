@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
+import multiprocessing
+import os
 import re
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import nn
@@ -30,6 +34,8 @@ from megatron.packing.doctor.transformers_subject import subject_from_transforme
 
 WAYS = ("flattening", "flattening-borders", "trl", "positions", "ones", "mask", "boolean-mask")
 ATTENTIONS = ("eager", "sdpa")
+Row = tuple[str, str, dict[str, str]]
+"""Type, attention, and way -> answer; "" -> why it was not examined."""
 SEPARATE, LEAKS, RAISES = "separate", "**leaks**", "raises"
 
 
@@ -55,7 +61,7 @@ def answer(model: nn.Module, way: str) -> str:
     return LEAKS if evidence.crossings else SEPARATE
 
 
-def rows_of_type(name: str, ways: Sequence[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
+def rows_of_type(name: str, ways: Sequence[str]) -> Iterator[Row]:
     """Yields type, attention and way -> answer; one row for attentions with the same answers."""
     answers: dict[str, dict[str, str]] = {}
     for attention in ATTENTIONS:
@@ -71,37 +77,77 @@ def rows_of_type(name: str, ways: Sequence[str]) -> Iterator[tuple[str, str, dic
         yield from ((name, attention, answers[attention]) for attention in ATTENTIONS)
 
 
+def examine_type(name: str, ways: Sequence[str], seconds: float) -> list[Row]:
+    """Returns the rows of a type, from a fork of this process that ends after `seconds`."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_rows, args=(sender, name, ways))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            return [(name, "", {"": f"not done in {seconds:.0f} s"})]
+        return list(receiver.recv())
+    except EOFError:
+        return [(name, "", {"": "its process ended"})]
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_rows(sender: Connection, name: str, ways: Sequence[str]) -> None:
+    sender.send(list(rows_of_type(name, ways)))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Examines all types; prints what changed since the page that is there, and writes it."""
+    """Examines all types; prints what changed since the page that is there, and writes it.
+
+    What is done is kept beside the page, and a run that was stopped goes on behind it.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--types", nargs="+", default=None)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--seconds", type=float, default=120.0, help="limit for each type")
     options = parser.parse_args(arguments)
+    ways = [way for way in WAYS if way != "trl" or _has_trl()]
     import transformers
 
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    ways = [way for way in WAYS if way != "trl" or _has_trl()]
-    lines, left_out = [], []
-    start = time.process_time()
-    counts: dict[str, Counter[str]] = {way: Counter() for way in ways}
+    kept = None if options.write is None else options.write.with_suffix(".part.json")
+    done: dict[str, list[Row]] = {}
+    if kept is not None and kept.exists():
+        stored = json.loads(kept.read_text())
+        done = stored["types"] if stored["versions"] == versions() else {}
+    start = os.times()
     for name in options.types or decoder_types():
-        for model_type, attention, answers in rows_of_type(name, ways):
+        if name not in done:
+            done[name] = examine_type(name, ways, options.seconds)
+            print("\n".join(f"{row[0]} | {row[1]} | {row[2]}" for row in done[name]), flush=True)
+            if kept is not None:
+                kept.write_text(json.dumps({"versions": versions(), "types": done}))
+    end = os.times()
+    seconds = end.children_user + end.children_system - start.children_user
+    if options.write is None:
+        return
+    lines, left_out = [], []
+    counts: dict[str, Counter[str]] = {way: Counter() for way in ways}
+    for name in sorted(done):
+        for model_type, attention, answers in done[name]:
             if "" in answers:
-                left_out.append(model_type)
-                print(f"{model_type}: {answers['']}", flush=True)
+                left_out.append(f"{model_type} ({shorten(answers[''], 90)})")
                 continue
             for way in ways:
                 counts[way][answers[way]] += 1
             cells = " | ".join(answers[way] for way in ways)
             lines.append(f"| {model_type} | {attention} | {cells} |")
-            print(lines[-1], flush=True)
-    page = "\n".join(page_lines(ways, lines, left_out, counts, time.process_time() - start))
-    if options.write is not None:
-        if options.write.exists():
-            print_changes(options.write.read_text(), page)
-        options.write.write_text(page + "\n")
+    page = "\n".join(page_lines(ways, lines, left_out, counts, seconds))
+    if options.write.exists():
+        print_changes(options.write.read_text(), page)
+    options.write.write_text(page + "\n")
+    if kept is not None:
+        kept.unlink(missing_ok=True)
 
 
 def _has_trl() -> bool:

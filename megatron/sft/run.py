@@ -121,6 +121,10 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
                 return
             read = fingerprints(config, datasets, pretrained)
             with process_groups(config, read, store) as device:
+                if config.output.doctor:
+                    from megatron.sft.doctor.before_run import examine_run
+
+                    examine_run(config, device)
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
 
                 def on_sigterm(agreed: threading.Event) -> None:

@@ -10,11 +10,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.packing.doctor.subject import Sample, Subject, draw_weights
+from megatron.packing.doctor.subject import Sample, Step, Subject, draw_weights
 from tests.functional_tests.doctor_toy import VOCABULARY, Fault, Toy, lay_out
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 Targets = Callable[[list[Sample]], list[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFault:
+    """What a trainer's step does wrong, beside a loss that is right; nothing by default."""
+
+    weights_lost: bool = False
+    mean_per_rank: bool = False
+    factor: float = 1.0
+    """Of gradients alone, the reported loss is right."""
+    norm_factor: float = 1.0
+    loses: int | None = None
+    """Sequence that no rank trains."""
+    repeats: int | None = None
+    """Sequence that two ranks train."""
+    keeps_gradients: bool = False
+    """Adds the gradients of the step before."""
+    loss_of_all: bool = False
+    """Fused loss that trains prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +51,8 @@ class LossFault:
     factor: float = 1.0
     balances: bool = False
     """Adds a balancing loss over the pack."""
+    step: StepFault | None = None
+    """Takes steps on two data-parallel replicas; None leaves steps to the doctor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +91,14 @@ def subject_of(case: Case, dtype: torch.dtype) -> Subject:
     def loss(packs: Sequence[Sequence[Sample]]) -> Tensor:
         return toy_loss(case.loss, packs, run, lambda: model.balance)
 
+    kept: dict[str, Tensor] = {}
+    stepping = {}
+    if (step := case.loss.step) is not None:
+        stepping = {
+            "step": lambda packs: toy_step(step, packs, model, run, kept),
+            "takes_weights": True,
+            "num_copies": {"data-parallel ranks": 2},
+        }
     return Subject(
         name=case.name,
         model=model,
@@ -77,12 +106,60 @@ def subject_of(case: Case, dtype: torch.dtype) -> Subject:
         logits=logits,
         places=lambda sequences: lay_out(fault, sequences)[1],
         num_slots=lambda sequences: lay_out(fault, sequences)[2],
-        loss=loss,
+        loss=None if case.loss.step is not None else loss,
         head=model.head,
         windows={
             f"layers.{index}": 6 for index, kind in enumerate(fault.kinds) if kind == "window"
         },
+        **stepping,
         **case.options,
+    )
+
+
+def toy_step(
+    fault: StepFault,
+    packs: Sequence[Sequence[Sample]],
+    model: Toy,
+    run: Callable[[Sequence[Tensor], int], tuple[Tensor, list[Tensor]]],
+    kept: dict[str, Tensor],
+) -> Step:
+    """Returns one step of the toy trainer on two replicas, which take sequences in turn."""
+    samples = [sample for pack in packs for sample in pack]
+    owners = [index % 2 for index in range(len(samples))]
+    counts = [int(sample.trained.sum()) for sample in samples]
+    of_rank = [sum(n for n, owner in zip(counts, owners) if owner == rank) for rank in (0, 1)]
+    losses, whole = [], torch.zeros((), dtype=torch.float64)
+    for index, (sample, owner) in enumerate(zip(samples, owners)):
+        out, (rows,) = run([sample.tokens], 0)
+        own = sample.trained[1:] | torch.tensor(fault.loss_of_all)
+        targets = torch.where(own, sample.tokens[1:], -100)
+        part = F.cross_entropy(out[rows][:-1].double(), targets, reduction="sum")
+        part = part if fault.weights_lost else sample.weight * part
+        count = sum(of_rank)
+        if fault.mean_per_rank and len(samples) > 1:
+            count = of_rank[owner] * 2
+        if fault.loss_of_all:
+            count = sum(len(each.tokens) - 1 for each in samples)
+        losses.append(part / count)
+        times = 0 if index == fault.loses and len(samples) > 1 else 1
+        times += index == fault.repeats and len(samples) > 1
+        whole = whole + times * part / count
+    model.zero_grad(set_to_none=True)
+    (fault.factor * whole).backward()
+    change = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    if fault.keeps_gradients:
+        for name, gradient in change.items():
+            before = kept.get(name, torch.zeros_like(gradient))
+            kept[name] = gradient.clone()
+            change[name] = gradient + before
+    norm = torch.stack([x.double().norm() for x in change.values()]).norm()
+    numbers = iter(owners)
+    return Step(
+        change=change,
+        loss=sum(part.item() for part in losses),
+        norm=fault.norm_factor * float(norm),
+        replicas=tuple(tuple(next(numbers) for _ in pack) for pack in packs),
     )
 
 
@@ -330,5 +407,21 @@ LOSS = (
     _case("times context-parallel ranks", "scale of the loss", factor=2.0),
     _case("divided by accumulated steps", "scale of the loss", factor=0.25),
 )
+STEPS = (
+    _case("step on two replicas", step=StepFault()),
+    _case("norm over copies", "norm counts copies", step=StepFault(norm_factor=2**0.5)),
+    _case("sample weights lost", "sample weights are lost", step=StepFault(weights_lost=True)),
+    _case("mean per rank", "mean per rank", step=StepFault(mean_per_rank=True)),
+    _case("gradients times ranks", "gradient is scaled", step=StepFault(factor=2.0)),
+    _case("gradients averaged twice", "gradient is scaled", step=StepFault(factor=0.5)),
+    _case("sequence lost", "sequence is lost", step=StepFault(loses=3)),
+    _case("sequence trained twice", "sequences weigh differently", step=StepFault(repeats=2)),
+    _case(
+        "gradients of the step before",
+        "step is not its sequences' sum",
+        step=StepFault(keeps_gradients=True),
+    ),
+    _case("fused loss trains prompts", "loss is another", step=StepFault(loss_of_all=True)),
+)
 FAULTS = (*FORWARD, *LOSS)
-CASES = (*SOUND, *FAULTS)
+CASES = (*SOUND, *FAULTS, *STEPS)

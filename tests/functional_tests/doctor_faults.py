@@ -39,12 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in CASES:
         if options.only not in case.name:
             continue
-        answers = {dtype: wrong(case, dtype) for dtype in options.dtypes}
+        # Steps are examined in float32 and float64: bfloat16 rounds what is measured.
+        dtypes = [d for d in options.dtypes if d != "bfloat16" or case.loss.step is None]
+        answers = {dtype: wrong(case, dtype) for dtype in dtypes}
         for dtype, text in answers.items():
             if text:
                 failures.append(f"{case.name}, {dtype}: {text}")
                 print(failures[-1], flush=True)
-        marks = " | ".join("WRONG" if answers[dtype] else "named" for dtype in options.dtypes)
+        marks = " | ".join(
+            "" if dtype not in answers else "WRONG" if answers[dtype] else "named"
+            for dtype in options.dtypes
+        )
         rows.append(f"| {case.name} | {', '.join(case.expected) or 'sound'} | {marks} |")
     seconds = time.process_time() - start
     print(f"{len(rows)} cases, {len(failures)} wrong, {seconds:.1f} CPU seconds")

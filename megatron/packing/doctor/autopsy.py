@@ -29,12 +29,15 @@ PACKS = (LENGTHS, (19, 7))
 
 
 def draw_step(subject: Subject) -> list[list[Sample]]:
-    """Returns the packs of the examined step; a third of each sequence is a prompt."""
+    """Returns the packs of the examined step. A third of each sequence is a prompt, but of the
+    second: what runs over its borders meets trained tokens there.
+    """
     packs = []
     for seed, lengths in enumerate(PACKS):
         pack = []
-        for tokens in draw_pack(subject.vocab_size, lengths, seed=10 + seed):
-            prompt = max(1, len(tokens) // 3) if subject.masks_prompts else 1
+        for index, tokens in enumerate(draw_pack(subject.vocab_size, lengths, seed=10 + seed)):
+            has_prompt = subject.masks_prompts and index != 1
+            prompt = max(1, len(tokens) // 3) if has_prompt else 1
             pack.append(Sample(tokens=tokens, trained=torch.arange(len(tokens)) >= prompt))
         packs.append(pack)
     return packs
@@ -45,7 +48,7 @@ def examine_loss(examination: Examination, evidence: Evidence) -> None:
     subject = examination.subject
     if subject.loss is None:
         return
-    if subject.head is None:
+    if subject.head is None:  # of fused losses
         evidence.notes.append("loss: no module puts out logits, so labels and weights are not seen")
         return
     packs = draw_step(subject)

@@ -29,7 +29,22 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
+class ReportOptions:
+    """Report."""
+
+    json: Path | None = None
+    """Write findings and evidence to this JSON file."""
+    html: Path | None = None
+    """Write the report as a page, with a picture of who influences whom."""
+
+    def __post_init__(self) -> None:
+        for flag, path in (("--json", self.json), ("--html", self.html)):  # needs the folder
+            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+                raise ValueError(f"{flag} {path} must be a file in a folder that exists; make it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(ReportOptions):
     """Examination."""
 
     model: str | None = None
@@ -46,10 +61,6 @@ class DoctorOptions:
     """
     dtype: str = field(default="float32", metadata={"names": tuple(DTYPES)})
     """Precision of --model's weights: NAMES."""
-    json: Path | None = None
-    """Write findings and evidence to this JSON file."""
-    html: Path | None = None
-    """Write the report as a page, with a picture of who influences whom."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -68,9 +79,7 @@ class DoctorOptions:
 
     def __post_init__(self) -> None:
         check_rules(self.rules, options=self)
-        for flag, path in (("--json", self.json), ("--html", self.html)):  # needs the folder
-            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise ValueError(f"{flag} {path} must be a file in a folder that exists; make it")
+        super().__post_init__()
 
 
 def run_doctor(arguments: Sequence[str], program: str) -> int:
@@ -86,7 +95,12 @@ def run_doctor(arguments: Sequence[str], program: str) -> int:
     (options,) = parse_flags(
         (DoctorOptions,), arguments, Command(program=program, about=_ABOUT, usage=usage)
     )
-    diagnosis = diagnose(options)
+    diagnosis, is_first = diagnose(options)
+    return report(diagnosis, options) if is_first else int(not diagnosis.is_sound)
+
+
+def report(diagnosis: Diagnosis, options: ReportOptions) -> int:
+    """Prints the report, writes it to files, and returns the exit status."""
     print(diagnosis.text(), end="")
     if options.json is not None:
         options.json.write_text(diagnosis.json(), encoding="utf-8")
@@ -97,8 +111,8 @@ def run_doctor(arguments: Sequence[str], program: str) -> int:
     return 0 if diagnosis.is_sound else 1
 
 
-def diagnose(options: DoctorOptions) -> Diagnosis:
-    """Examines what the options name.
+def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
+    """Examines what the options name. Returns whether this process reports, too.
 
     Raises:
         ValueError: if it cannot be built, or raises; with its own reason.
@@ -118,7 +132,8 @@ def diagnose(options: DoctorOptions) -> Diagnosis:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return examine(subject)
+            is_first = subject.ranks is None or subject.ranks.is_first
+            return examine(subject), is_first
     except Exception as error:  # of anybody's model
         lines = str(error).strip().splitlines() or [""]
         raise ValueError(

@@ -34,5 +34,7 @@ PROPERTIES = {
     "backward": "gradients do not cross",
     "labels": "tokens have their own labels",
     "weights": "the loss is one mean",
+    "step": "a step is the sum of its sequences' own",
+    "norm": "the gradients' norm counts each once",
 }
 """What is examined -> how it is called in the report."""

@@ -12,6 +12,7 @@ from megatron.packing.doctor.decision_row import Row
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.loss_rows import BALANCING, LOSS
 from megatron.packing.doctor.module_kinds import kind_of
+from megatron.packing.doctor.step_rows import STEP
 
 
 def _not_causal(e: Evidence) -> bool:
@@ -154,5 +155,5 @@ RANDOM = Row(
     text=lambda e: "Logits depend on the random seed (dropout, jitter); runs were seeded alike.",
     is_fault=False,
 )
-ROWS = (*CROSSING, *OTHERS, *LOSS, BALANCING, RANDOM)
+ROWS = (*CROSSING, *OTHERS, *LOSS, *STEP, BALANCING, RANDOM)
 """The decision table. Of rows of one property that are faults the first that applies counts."""

@@ -101,6 +101,40 @@ class LossEvidence:
     """Gradient at the embeddings of one sequence, of a loss that trains another only."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SequenceShare:
+    """How much one sequence counts in a step."""
+
+    pack: int
+    sequence: int
+    replica: int
+    """Data-parallel replica that trained it."""
+    num_trained: int
+    weight: float
+    share: float
+    """1 if each of its tokens counts as in the declared mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvidence:
+    """One optimizer step beside its sequences' own, and beside the loss."""
+
+    shares: tuple[SequenceShare, ...]
+    residual: float
+    """Part of the step's length that is no sum of its sequences' own steps."""
+    scale: float
+    """Step beside the gradient of the loss."""
+    norm: float | None
+    """Reported norm beside the step's."""
+    loss: float | None
+    """Reported loss beside that of the samples' own labels."""
+    loss_as: str
+    """Mistake that gives the reported loss, "?" for none that is known, "" where it is right."""
+    num_copies: dict[str, int]
+    balances: bool
+    reduction: str
+
+
 @dataclass(kw_only=True)
 class Evidence:
     """Results of all experiments that could be done."""
@@ -138,6 +172,7 @@ class Evidence:
     examined_layers: tuple[str, ...] = ()
     reach: tuple[LayerReach, ...] = ()
     loss: LossEvidence | None = None
+    step: StepEvidence | None = None
     notes: list[str] = field(default_factory=list)
     """Experiments that could not be done, and why."""
     num_forwards: int = 0

@@ -8,14 +8,21 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megatron.packing.doctor.autopsy import examine_loss
+from megatron.packing.doctor.autopsy import draw_step, examine_loss
 from megatron.packing.doctor.decision_table import ROWS
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.experiments import Examination
-from megatron.packing.doctor.locate import describe, find_birth, find_layers, measure_reach
+from megatron.packing.doctor.locate import (
+    class_of,
+    describe,
+    find_birth,
+    find_layers,
+    measure_reach,
+)
 from megatron.packing.doctor.module_kinds import kind_of
 from megatron.packing.doctor.probe import Probe
 from megatron.packing.doctor.report import Diagnosis, Finding
+from megatron.packing.doctor.step import examine_step
 from megatron.packing.doctor.subject import LENGTHS, Subject
 
 _EXPERT_ULPS = 64
@@ -91,13 +98,15 @@ def _examine_logits(
         measure_reach(examination, evidence)
     examination.backward(evidence)
     examine_loss(examination, evidence)
+    if not only_equal_shapes:
+        examine_step(examination, evidence, draw_step(subject))
 
 
 def _is_rounding_of_experts(examination: Examination, evidence: Evidence, name: str) -> bool:
     """Returns whether what crosses is how the products of experts round: by their number of rows,
     which is another where tokens are routed otherwise.
     """
-    kind = kind_of(name, type(examination.subject.model.get_submodule(name)).__name__)
+    kind = kind_of(name, class_of(examination.probe, name))
     largest = max(evidence.across, *evidence.early)
     return kind == "experts" and largest <= _EXPERT_ULPS * torch.finfo(examination.dtype).eps
 

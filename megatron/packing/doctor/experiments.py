@@ -7,12 +7,13 @@ of other shapes are held to what rounding does to this model, which is measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from megatron.packing.doctor.evidence import Evidence, Repeat
-from megatron.packing.doctor.probe import Probe, as_rows, hooked
+from megatron.packing.doctor.probe import Probe, hooked, local_rows
 from megatron.packing.doctor.subject import draw_other, draw_pack
 
 _NOISE_MARGIN = 8
@@ -41,8 +42,14 @@ class Examination:
         self.subject = probe.subject
         self.pack = draw_pack(self.subject.vocab_size, lengths)
         self.other = draw_pack(self.subject.vocab_size, lengths, seed=5)
-        parameter = next(self.subject.model.parameters(), torch.zeros(0))
-        self.dtype = parameter.dtype
+        self.dtype = next(
+            (
+                parameter.dtype
+                for parameter in self.subject.model.parameters()
+                if parameter.is_floating_point()
+            ),
+            torch.float32,
+        )
         self.logits: list[Tensor] = []
         self.scale = 1.0
         self.repeats_seeded = True
@@ -82,7 +89,8 @@ class Examination:
         """Measures how logits answer to embeddings that differ by one rounding."""
         ulp = max(float(torch.finfo(self.dtype).eps), LARGEST_ROUNDING)
         response = 0.0
-        if (embedding := self.subject.embeds()) is not None:
+        embedding = self.subject.embeds()
+        if embedding is not None or self.subject.ranks is not None:
             noise = torch.Generator().manual_seed(4)
 
             def shake(_: nn.Module, args: object, kwargs: object, output: object) -> object:
@@ -91,7 +99,9 @@ class Examination:
                 sign = torch.randn(output.shape, generator=noise).to(output).clamp(-1, 1)
                 return output * (1 + ulp * sign)
 
-            with hooked(embedding, shake):
+            with ExitStack() as hooks:
+                if embedding is not None:
+                    hooks.enter_context(hooked(embedding, shake))
                 response = difference(self.logits, self.probe.logits(self.pack), self.scale)
         evidence.tolerance = max(
             _RESPONSE_MARGIN * response,
@@ -146,46 +156,63 @@ class Examination:
     def backward(self, evidence: Evidence) -> None:
         """Sends a gradient back from the middle sequence's logits to all embeddings."""
         middle = len(self.pack) // 2
-        gradients = self.embedding_gradients(evidence, middle)
-        if gradients is None:
+        largest = self._embedding_gradients(evidence, middle)
+        if largest is None:
             return
-        own = float(gradients[middle].abs().max())
-        others = [
-            float(gradient.abs().nan_to_num(nan=torch.inf).max())
-            for index, gradient in enumerate(gradients)
-            if index != middle
-        ]
+        own = largest[middle]
         if own > 0:
-            evidence.backward = max(others) / own
+            evidence.backward = max(largest[:middle] + largest[middle + 1 :]) / own
 
-    def embedding_gradients(self, evidence: Evidence, index: int) -> list[Tensor] | None:
-        """Returns gradients of one sequence's logits at the embeddings of each, [length, width]."""
+    def _embedding_gradients(self, evidence: Evidence, index: int) -> list[float] | None:
+        """Returns the largest gradient of one sequence's logits at the embeddings of each."""
         outputs: list[Tensor] = []
-        if (embedding := self.subject.embeds()) is None:
+        embedding = self.subject.embeds()
+        if embedding is None and self.subject.ranks is None:
             evidence.notes.append("backward pass: no embedding is known; give Subject.embedding")
             return None
 
         def keep(_: nn.Module, args: object, kwargs: object, output: object) -> object:
             if not isinstance(output, Tensor) or not output.requires_grad:
                 return None
+            output.retain_grad()
             outputs.append(output)
             return output * 1  # some models scale it in place
 
-        with hooked(embedding, keep):
-            logits = self.probe.run(self.pack)[index]
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(6))
-        if not outputs or not logits.requires_grad:
-            evidence.notes.append("backward pass: the logits have no gradient")
+        with ExitStack() as hooks:
+            if embedding is not None:
+                hooks.enter_context(hooked(embedding, keep))
+            self.probe.num_backwards += 1
+            if self.subject.backward is not None:
+                self.probe.num_forwards += 1
+                self.subject.backward(self.pack, index)
+            else:
+                logits = self.probe.run(self.pack)[index]
+                weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(6))
+                if not logits.requires_grad:
+                    evidence.notes.append("backward pass: the logits have no gradient")
+                    return None
+                (logits * weights.to(logits)).sum().backward()
+        self.subject.model.zero_grad(set_to_none=True)
+        gradient = outputs[0].grad if outputs else None
+        parts = None if gradient is None else self.by_sequence(gradient)
+        largest = [
+            float(rows.abs().nan_to_num(nan=torch.inf).max()) if len(rows) else 0.0
+            for rows in parts or ()
+        ]
+        gathered = [values for values in self.probe.gather(largest) if values]
+        if not gathered:
+            evidence.notes.append("backward pass: no gradient reaches the embeddings")
             return None
-        self.probe.num_backwards += 1
-        (gradient,) = torch.autograd.grad(
-            (logits * weights.to(logits)).sum(), outputs[:1], allow_unused=True
-        )
-        return None if gradient is None else self.by_sequence(gradient)
+        return [max(values) for values in zip(*gathered)]
 
     def by_sequence(self, tensor: Tensor) -> list[Tensor] | None:
-        """Returns the rows of each sequence in a tensor over the stream of tokens."""
-        rows = as_rows(tensor.detach(), self.subject.slots(self.pack))
-        if rows is None:
+        """Returns the rows of each sequence in a tensor over the stream of tokens, those that this
+        rank has, float32.
+        """
+        found = local_rows(tensor.detach(), self.subject.orders(self.pack))
+        if found is None or found.index is None:
             return None
-        return [rows[places.to(rows.device)].float() for places in self.subject.rows(self.pack)]
+        return [
+            found.values[torch.isin(found.index, places).to(found.values.device)].float()
+            for places in self.subject.rows(self.pack)
+        ]

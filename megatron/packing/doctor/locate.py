@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from megatron.packing.doctor.evidence import Evidence, LayerReach, Mixing
 from megatron.packing.doctor.experiments import Examination
-from megatron.packing.doctor.probe import Probe, changed_rows
+from megatron.packing.doctor.probe import Probe, Trace, changed_rows
 
 MAX_LAYERS = 32
 """Layers that are examined one by one; of deeper models the first ones."""
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Returns the layers: children of the first list of modules that are of a depth.
+    """Returns the layers: children of the first list of modules that are of a depth, in each stage.
 
     The list with most parameters is it: experts are lists, too, but below a layer.
     """
@@ -27,12 +27,14 @@ def layer_names(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and not re.search(r"\.\d+\.", name)
     ]
-    if not found:
-        return []
-    name, layers = max(
-        found, key=lambda listed: sum(weight.numel() for weight in listed[1].parameters())
-    )
-    return [f"{name}.{index}" for index in range(len(layers))][:MAX_LAYERS]
+    names: list[str] = []
+    for stage in dict.fromkeys(stage_of(name) for name, _ in found):
+        name, layers = max(
+            (listed for listed in found if stage_of(listed[0]) == stage),
+            key=lambda listed: sum(weight.numel() for weight in listed[1].parameters()),
+        )
+        names += [f"{name}.{index}" for index in range(len(layers))]
+    return names[:MAX_LAYERS]
 
 
 def victim_rows(examination: Examination, one: int, other: int) -> Tensor:
@@ -58,16 +60,49 @@ def find_birth(examination: Examination, evidence: Evidence) -> str | None:
     victims = victim_rows(examination, one, other)
     before = examination.probe.trace(examination.pack)
     after = examination.probe.trace(examination.disturbed(one))
-    for name, (inputs, outputs) in before.items():
+    slots = examination.subject.slots(examination.pack)
+    births = [
+        birth
+        for birth in examination.probe.gather(
+            _first_birth(before, after, victims, slots, evidence.exact)
+        )
+        if birth is not None
+    ]
+    if not births:
+        return None
+    _, _, name = min(births)
+    return str(name)
+
+
+def _first_birth(
+    before: Trace, after: Trace, victims: Tensor, slots: int, exact: float
+) -> tuple[int, int, str] | None:
+    """Returns stage, number and name of this rank's first module that lets victims see others."""
+    for number, (name, (inputs, outputs)) in enumerate(before.items()):
         if name not in after or not outputs:
             continue
-        changed = changed_rows(outputs, after[name][1], evidence.exact)
+        changed = changed_rows(outputs, after[name][1], slots, exact)
         if not len(changed) or not bool(changed[victims].any()):
             continue
-        came_in = changed_rows(inputs, after[name][0], evidence.exact)
+        came_in = changed_rows(inputs, after[name][0], slots, exact)
         if not len(came_in) or not bool(came_in[victims].any()):
-            return name
+            return stage_of(name), number, name
     return None
+
+
+def stage_of(name: str) -> int:
+    """Returns the number of the pipeline stage in a module's name: 2 in "stage2.decoder", 0 where
+    it has none.
+    """
+    match = re.match(r"stage(\d+)\.", name)
+    return int(match[1]) if match else 0
+
+
+def class_of(probe: Probe, name: str) -> str:
+    """Returns the class of a module, which another rank may have."""
+    module = probe.modules.get(name)
+    names = probe.gather("" if module is None else type(module).__name__)
+    return str(next(filter(None, names), ""))
 
 
 def seen_rows(
@@ -81,12 +116,12 @@ def seen_rows(
     pack = examination.pack
     base = examination.probe.output(pack, name)
     slots = examination.subject.slots(pack)
-    if not base:
+    if not any(examination.probe.gather(bool(base))):
         return None
     seen = torch.zeros(slots, slots, dtype=torch.bool)
     for column in columns:
         changed = examination.probe.output(pack, name, torch.tensor([column]))
-        rows = changed_rows(base, changed, exact)
+        rows = examination.probe.changed(base, changed, slots, exact)
         if len(rows) != slots:
             return None
         seen[:, column] = rows
@@ -103,10 +138,9 @@ def describe(examination: Examination, evidence: Evidence, name: str) -> Mixing:
         evidence.crossings or [(i, i) for i, value in enumerate(evidence.early) if value],
         key=lambda pair: (pair[1] != pair[0] + 1, pair),
     )  # neighbours in order tell most
-    module = examination.subject.model.get_submodule(name)
     mixing = Mixing(
         module=name,
-        module_class=type(module).__name__,
+        module_class=class_of(examination.probe, name),
         disturbed=pairs[0][0],
         changed=pairs[0][1],
         length_disturbed=len(rows[pairs[0][0]]),
@@ -177,16 +211,16 @@ def reach_of(own: Tensor) -> int:
 
 def find_layers(examination: Examination, evidence: Evidence) -> None:
     """Disturbs one sequence at a time in front of each layer, and watches the others behind it."""
-    pack = examination.pack
+    pack, probe = examination.pack, examination.probe
     rows = examination.subject.rows(pack)
+    slots = examination.subject.slots(pack)
     examined, crossing = [], []
-    for name in layer_names(examination.subject.model):
-        base = examination.probe.output(pack, name)
+    for name in all_layers(probe):
+        base = probe.output(pack, name)
         changed = [
-            changed_rows(base, examination.probe.output(pack, name, part), evidence.exact)
+            probe.changed(base, probe.output(pack, name, part), slots, evidence.exact)
             for part in _middle_parts(rows)
         ]
-        slots = examination.subject.slots(pack)
         if any(len(mask) != slots or not bool(mask.any()) for mask in changed):
             continue
         examined.append(name)
@@ -198,6 +232,14 @@ def find_layers(examination: Examination, evidence: Evidence) -> None:
         ):
             crossing.append(name)
     evidence.examined_layers, evidence.crossing_layers = tuple(examined), tuple(crossing)
+
+
+def all_layers(probe: Probe) -> list[str]:
+    """Returns the layers of all ranks, in the order of stages."""
+    names = dict.fromkeys(
+        name for of_rank in probe.gather(layer_names(probe.subject.model)) for name in of_rank
+    )
+    return sorted(names, key=lambda name: (stage_of(name), int(name.rpartition(".")[2])))
 
 
 def _middle_parts(rows: Sequence[Tensor]) -> list[Tensor]:
@@ -214,12 +256,17 @@ def measure_reach(examination: Examination, evidence: Evidence) -> None:
     subject, pack = examination.subject, examination.pack
     longest = max(range(len(pack)), key=lambda index: len(pack[index]))
     found = []
-    for name in layer_names(subject.model):
+    windows = {
+        name: width
+        for of_rank in examination.probe.gather(dict(subject.windows))
+        for name, width in of_rank.items()
+    }
+    for name in all_layers(examination.probe):
         packed = layer_reach(examination.probe, pack, longest, name, evidence.exact)
         alone = layer_reach(examination.probe, [pack[longest]], 0, name, evidence.exact)
         if packed is None or alone is None:
             continue
-        declared = subject.windows.get(name)
+        declared = windows.get(name)
         found.append(LayerReach(layer=name, packed=packed, alone=alone, declared=declared))
     evidence.reach = tuple(found)
 
@@ -230,10 +277,10 @@ def layer_reach(
     """Returns how many tokens of a sequence a layer carries its first token to, itself included;
     None if its rows cannot be told apart.
     """
-    rows = probe.subject.rows(pack)[index]
+    rows, slots = probe.subject.rows(pack)[index], probe.subject.slots(pack)
     base = probe.output(pack, name)
-    changed = changed_rows(base, probe.output(pack, name, rows[:1]), exact)
-    if len(changed) != probe.subject.slots(pack):
+    changed = probe.changed(base, probe.output(pack, name, rows[:1]), slots, exact)
+    if len(changed) != slots:
         return None
     own = changed[rows].nonzero().flatten()
     return int(own.max()) + 1 if len(own) else None

@@ -8,15 +8,25 @@ the flattened stream of tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.packing.doctor.subject import Subject
 
-Trace = dict[str, tuple[list[Tensor], list[Tensor]]]
+
+class Rows(NamedTuple):
+    """Rows of the stream that a tensor of this rank has."""
+
+    values: Tensor
+    """[rows, everything else]."""
+    index: Tensor | None
+    """Their places in the stream, int64 [rows]; None for all of it, in order."""
+
+
+Trace = dict[str, tuple[list[Rows], list[Rows]]]
 """Name of a module -> rows of its inputs and of its outputs, in the order in which modules end."""
 
 
@@ -65,15 +75,20 @@ def as_rows(tensor: Tensor, num_slots: int) -> Tensor | None:
     return tensor.reshape(num_slots, -1)
 
 
-def _disturbed(value: Any, rows: Tensor, num_slots: int, seed: int) -> Any:
+def _disturbed(value: Any, rows: Tensor, orders: Sequence[Tensor], seed: int) -> Any:
     """Returns a copy of an argument in which some rows are random, of their own size.
 
     Tensors within tuples stay as they are: they are tables of positions.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    if (place := stream_dimension(value.shape, num_slots)) is None:
+    for order in orders:
+        num_slots = len(order)
+        if (place := stream_dimension(value.shape, num_slots)) is not None:
+            break
+    else:
         return value
+    rows = torch.isin(order, rows).nonzero().flatten()  # as numbered on this rank
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value)
     scale = value.detach().float().pow(2).mean().sqrt().to(value)
@@ -96,8 +111,9 @@ class Probe:
         self.subject = subject
         self.num_forwards = 0
         self.num_backwards = 0
+        self.modules = dict(subject.model.named_modules())
         self.names = {
-            module: name for name, module in subject.model.named_modules() if name
+            module: name for name, module in self.modules.items() if name
         }  # a module that is used twice has one name
 
     def logits(
@@ -139,20 +155,13 @@ class Probe:
             only: names of the modules to record; all where it is empty.
         """
         found: Trace = {}
-        slots = self.subject.slots(sequences)
+        orders = self.subject.orders(sequences)
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             name = self.names[module]
             if name in found:  # of a module that runs several times the first run counts
                 return
-            found[name] = tuple(  # type: ignore[assignment]
-                [
-                    rows.detach().clone()
-                    for tensor in tensors_in(value)
-                    if (rows := as_rows(tensor, slots)) is not None
-                ]
-                for value in ([args, kwargs], output)
-            )
+            found[name] = _kept_rows([args, kwargs], orders), _kept_rows(output, orders)
 
         with ExitStack() as hooks:
             for module, name in self.names.items():
@@ -163,44 +172,80 @@ class Probe:
 
     def output(
         self, sequences: Sequence[Tensor], name: str, rows: Tensor | None = None, seed: int = 3
-    ) -> list[Tensor]:
-        """Returns the rows that a module puts out, after some rows of its inputs were replaced.
+    ) -> list[Rows]:
+        """Returns the rows that a module puts out, after some rows of its inputs were replaced; []
+        where another rank has it.
 
         Args:
             sequences: token ids of the pack.
-            name: the module. The run ends behind it.
+            name: the module. The run ends behind it, unless other ranks take part in it.
             rows: rows of its inputs to replace by random ones, int64; None leaves all.
             seed: for the random rows.
         """
-        slots = self.subject.slots(sequences)
-        module = self.subject.model.get_submodule(name)
-        found: list[Tensor] = []
+        subject = self.subject
+        orders = subject.orders(sequences)
+        found: list[Rows] = []
+        num_calls = 0
 
         def disturb(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if rows is None:
                 return None
             return (
-                tuple(_disturbed(argument, rows, slots, seed) for argument in args),
-                {key: _disturbed(item, rows, slots, seed) for key, item in kwargs.items()},
+                tuple(_disturbed(argument, rows, orders, seed) for argument in args),
+                {key: _disturbed(item, rows, orders, seed) for key, item in kwargs.items()},
             )
 
         def collect(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            for tensor in tensors_in(output):
-                if (part := as_rows(tensor, slots)) is not None:
-                    found.append(part.detach().clone())
-            raise _Stop
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
+                return
+            found.extend(_kept_rows(output, orders))
+            if subject.ranks is None:
+                raise _Stop
 
-        before = module.register_forward_pre_hook(disturb, with_kwargs=True)
-        behind = module.register_forward_hook(collect, with_kwargs=True)
-        try:
-            with torch.no_grad():
+        with ExitStack() as hooks, torch.no_grad():
+            if (module := self.modules.get(name)) is not None:
+                before = module.register_forward_pre_hook(disturb, with_kwargs=True)
+                hooks.callback(before.remove)
+                hooks.enter_context(hooked(module, collect))
+            with suppress(_Stop):
                 self.run(sequences)
-        except _Stop:
-            pass
-        finally:
-            before.remove()
-            behind.remove()
         return found
+
+    def changed(
+        self, before: Sequence[Rows], after: Sequence[Rows], slots: int, exact: float = 0.0
+    ) -> Tensor:
+        """Returns what `changed_rows` does, of all ranks together."""
+        mask = changed_rows(before, after, slots, exact)
+        if self.subject.ranks is None:
+            return mask
+        masks = [torch.tensor(rows) for rows in self.gather(mask.tolist()) if rows]
+        return torch.stack(masks).any(0) if masks else torch.zeros(0, dtype=torch.bool)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the value of each rank; they are names and numbers."""
+        ranks = self.subject.ranks
+        return [value] if ranks is None else ranks.gather(value)
+
+
+def _kept_rows(value: Any, orders: Sequence[Tensor]) -> list[Rows]:
+    """Returns copies of the rows of the stream in nested tensors."""
+    return [
+        Rows(rows.values.detach().clone(), rows.index)
+        for tensor in tensors_in(value)
+        if (rows := local_rows(tensor, orders)) is not None
+    ]
+
+
+def local_rows(tensor: Tensor, orders: Sequence[Tensor]) -> Rows | None:
+    """Returns the rows of a tensor that holds this rank's part of the stream, in one of its orders;
+    None if it has no rows of the stream.
+    """
+    for order in orders:
+        if (rows := as_rows(tensor, len(order))) is not None:
+            return Rows(rows, order)
+    return None
 
 
 @contextmanager
@@ -213,13 +258,14 @@ def hooked(module: nn.Module, hook: Any) -> Iterator[None]:
         handle.remove()
 
 
-def changed_rows(before: Sequence[Tensor], after: Sequence[Tensor], exact: float = 0.0) -> Tensor:
-    """Returns which rows differ by more than `exact`, relative to the largest value; bool [rows].
-
-    NaN in both counts as equal.
+def changed_rows(
+    before: Sequence[Rows], after: Sequence[Rows], slots: int, exact: float = 0.0
+) -> Tensor:
+    """Returns which rows of the stream differ by more than `exact`, relative to the largest value;
+    bool [slots], or [0] if there are no rows. NaN in both counts as equal.
     """
     changed: Tensor | None = None
-    for one, other in zip(before, after):
+    for (one, index), (other, _) in zip(before, after):
         if one.shape != other.shape or not one.numel():
             continue
         wide = torch.promote_types(one.dtype, torch.float32)
@@ -227,7 +273,8 @@ def changed_rows(before: Sequence[Tensor], after: Sequence[Tensor], exact: float
         difference = (one - other).abs()
         same = (one == other) | (one.isnan() & other.isnan())
         limit = exact * float(one.nan_to_num(0, 0, 0).abs().max())
-        rows = ((difference > limit) | difference.isnan()) & ~same
-        part = rows.any(1).cpu()
-        changed = part if changed is None else changed | part
+        part = (((difference > limit) | difference.isnan()) & ~same).any(1).cpu()
+        rows = torch.zeros(slots, dtype=torch.bool)
+        rows[slice(None) if index is None else index] = part
+        changed = rows if changed is None else changed | rows
     return torch.zeros(0, dtype=torch.bool) if changed is None else changed

@@ -126,6 +126,11 @@ def measured(evidence: Evidence) -> dict[str, tuple[float | str | None, float | 
         "backward": (e.backward, e.exact),
         "labels": ("read" if has_labels else None, ""),
         "weights": ("read" if has_weights else None, ""),
+        "step": (
+            None if e.step is None else max(abs(share.share - 1) for share in e.step.shares),
+            0.01,
+        ),
+        "norm": (None if e.step is None or e.step.norm is None else e.step.norm - 1, 0.01),
     }
 
 

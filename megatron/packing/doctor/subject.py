@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,35 @@ class Sample:
     """Token ids, int64 [length]."""
     trained: Tensor
     """True for tokens that are targets, bool [length]; the first token never is one."""
+    weight: float = 1.0
+    """Factor of its tokens' losses in the step's sum; the number that is divided by has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one optimizer step did."""
+
+    change: Mapping[str, Tensor]
+    """Name -> what one step of SGD with learning rate 1 subtracts from the parameter, or from this
+    rank's part of it. A parameter that ranks hold copies of is the same to the bit on each.
+    """
+    loss: float | None = None
+    """The loss that the trainer reports for it."""
+    norm: float | None = None
+    """Norm of the gradients that the trainer reports, before it clips them."""
+    replicas: tuple[tuple[int, ...], ...] = ()
+    """Data-parallel replica of each sequence of each pack, where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Processes that hold parts of one subject. All of them call the doctor alike."""
+
+    gather: Callable[[Any], list[Any]]
+    """Takes a picklable value of names and numbers; returns that of each process, in their order.
+    """
+    is_first: bool = True
+    """Whether this process writes the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +97,37 @@ class Subject:
     "sequence" (mean over sequences of their own means).
     """
     embedding: nn.Module | None = None
-    """Module that turns tokens into vectors (default: the first nn.Embedding)."""
+    """Module that turns tokens into vectors (default: the first nn.Embedding of a single process;
+    several processes name it, where they have it).
+    """
     head: nn.Module | None = None
     """Module whose output are the logits, where there is one."""
     windows: Mapping[str, int] = field(default_factory=dict)
     """Name of a layer -> tokens that its attention sees, itself included, as declared."""
     is_causal: bool = True
     """Whether a token must not see those after it."""
+    step: Callable[[Sequence[Sequence[Sample]]], Step] | None = None
+    """Takes packs of samples. Takes one optimizer step on all of them, with clipping off, and puts
+    the weights back (default: the gradients of `loss`). The trainer may pack otherwise.
+    """
+    move: Callable[[float], None] | None = None
+    """Adds a multiple of the last step's change to the weights (default: by parameters' names)."""
+    takes_weights: bool = False
+    """Whether `step` heeds `Sample.weight`."""
+    balances: bool = False
+    """Whether the step has a balancing loss, which couples the sequences of a pack."""
+    has_further_losses: bool = False
+    """Whether tokens have losses beside those of their logits (multi-token prediction)."""
+    shards: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+    """Takes the same sequences. Returns the rows that this rank holds, int64 [rows], in each order
+    in which tensors here have them (default: all rows, in order).
+    """
+    backward: Callable[[Sequence[Tensor], int], None] | None = None
+    """Takes sequences and the index of one. Packs and runs them, and then backward from a sum of
+    that one's logits in which each has its own weight (default: by autograd, from `logits`).
+    """
+    ranks: Ranks | None = None
+    """The processes that hold parts of it; None for this one alone."""
     num_copies: Mapping[str, int] = field(default_factory=dict)
     """Words for a wrong factor of the loss -> number, such as {"context-parallel ranks": 2}."""
 
@@ -88,9 +142,17 @@ class Subject:
         """Returns the number of rows of the flattened stream, padding included."""
         return self.num_slots(sequences) if self.num_slots else sum(map(len, sequences))
 
+    def orders(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the rows of the stream that tensors of this rank have, in each of their orders,
+        int64 [rows].
+        """
+        if self.shards is not None:
+            return self.shards(sequences)
+        return [torch.arange(self.slots(sequences))]
+
     def embeds(self) -> nn.Module | None:
         """Returns the module that turns tokens into vectors, or None."""
-        if self.embedding is not None:
+        if self.embedding is not None or self.ranks is not None:
             return self.embedding
         found = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
         return next(found, None)

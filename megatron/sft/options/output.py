@@ -53,6 +53,10 @@ class OutputConfig:
     """
     dry_run: bool = False
     """Check options, data and all output folders, print what the run would do, and exit."""
+    doctor: bool = field(default=False, metadata={"only_with": "sequence_packing"})
+    """Before the first step, examine a small model of the run in its own layout: whether packed
+    sequences see one another, and what a step is the sum of. Ends the run if a fault is found.
+    """
     log_interval: int = 1
     """Steps between log lines."""
     run_dir: str | None = None

@@ -1,0 +1,236 @@
+"""pure. Rows of the decision table about one optimizer step as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron.packing.doctor.decision_row import Row
+from megatron.packing.doctor.evidence import Evidence, StepEvidence
+from megatron.packing.doctor.loss_reading import read_loss
+
+_SHARE_TOLERANCE = 0.01
+_SCALE_TOLERANCE = 0.01
+_RESIDUAL_TOLERANCE = 1e-3
+_LOSS_TOLERANCE = 1e-3
+"""Sound runs stay below 3e-7 (residual), 2e-3 (scale) and 1e-7 (loss) in float32."""
+_NORM_TOLERANCE = 0.01
+
+
+def _is_readable(e: Evidence) -> bool:
+    """Returns whether nothing is wrong that shows in the step, too: packs are what sequences are.
+
+    Sequences that see one another have other gradients alone, and labels were read one by one.
+    """
+    if e.step is None or e.crossings or e.sees_padding() or e.differs_alone():
+        return False
+    if e.backward is not None and not e.backward <= e.exact:
+        return False
+    if e.loss is None:
+        return True
+    reading = read_loss(e.loss)
+    return (
+        reading.is_right
+        and reading.mean_per in ("", e.reduction)
+        and not reading.factor_name
+        and e.loss.others <= e.exact
+    )
+
+
+def _step(condition: Callable[[StepEvidence], bool]) -> Callable[[Evidence], bool]:
+    return lambda e: e.step is not None and _is_readable(e) and condition(e.step)
+
+
+def _say(text: Callable[[StepEvidence], str]) -> Callable[[Evidence], str]:
+    def say(e: Evidence) -> str:
+        assert e.step is not None
+        return text(e.step)
+
+    return say
+
+
+def _equal(values: Sequence[float]) -> bool:
+    largest = max(map(abs, values))
+    return max(values) - min(values) <= 2 * _SHARE_TOLERANCE * largest
+
+
+def _counts(s: StepEvidence) -> str:
+    return ", ".join(
+        f"{share.share:.3g} of sequence {share.sequence} in pack {share.pack} "
+        f"({share.num_trained} trained)"
+        for share in s.shares
+    )
+
+
+def _is_uneven(s: StepEvidence) -> bool:
+    return not _equal([share.share for share in s.shares])
+
+
+def _mean_over(key: Callable[[object], object]) -> Callable[[StepEvidence], bool]:
+    """Returns whether each group of sequences counts as one, whatever its tokens."""
+
+    def is_mean(s: StepEvidence) -> bool:
+        tokens: dict[object, int] = {}
+        for share in s.shares:
+            tokens[key(share)] = tokens.get(key(share), 0) + share.num_trained
+        return (
+            len(tokens) > 1
+            and _is_uneven(s)
+            and _equal([share.share * tokens[key(share)] for share in s.shares])
+        )
+
+    return is_mean
+
+
+def _copies(s: StepEvidence) -> str:
+    words = [
+        name
+        for name, count in s.num_copies.items()
+        if count > 1 and abs(s.scale / count - 1) < 0.05
+    ]
+    words += [
+        name
+        for name, count in s.num_copies.items()
+        if count > 1 and abs(s.scale * count - 1) < 0.05
+    ]
+    return f": the number of {words[0]}" if words else ""
+
+
+_LOSSES = {
+    "prompt": "prompts are trained",
+    "last": "the last target of each sequence is lost",
+    "slots": "the sum is divided by all slots",
+    "sequence": "it is the mean of sequences' means",
+    "0": "labels are the tokens themselves",
+    "2": "labels are shifted twice",
+    "?": "no mistake that the doctor knows gives it",
+}
+_MISTAKES = ("prompt", "last", "slots", "0", "2")
+"""Those of labels and their number, which change what sequences count, too."""
+
+
+def _is_other_loss(s: StepEvidence) -> bool:
+    return s.loss is not None and bool(s.loss_as) and abs(s.loss - 1) > _LOSS_TOLERANCE
+
+
+STEP = (
+    Row(
+        name="loss is another",
+        property="step",
+        applies=_step(lambda s: _is_other_loss(s) and s.loss_as in _MISTAKES),
+        text=_say(
+            lambda s: (
+                f"The reported loss is {s.loss or 0:.4g} times that of the samples' own "
+                f"labels: {_LOSSES.get(s.loss_as, '')}."
+            )
+        ),
+        mend="Check labels, loss mask and what the sum is divided by, in the packed path.",
+    ),
+    Row(
+        name="sequence is lost",
+        property="step",
+        applies=_step(lambda s: any(abs(share.share) < _SHARE_TOLERANCE for share in s.shares)),
+        text=_say(lambda s: f"A sequence has no part in the step: {_counts(s)}."),
+        mend="Look for what is dropped when packs, fetches or ranks are uneven.",
+    ),
+    Row(
+        name="sample weights are lost",
+        property="step",
+        applies=_step(
+            lambda s: _is_uneven(s) and _equal([share.share * share.weight for share in s.shares])
+        ),
+        text=_say(lambda s: "Samples of unlike weights count alike, token by token."),
+        mend="Carry the weights into the packed loss mask.",
+    ),
+    Row(
+        name="mean per rank",
+        property="step",
+        applies=_step(_mean_over(lambda share: share.replica)),
+        text=_say(
+            lambda s: f"Each data-parallel rank counts alike, whatever its tokens: {_counts(s)}."
+        ),
+        mend="Sum losses and token counts over all ranks, then divide (calculate_per_token_loss, "
+        "or num_items_in_batch over processes).",
+        threads=("huggingface/transformers#35438",),
+    ),
+    Row(
+        name="mean per pack",
+        property="step",
+        applies=_step(_mean_over(lambda share: share.pack)),
+        text=_say(lambda s: f"Each pack counts alike, whatever its tokens: {_counts(s)}."),
+        mend="Divide by the trained tokens of the whole step.",
+    ),
+    Row(
+        name="mean per sequence",
+        property="step",
+        applies=_step(_mean_over(lambda share: (share.pack, share.sequence))),
+        text=_say(lambda s: f"Each sequence counts alike, whatever its tokens: {_counts(s)}."),
+        mend="If that is meant, say so (Subject.reduction).",
+    ),
+    Row(
+        name="step is not its sequences' sum",
+        property="step",
+        applies=_step(lambda s: s.residual > _RESIDUAL_TOLERANCE and not s.balances),
+        text=_say(
+            lambda s: (
+                f"{s.residual:.1%} of the step are no sum of what its sequences give alone, "
+                "though logits are those of sequences alone."
+            )
+        ),
+        mend="Look for gradients that are kept from a step before, reduced twice or not at all, "
+        "or for losses beside that of tokens (multi-token prediction) that cross borders.",
+    ),
+    Row(
+        name="sequences weigh differently",
+        property="step",
+        applies=_step(_is_uneven),
+        text=_say(lambda s: f"Tokens of sequences count differently in the step: {_counts(s)}."),
+        mend="Look for a sequence that is trained twice, cut, or masked in part.",
+    ),
+    Row(
+        name="balancing loss",
+        property="step",
+        applies=_step(lambda s: s.residual > _RESIDUAL_TOLERANCE and s.balances),
+        text=_say(lambda s: f"{s.residual:.1%} of the step are no sum of its sequences' own."),
+        mend="Expected of a balancing loss over tokens of the pack.",
+        is_fault=False,
+    ),
+    Row(
+        name="loss is another",
+        property="step",
+        applies=_step(_is_other_loss),
+        text=_say(
+            lambda s: (
+                f"The reported loss is {s.loss or 0:.4g} times that of the samples' own "
+                f"labels: {_LOSSES.get(s.loss_as, '')}."
+            )
+        ),
+        mend="Check labels, loss mask and what the sum is divided by, in the packed path.",
+    ),
+    Row(
+        name="gradient is scaled",
+        property="step",
+        applies=_step(
+            lambda s: (
+                not s.balances
+                and s.residual <= _RESIDUAL_TOLERANCE
+                and abs(s.scale - 1) > _SCALE_TOLERANCE
+            )
+        ),
+        text=_say(
+            lambda s: f"The step is {s.scale:.3g} times the gradient of the loss{_copies(s)}."
+        ),
+        mend="Gradients are summed where they are to be averaged, or averaged twice.",
+    ),
+    Row(
+        name="norm counts copies",
+        property="norm",
+        applies=lambda e: (
+            e.step is not None
+            and e.step.norm is not None
+            and abs(e.step.norm - 1) > _NORM_TOLERANCE
+        ),
+        text=_say(lambda s: f"The reported norm is {s.norm or 0:.4g} times that of the gradients."),
+        mend="Count a parameter once that ranks hold copies of, and each shard of one; mark shards "
+        "as tensor_model_parallel. Clipping goes by this norm.",
+    ),
+)
