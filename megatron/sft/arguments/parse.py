@@ -11,15 +11,16 @@ from typing import Any
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
-from megatron.sft.arguments.defaults import choice_notes, chosen_options
+from megatron.sft.arguments.defaults import choice_notes, chosen_options, preference_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.pretrained import check_training, implied_options
-from megatron.sft.arguments.value_notes import value_notes
+from megatron.sft.arguments.value_notes import loss_notes, value_notes
 from megatron.sft.options.config import GROUPS, SFTConfig
 from megatron.sft.options.hub_names import check_hub_names
 
 COMMON = {
     "Start from": ("config", "pretrained_checkpoint", "load", "lora", "lora_rank", "lora_alpha"),
+    "Preference tuning": ("loss", "loss_type", "beta"),
     "Data": (
         "data_path",
         "valid_data_path",
@@ -70,6 +71,7 @@ def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
     check_training(given)
     if given.get("sequence_packing_scheduler") is not None:
         implied["sequence_packing"] = True
+    implied |= preference_options(given)
     samples = given.get("train_samples")
     batch = given.get("global_batch_size", implied.get("global_batch_size", 0))
     if samples is not None and batch > 0:
@@ -125,4 +127,4 @@ def parse_with_notes(
     # A dry run needs no launcher: one process checks the parallel layout of many.
     alone = config.output.dry_run and world_size == 1
     config.check(config.parallel.least_world_size if alone else world_size)
-    return config, [*notes, *value_notes(config)]
+    return config, [*notes, *loss_notes(config.preference), *value_notes(config)]

@@ -235,7 +235,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossNumbers:
-    """Parameters that `preference.losses` reads."""
+    """Parameters that `training.preference.losses` reads."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0

@@ -37,6 +37,7 @@ from megatron.sft.training.evaluation import Evaluator, Split
 from megatron.sft.training.figures import figures_of
 from megatron.sft.training.finite import NonFiniteError
 from megatron.sft.training.passes import Passes
+from megatron.sft.training.preference.objective import objective_of
 from megatron.sft.training.saved_run import SavedRun
 from megatron.sft.training.step_account import (
     Reduction,
@@ -96,7 +97,10 @@ class Trainer:
             check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
-        self._passes = Passes(config, self._training)
+        # Before a checkpoint is loaded: the reference of preference tuning is the weights that the
+        # run began with.
+        self._objective = objective_of(config, self._training)
+        self._passes = Passes(config, self._training, self._objective)
 
     def _restore(self) -> None:
         """Loads the checkpoint of --load, if there is one; collective. It comes before
@@ -327,6 +331,7 @@ class Trainer:
             is_written=self._saved.is_written,
             num_padded_tokens=batch.num_padded_tokens,
             figures=figures_of(batch),
+            sums=self._objective.sums,
         )
         say = (lambda line: None) if log is None else log.say
         result = self._updater.update_weights(iteration, reduction, losses, say)
@@ -338,6 +343,7 @@ class Trainer:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
+            figures=self._objective.figures(reduced.sums),
         )
         # The steps that are prepared ahead change a queue of their own. This one is what
         # checkpoints save: it changes only now, as the step cannot fail any more.

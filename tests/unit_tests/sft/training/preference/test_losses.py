@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.sft.options.preference import LOSS_TYPES, LossNumbers
-from megatron.sft.preference.losses import (
+from megatron.sft.training.preference.losses import (
     CPO,
     DPO,
     KTO,
@@ -154,7 +154,8 @@ def test_a_sure_answer_has_finite_gradients_in_orpo() -> None:
     loss = LOSSES["orpo"]["orpo"].of(sure, NUMBERS)
     loss.sum().backward()
     assert loss.abs().max() < 1e-12
-    assert sure.chosen.grad is not None and sure.chosen.grad.isfinite().all()
+    assert sure.chosen.grad is not None
+    assert sure.chosen.grad.isfinite().all()
 
 
 DIVERGENCES: dict[str, Callable[[float], float]] = {
