@@ -20,7 +20,6 @@ from megatron.sft.options.hub_names import check_hub_names
 
 COMMON = {
     "Start from": ("config", "pretrained_checkpoint", "load", "lora", "lora_rank", "lora_alpha"),
-    "Preference tuning": ("loss", "loss_type", "beta"),
     "Data": (
         "data_path",
         "valid_data_path",
@@ -31,6 +30,8 @@ COMMON = {
         "mock_data",
     ),
     "Training": (
+        "loss",
+        "beta",
         "train_epochs",
         "train_iters",
         "global_batch_size",

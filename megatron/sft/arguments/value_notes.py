@@ -55,7 +55,7 @@ def _notes_on_sizes(config: SFTConfig) -> Iterator[str]:
             f"note: --lr {training.lr:g} is high for --loss {config.preference.loss}, which "
             "usually trains with 5e-7 to 5e-6, and adapters with ten times that"
         )
-    if training.lr == 0:
+    if training.lr == 0 and config.preference.write_reference_file is None:
         yield "note: --lr 0 trains nothing"
     if training.weight_decay > MAX_WEIGHT_DECAY:
         yield (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from megatron.packing.rules import Rule, above_zero, at_least, check_rules, in_range
+from megatron.packing.rules import Rule, above_zero, at_least, check_rules, exclude, in_range
 
 Loss = Literal["sft", "dpo", "simpo", "orpo", "cpo", "kto"]
 LOSS_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -133,7 +133,33 @@ class PreferenceConfig:
     turn and with the user's turns of an answer of several turns.
     """
 
+    reference_file: str | None = field(default=None, metadata={"only_with": "loss!=sft"})
+    """File of megatron-sft score with the reference's log-probabilities, in place of a copy of the
+    weights.
+    """
+    write_reference_file: str | None = field(default=None, metadata={"only_with": "loss!=sft"})
+    """Score the answers of all records into this file and end: what megatron-sft score does."""
+
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            when=lambda options: (
+                (options.reference_file or options.write_reference_file)
+                and options.loss not in REFERENCED
+            ),
+            why="{loss} has no reference",
+            way_out="drop {reference_file.flag}",
+        ),
+        Rule(
+            when=lambda options: (
+                options.loss == "kto"
+                and "kto" in options.types
+                and (options.reference_file or options.write_reference_file)
+            ),
+            why="{reference_file.flag} has no log-probabilities of the answers to other prompts "
+            "that --loss-type kto compares with",
+            way_out="drop it, or pass --loss-type apo_zero_unpaired",
+        ),
+        exclude("reference_file", "write_reference_file"),
         Rule(
             when=_wrong_type,
             why="{loss_type.flag} {name} is not offered with {loss}: {reason}",

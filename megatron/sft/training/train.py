@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -38,6 +40,7 @@ from megatron.sft.training.figures import figures_of
 from megatron.sft.training.finite import NonFiniteError
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.preference.objective import objective_of
+from megatron.sft.training.preference.scoring import write_reference
 from megatron.sft.training.saved_run import SavedRun
 from megatron.sft.training.step_account import (
     Reduction,
@@ -65,6 +68,7 @@ class Trainer:
         self._config = config
         self._device = device
         self._run_dir = run_dir
+        self._datasets = datasets
         self._rules = StopRules(config.training)
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
@@ -179,6 +183,16 @@ class Trainer:
         signal may have killed data workers, and this rank would wait for them forever.
         """
         self._batches.limit_data_wait()
+
+    def score(self, header: Mapping[str, Any]) -> None:
+        """Writes --write-reference-file, in place of training; collective."""
+        self._batches.settle()
+        line = write_reference(
+            self._config, self._model_config, self._datasets, self._share, self._passes, header
+        )
+        self._batches.close()
+        if line:
+            print(line, flush=True)
 
     def train(self, signals: StopSignals) -> None:
         """Trains to the end. Saves at intervals, at the end, on a stop signal, and before a data

@@ -22,6 +22,7 @@ from megatron.packing.batch.paths import merge_with_fields
 from megatron.packing.batch.tree import MergedPaths, Path, TreeError
 from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
 from megatron.sft.data.preference.records import read_preference
+from megatron.sft.data.preference.score_file import key_of
 from megatron.sft.data.records.content import Answers, Conversation, Passage
 from megatron.sft.data.records.formats import Reading
 from megatron.sft.data.records.turns import within
@@ -31,6 +32,8 @@ RANK, WEIGHT, GOOD = "path_rank", "path_weight", "path_good"
 ANSWER_TOKENS, HEAD_TOKENS = "path_answer_tokens", "path_head_tokens"
 REFERENCE, REFERENCE_HEAD = "path_reference", "path_reference_head"
 ANSWER_INDEX = "answer_index"
+KEYS = ("path_key_low", "path_key_high", "path_head_key_low", "path_head_key_high")
+"""Keys of `score_file`, in what `megatron-sft score` reads: of the answer, and of its head."""
 MAX_KEYS_PER_TOKEN = 8
 """Keys that attention may gather per token of a tree in any layout, before it cuts the tree."""
 _NO_INDEX = -1
@@ -71,6 +74,8 @@ class PairEncoder:
     """Tokens to whose multiple each node is padded."""
     scores: Lookup | None = None
     """Log-probabilities of the reference, by the tokens of a path."""
+    has_keys: bool = False
+    """True to give each path the key of its log-probability."""
 
     def read(self, record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
         """Returns the content of a record."""
@@ -208,6 +213,11 @@ class PairEncoder:
                     "as a record"
                 )
             fields["head_tokens"] = np.full(2, counts.min(), np.int32)
+        if self.has_keys:
+            keys = [key_of(*side) for side in sides]
+            heads_of = [key.of_head(int(counts.min())) for key in keys]
+            for name, of_sides in (("key", keys), ("head_key", heads_of)):
+                fields[f"{name}_low"], fields[f"{name}_high"] = np.array(of_sides, np.int64).T
         if self.scores is not None:
             totals = [self.scores.of(*side) for side in sides]
             fields["reference"] = np.array(totals, np.float64)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron.sft.data.preference.encode import PairEncoder
 from megatron.sft.data.preference.partners import PartnersDataset
+from megatron.sft.data.preference.score_file import ScoreFile
 from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.options.preference import PreferenceConfig
 
@@ -26,6 +27,8 @@ def preferences_of(config: SFTConfig) -> PairEncoder | None:
         has_head=options.ld_alpha is not None,
         capacity=config.capacity_per_rank * config.parallel.context_parallel_size,
         unit=config.alignment.sequence,
+        scores=None if options.reference_file is None else ScoreFile.read(options.reference_file),
+        has_keys=options.write_reference_file is not None,
     )
 
 

@@ -390,5 +390,7 @@ def objective_of(config: SFTConfig, training: Training) -> StepObjective:
             f"--loss {options.loss} compares answers within a pack, but here each is a sequence of "
             f"its own: {apart}; train without it"
         )
-    copies = options.needs_reference
+    copies = options.needs_reference and options.reference_file is None
+    if options.write_reference_file is not None:
+        copies = False
     return Preference(options, Reference(training.model) if copies else None)
