@@ -80,7 +80,10 @@ def try_recipe(path: Path, place: Path, num_steps: int = 2) -> list[str]:
     recipe = yaml.safe_load(path.read_text())
     write_model(place / "model", shrunken(model_config(recipe)))
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 9}]
-    (place / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 64)
+    record: dict[str, Any] = {"messages": turns}
+    if recipe.get("loss", "sft") != "sft":
+        record = {"prompt": turns[:1], "chosen": "Hello. " * 9, "rejected": "Go away."}
+    (place / "chats.jsonl").write_text((json.dumps(record) + "\n") * 64)
     recipe.pop("train_epochs")
     recipe |= ONE_PROCESS | {
         "pretrained_checkpoint": str(place / "model"),

@@ -95,6 +95,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             with_samples_of_checkpoint,
         )
         from megatron.sft.report.run_folder import RUNS, prepare_output
+        from megatron.sft.training.preference.scoring import check_reference
         from megatron.sft.training.stop import StopSignals
         from megatron.sft.training.train import Trainer
 
@@ -119,6 +120,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             if config.output.dry_run:
                 dry_run(config, datasets, pretrained, store)
                 return
+            scores = check_reference(config, datasets, pretrained)
             read = fingerprints(config, datasets, pretrained)
             with process_groups(config, read, store) as device:
                 if config.output.doctor:
@@ -126,6 +128,9 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
 
                     examine_run(config, device)
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
+                if config.preference.write_reference_file is not None:
+                    trainer.score(scores)
+                    return
 
                 def on_sigterm(agreed: threading.Event) -> None:
                     trainer.limit_data_wait()

@@ -341,10 +341,12 @@ def train_packed(
     numbers: Numbers = EXACT,
     step: Callable[..., Any] = forward_step,
     prepare: Callable[[Any], None] | None = None,
+    passes: Callable[[SFTConfig, list[Any]], Callable[..., list[Any]]] | None = None,
 ) -> list[RankStep]:
     """The product in the layout of `text`, on this rank.
 
-    prepare: completes the model's config before the model is built.
+    prepare: completes the model's config before the model is built. passes: makes what takes the
+    place of megatron-core's schedule, from the options and the model.
     """
     config = options(text, batches, dist.get_world_size())
     _prepare(config, numbers.dtype)
@@ -362,7 +364,9 @@ def train_packed(
         parallel_state.get_data_parallel_world_size(),
     )
     draws_data = is_data_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
-    forward_backward = PackedPasses(get_forward_backward_func())
+    forward_backward = (
+        PackedPasses(get_forward_backward_func()) if passes is None else passes(config, model)
+    )
     frozen = [
         (p, p.detach().clone())
         for chunk in model

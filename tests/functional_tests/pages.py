@@ -84,6 +84,8 @@ def furnish(place: Path) -> None:
     for name, size in sizes.items():
         lines = (json.dumps({"messages": turns}) + "\n") * size
         (place / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    pair = json.dumps({"prompt": turns[:1], "chosen": "Hello.", "rejected": "Go away."}) + "\n"
+    (place / "pairs.jsonl").write_text(pair * 64, encoding="utf-8")
     (blend,) = re.findall(r"```yaml\n(.*?)```", PAGES["blend.md"], re.DOTALL)
     (place / "blend.yaml").write_text(blend, encoding="utf-8")
     (place / "run.yaml").write_text(

@@ -43,6 +43,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text((json.dumps({"messages": turns}) + "\n") * 64)
+    pair = json.dumps({"prompt": turns[:1], "chosen": "Hello.", "rejected": "Go away."}) + "\n"
+    (tmp_path / "pairs.jsonl").write_text(pair * 64)
+    (tmp_path / "reference.npz").touch()
     lines = (ROOT / "docs" / "howto" / "blend.md").read_text()
     blend = re.findall(r"```yaml\n(.*?)```", lines, re.DOTALL)[0]
     (tmp_path / "blend.yaml").write_text(blend)

@@ -31,6 +31,29 @@ def path_log_probs(
 
     Raises ValueError where samples have no fields per path, and for parts unless allowed.
     """
+    sums = weighted_path_log_probs(batch, losses, cp_group, None, allow_parts)
+    return sums[0].to(torch.promote_types(losses.dtype, torch.float32))
+
+
+def weighted_path_log_probs(
+    batch: Batch,
+    losses: Tensor,
+    cp_group: dist.ProcessGroup,
+    weights: Tensor | None,
+    allow_parts: bool = False,
+) -> Tensor:
+    """Returns several sums of the log-probabilities of each path's trained tokens, float64 [k, n].
+
+    A token that paths share may count in one path's sum and not in the other's. Sums are float64:
+    those of float32 numbers then hardly depend on the order of additions, which differs between
+    passes on a GPU.
+
+    Args:
+        weights: [k, m], a weight of each pair of token and path (`batch.paths`) in each sum; None
+            for one sum of all, without weights.
+
+    Otherwise as `path_log_probs`.
+    """
     paths = batch.paths
     if paths is None:
         raise ValueError(
@@ -43,7 +66,7 @@ def path_log_probs(
             "trained apart (a warning said so); raise --max-seqlen-per-dp-cp-rank, or add up the "
             "parts that allow_parts=True gives"
         )
-    of_tokens = losses.to(torch.promote_types(losses.dtype, torch.float32)).flatten()
-    sums = of_tokens.new_zeros(paths.num_tokens.shape)
-    sums = sums.index_add(0, paths.path, -of_tokens.index_select(0, paths.token))
+    of_pairs = -losses.double().flatten().index_select(0, paths.token)
+    rows = of_pairs.unsqueeze(0) if weights is None else of_pairs * weights
+    sums = rows.new_zeros(len(rows), len(paths.num_tokens)).index_add(1, paths.path, rows)
     return reduce_from_tensor_model_parallel_region(sums, group=cp_group)

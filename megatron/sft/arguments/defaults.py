@@ -19,6 +19,15 @@ MAX_SEQ_LENGTH = 8192
 GLOBAL_BATCH_SIZE = 32
 LEARNING_RATES = {False: 1e-5, True: 1e-4}
 """True for LoRA -> peak learning rate. Adapters start from zero, and need about ten times more."""
+_PAIRED = {False: 1e-6, True: 1e-5}
+PREFERENCE_RATES = {
+    "dpo": _PAIRED,
+    "simpo": _PAIRED,
+    "cpo": _PAIRED,
+    "kto": _PAIRED,
+    "orpo": {False: 8e-6, True: 5e-5},
+}
+"""--loss -> the same for preference tuning, which those of supervised fine-tuning would ruin."""
 WARMUP_FRACTION = 0.03
 _STEPS = ("train_iters", "train_samples", "train_epochs")
 _WARMUP = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
@@ -58,7 +67,8 @@ def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     chosen: dict[str, Any] = {}
     if "lr" not in given:
-        chosen["lr"] = LEARNING_RATES[bool(given.get("lora"))]
+        rates = PREFERENCE_RATES.get(str(given.get("loss")), LEARNING_RATES)
+        chosen["lr"] = rates[bool(given.get("lora"))]
         if not given.keys() & set(_WARMUP):
             chosen["lr_warmup_fraction"] = WARMUP_FRACTION
     if "seq_length" not in given:
@@ -68,6 +78,16 @@ def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given.keys() & set(_STEPS) and not given.get("mock_data"):
         chosen["train_epochs"] = 1.0
     return chosen
+
+
+def preference_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what --loss implies: packing, and no dropout in the policy, whose reference has none
+    either (a model's or an adapter's folder may state one).
+    """
+    if given.get("loss", "sft") == "sft":
+        return {}
+    no_dropout = dict.fromkeys(("hidden_dropout", "attention_dropout", "lora_dropout"), 0.0)
+    return {"sequence_packing": True, **no_dropout}
 
 
 def choice_notes(given: Mapping[str, Any]) -> list[str]:

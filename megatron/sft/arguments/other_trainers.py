@@ -82,6 +82,13 @@ _OURS = {
     "--seed": "data_seed",
     "--chat-template FILE": "template chat_template_path chat_template_jinja",
     "--tokenizer-model FOLDER": "tokenizer_name_or_path tokenizer_name tokenizer_config tokenizer",
+    "--beta": "pref_beta dpo_beta kto_beta orpo_beta orpo_alpha simpo_beta cpo_beta rlhf_beta",
+    "--loss (dpo, simpo, orpo, cpo, kto) and --loss-type": "pref_loss dpo_loss_type loss_fn",
+    "--simpo-gamma": "gamma simpo_gamma_beta_ratio",
+    "--loss-type sigmoid sft --loss-weights 1 X": "rpo_alpha pref_ftx dpo_sft_loss_weight",
+    "--label-smoothing, with --loss-type robust": "dpo_label_smoothing",
+    "--desirable-weight": "kto_chosen_weight kto_desirable_weight",
+    "--undesirable-weight": "kto_rejected_weight kto_undesirable_weight",
     "--lora": "use_peft finetuning_type adapter train_type tuner_type sft_type peft_type",
     "--lora-rank": "lora_r peft_r",
     "--lora-target-modules": """
@@ -116,16 +123,32 @@ _WAYS = {
         assistant_only_loss completion_only_loss train_on_inputs train_on_prompt mask_history
         loss_scale train_on_responses_only roles_to_train train_on_eos train_on_eot
     """,
-    "drop it: supervised fine-tuning is what there is; it can train the chosen answers": """
-        stage do_train rl task rlhf_type trainer_cls beta pref_* dpo_* kto_* simpo_* orpo_* cpo_*
-        rpo_* ppo_* grpo_* ref_model* ref_adapters* mcore_ref_* reference_free sync_ref_model
-        precompute_ref_* reward_* teacher_* desirable_weight undesirable_weight f_divergence_type
-        f_alpha_divergence_coef discopop_tau num_generations* max_completion_length
-        max_prompt_length generation_batch_size steps_per_generation use_vllm vllm_* sglang_*
-        lmdeploy_* epsilon epsilon_high importance_sampling_level scale_rewards num_iterations
-        mask_truncated_completions *entropy_coef* log_completions kl_coef ld_alpha
+    "pass --loss dpo, cpo, simpo, orpo or kto, and --loss-type for its variants": """
+        stage do_train rl task rlhf_type trainer_cls
     """,
-    "drop it: the loss is cross-entropy": "loss_type use_dft_loss enable_dft_loss use_eaft*",
+    "drop it: the reference is what the run begins with, --pretrained-checkpoint with its "
+    "--lora-adapter": """
+        ref_model* ref_adapters* mcore_ref_* ref_load sync_ref_model ref_model_mixup_alpha
+        ref_model_sync_steps
+    """,
+    "pass --loss simpo or cpo, which have no reference": "reference_free",
+    "drop it: the reference's log-probabilities are computed in each step": "precompute_ref_*",
+    "drop it: dropout is off in preference tuning": "disable_dropout",
+    "drop it: reward models are not trained": """
+        reward_* center_rewards_coefficient teacher_*
+    """,
+    "drop it: answers are given, not generated, so that GRPO, PPO and other online methods are not "
+    "here; trainers that generate (verl, NeMo-RL) can take this packing as a plug-in": """
+        ppo_* grpo_* num_generations* generation_batch_size steps_per_generation use_vllm vllm_*
+        sglang_* lmdeploy_* epsilon epsilon_high importance_sampling_level scale_rewards
+        num_iterations mask_truncated_completions *entropy_coef* log_completions kl_coef
+    """,
+    "drop it: its weights need sums of squared probabilities of each token (WPO)": "use_weighting",
+    "drop it: --seq-length limits a prompt with its answer": """
+        max_prompt_length max_completion_length max_target_length
+    """,
+    "drop it: padding does not exist in packs": "padding_value label_pad_token_id",
+    "drop it: the loss is cross-entropy": "use_dft_loss enable_dft_loss use_eaft*",
     "drop it: the optimizer is Adam": """
         optim optimizer optim_* galore_* qgalore_* apollo_* use_apollo badam_* use_adam_mini
         use_muon lomo* lisa_*
@@ -200,7 +223,7 @@ _WAYS = {
         use_badam ema use_ema ema_* loraplus_* pissa_* loftq_* oft_* boft_* vera_* adalora_* reft_*
         relora* use_pose pose_* curriculum_sampling lora_bias lora_dtype init_lora_weights
         init_weights peft_init_lora_weights peft_use_dora rank_pattern alpha_pattern
-        lora_rank_pattern lora_alpha_pattern shift_attn mixture_of_depths label_smoothing
+        lora_rank_pattern lora_alpha_pattern shift_attn mixture_of_depths
         auto_find_batch_size plugins external_plugins report_to_hub pad_to_sequence_len
         pad_to_multiple_of wandb_watch wandb_log_model
         loss_watchdog_threshold loss_watchdog_patience model_author use_hf

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
-from megatron.sft.arguments.defaults import choice_notes, chosen_options
+from megatron.sft.arguments.defaults import choice_notes, chosen_options, preference_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
 from megatron.sft.arguments.pretrained import check_training, implied_options
-from megatron.sft.arguments.value_notes import value_notes
+from megatron.sft.arguments.value_notes import loss_notes, value_notes
 from megatron.sft.options.config import GROUPS, SFTConfig
 from megatron.sft.options.hub_names import check_hub_names
 
@@ -30,6 +30,8 @@ COMMON = {
         "mock_data",
     ),
     "Training": (
+        "loss",
+        "beta",
         "train_epochs",
         "train_iters",
         "global_batch_size",
@@ -70,6 +72,7 @@ def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
     check_training(given)
     if given.get("sequence_packing_scheduler") is not None:
         implied["sequence_packing"] = True
+    implied |= preference_options(given)
     samples = given.get("train_samples")
     batch = given.get("global_batch_size", implied.get("global_batch_size", 0))
     if samples is not None and batch > 0:
@@ -125,4 +128,4 @@ def parse_with_notes(
     # A dry run needs no launcher: one process checks the parallel layout of many.
     alone = config.output.dry_run and world_size == 1
     config.check(config.parallel.least_world_size if alone else world_size)
-    return config, [*notes, *value_notes(config)]
+    return config, [*notes, *loss_notes(config.preference), *value_notes(config)]

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.preference import PreferenceConfig
 
 MAX_LR = 0.01
 """Peak learning rates above it are probably mistyped: Adam trains with 1e-6 to 1e-3."""
 MAX_WEIGHT_DECAY = 1.0
+MAX_PREFERENCE_LR = {False: 2e-5, True: 2e-4}
+"""True for LoRA -> learning rates above it mostly ruin what preference tuning begins with."""
 
 
 def value_notes(config: SFTConfig) -> list[str]:
@@ -22,6 +25,29 @@ def value_notes(config: SFTConfig) -> list[str]:
     ]
 
 
+def loss_notes(options: PreferenceConfig) -> Iterator[str]:
+    """Yields a line on the loss of preference tuning, with the parameters that it reads."""
+    if not options.is_on:
+        return
+    numbers, types = options.numbers, options.types
+    names = [
+        name if weight == 1 else f"{weight:g} x {name}"
+        for name, weight in zip(types, options.weights)
+    ]
+    parts = [f"beta {numbers.beta:g}"]
+    if "simpo" in types:
+        parts.append(f"gamma {numbers.gamma:g}")
+    if numbers.label_smoothing:
+        parts.append(f"label smoothing {numbers.label_smoothing:g}")
+    if options.nll_weight and "sft" not in types:
+        parts.append(f"cross entropy of chosen answers x {options.nll_weight:g}")
+    terms = "marked answers" if options.loss == "kto" else "pairs"
+    yield (
+        f"--loss {options.loss}: {' + '.join(names)}, {', '.join(parts)}; means over the {terms} "
+        "of the global batch"
+    )
+
+
 def _notes_on_sizes(config: SFTConfig) -> Iterator[str]:
     training = config.training
     if training.lr > MAX_LR:
@@ -29,7 +55,12 @@ def _notes_on_sizes(config: SFTConfig) -> Iterator[str]:
             f"note: --lr {training.lr:g} is far above what Adam trains with (1e-6 to 1e-3, about "
             "1e-5 for all weights of a released model and 1e-4 for --lora)"
         )
-    if training.lr == 0:
+    if config.preference.is_on and training.lr > MAX_PREFERENCE_LR[config.lora.lora]:
+        yield (
+            f"note: --lr {training.lr:g} is high for --loss {config.preference.loss}, which "
+            "usually trains with 5e-7 to 5e-6, and adapters with ten times that"
+        )
+    if training.lr == 0 and config.preference.write_reference_file is None:
         yield "note: --lr 0 trains nothing"
     if training.weight_decay > MAX_WEIGHT_DECAY:
         yield (

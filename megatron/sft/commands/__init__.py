@@ -29,6 +29,9 @@ COMMANDS = {
     "show": Subcommand(
         f"{_HERE}.show", "show samples as they are trained, trained tokens in color"
     ),
+    "score": Subcommand(
+        "megatron.sft.score", "write log-probabilities of answers, for train --loss"
+    ),
     "chat": Subcommand(f"{_HERE}.chat", "talk to a model or a checkpoint in the terminal"),
     "inspect": Subcommand(
         f"{_HERE}.inspect", "describe data, a blend, a model folder or checkpoints"

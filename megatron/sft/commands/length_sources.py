@@ -31,6 +31,7 @@ from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.mock.dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock.lengths import FLAG
+from megatron.sft.data.preference.encode import PairEncoder
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
 from megatron.sft.options.data import TOKENIZER_RULES, tokenizer_type_of
@@ -195,7 +196,11 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
     )
     turns = options.train_turns or ("served" if tokenizer.contexts == "differ" else "all")
     columns = parse_columns(options.data_columns)
-    encoder = ChatEncoder(tokenizer, LONGEST, "truncate", columns, turns)
+    pairs = None
+    if options.loss != "sft":
+        is_marked, has_prompt = options.loss == "kto", options.loss == "orpo"
+        pairs = PairEncoder(is_marked=is_marked, trains_prompt=has_prompt)
+    encoder = ChatEncoder(tokenizer, LONGEST, "truncate", columns, turns, preferences=pairs)
     reader, dropped = SampleReader(), 0
     for index in range(len(source)):
         (record,) = read_records(source, [index])

@@ -265,19 +265,22 @@ def _lengths(config: SFTConfig, source: str | None, vocab_size: int, needed: int
         template_date=data.template_date,
         chat_template_kwargs=data.chat_template_kwargs,
         train_turns=data.train_turns,
+        loss=config.preference.loss,
         seq_length=config.model.seq_length,
         over_length_policy=config.packing.over_length_policy,
     )
     found = lengths_from(options, vocab_size, needed).sequences
-    over = int((found.lengths > config.model.seq_length).sum())
+    # A tree of a pair has up to two paths of that length.
+    limit = config.model.seq_length * (2 if config.preference.is_on else 1)
+    over = int((found.lengths > limit).sum())
     if over and config.packing.over_length_policy == "error":
         raise ValueError(
             f"{over:,} sequences are longer than --seq-length {config.model.seq_length}; raise it, "
             "or pass --over-length-policy truncate|drop"
         )
     if config.packing.over_length_policy == "drop":
-        return found.take(np.flatnonzero(found.lengths <= config.model.seq_length))
-    return found.truncated(config.model.seq_length)
+        return found.take(np.flatnonzero(found.lengths <= limit))
+    return found.truncated(limit)
 
 
 def _capacities(seq_length: int, capacity: int | None, tensor: int, context: int) -> Sequence[int]:

@@ -45,6 +45,7 @@ COMMON = {
         "sequence_packing",
         "seq_length",
         "over_length_policy",
+        "loss",
     ),
     "Which part of it": ("split", "blend_mode", "seed", "skip_bad_samples"),
 }
@@ -94,7 +95,13 @@ def main(arguments: Sequence[str], program: str) -> None:
         for _ in range(min(options.count, len(datasets.train))):
             report.add(next(stream))
         report.summary(stream.counts)
-        print(f"--train-turns {datasets.train_turns}: {_TURNS[datasets.train_turns]}")
+        options_of_pairs = config.preference
+        print(
+            f"--loss {options_of_pairs.loss}: prompts once, answers as branches; what is marked "
+            "counts in the loss, of both answers"
+            if options_of_pairs.is_on
+            else f"--train-turns {datasets.train_turns}: {_TURNS[datasets.train_turns]}"
+        )
         if (note := datasets.tokenizer_note()) is not None:
             print(shortened(note))
         for line in _notes(config, datasets, stream.counts, assumes_truncation):
@@ -138,7 +145,8 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfi
 
     def imply(given: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal assumes_truncation
-        implied = {"global_batch_size": 1, "lr": 0.0, "train_iters": 1} | implied_options(given)
+        size = 1 if given.get("loss") != "kto" else 2
+        implied = {"global_batch_size": size, "lr": 0.0, "train_iters": 1} | implied_options(given)
         if given.get("pretrained_checkpoint") is None:
             implied |= {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1}
         positions = positions_of(given.get("pretrained_checkpoint"))
@@ -187,6 +195,7 @@ class _Report:
                 print(
                     f"--- {self._names[source]}: {length:,} tokens, {trained:,} trained"
                     + (saved if "parents" in sample else "")
+                    + answers_of(sample)
                 )
                 print(marked(sample, self._tokenizer.show, *self._marks), end="\n\n")
 
@@ -214,6 +223,18 @@ class _Report:
                     f"{name:{width}}  shared prefixes are computed once: {num_tokens:,} tokens; "
                     f"as sequences {num_apart:,}, {num_apart / num_tokens:.2f} times as many"
                 )
+
+
+def answers_of(sample: Mapping[str, Any]) -> str:
+    """Returns what a sample's answers are, in the order of its branches; "" for one to imitate."""
+    if "path_rank" not in sample:
+        return ""
+    if "path_good" in sample:
+        return f"; marked {'good' if sample['path_good'][0] else 'bad'}" + (
+            ", beside the answer of another record" * (len(sample["path_rank"]) > 1)
+        )
+    names = ["rejected" if rank else "chosen" for rank in sample["path_rank"].tolist()]
+    return f"; answers: {', '.join(names)}"
 
 
 def path_tokens(sample: Mapping[str, Any]) -> int:

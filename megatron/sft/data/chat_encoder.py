@@ -32,7 +32,12 @@ from megatron.sft.data.records.values import SampleError
 from megatron.sft.options.data import TrainTurns
 
 DropReason = Literal[
-    "over length", "no loss token", "no loss token left after truncation", "bad sample"
+    "over length",
+    "no loss token",
+    "no loss token left after truncation",
+    "empty answer",
+    "equal answers",
+    "bad sample",
 ]
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
@@ -129,12 +134,26 @@ class EncodedSample:
     """True if the record was longer, and was truncated."""
     tree: MergedPaths | None = None
     """The tree of sequences that the tokens above belong to; None for a single sequence."""
+    fields: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Further fields of the sample: a row per path of the tree, or per token."""
 
 
 class Dropped(NamedTuple):
     """Reason why a record makes no sample. Drops are counted and shown in each step's log line."""
 
     reason: DropReason
+
+
+class Preferences(Protocol):
+    """Reads and encodes preference data in place of plain answers (`data.preference.encode`)."""
+
+    def read(self, record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
+        """Returns the content of a record."""
+
+    def encode(
+        self, chat: "ChatEncoder", record: Mapping[str, Any], weight: float
+    ) -> EncodedSample | Dropped:
+        """Returns the sample of a record."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +177,8 @@ class ChatEncoder:
     """Rows of the model's embedding; None to take any token. The tokenizer may have more tokens
     (Gemma 3 1B: one more), of which a sample must hold none.
     """
+    preferences: Preferences | None = None
+    """Encodes records of preference data; None for those of answers to imitate."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
     """Unread keys and notes that were logged before."""
 
@@ -176,8 +197,10 @@ class ChatEncoder:
 
         Keys that are not read are logged, each once.
         """
+        if self.preferences is not None:
+            return self.preferences.encode(self, record, weight)
         content, own_weight, unread = self.read(record)
-        self._list(unread)
+        self.log_unread(unread)
         if isinstance(content, Answers):
             return self._encode_paths(content, own_weight * weight)
         if self.train_turns != "all" and isinstance(content, Conversation):
@@ -247,13 +270,15 @@ class ChatEncoder:
 
     def read(self, record: Mapping[str, Any]) -> Reading:
         """Returns the content of `record`."""
+        if self.preferences is not None:
+            return self.preferences.read(record, self.columns)
         return read_record(record, self.columns)
 
     def list_unread(self, record: Mapping[str, Any]) -> None:
         """Logs the keys of `record` that are not read. Called once before workers are forked, so
         that the workers' copies of this encoder do not log these keys again.
         """
-        self._list(self.read(record).unread)
+        self.log_unread(self.read(record).unread)
 
     def note(self, *notes: str) -> None:
         """Logs notes about the data, each once."""
@@ -262,7 +287,8 @@ class ChatEncoder:
                 self._listed.add(note)
                 _log.warning("%s", shortened(note, most=600))
 
-    def _list(self, unread: set[str]) -> None:
+    def log_unread(self, unread: set[str]) -> None:
+        """Logs keys of records that are not read, each once."""
         if not unread <= self._listed:
             names = ", ".join(sorted(unread - self._listed))
             _log.warning("not read of records: %s", shortened(names, most=300))

@@ -21,6 +21,7 @@ from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
 from megatron.sft.data.hf_tokenizer import note_on_rows
 from megatron.sft.data.mock.dataset import MockSFTDataset
+from megatron.sft.data.preference.of_run import identity_of, preferences_of, with_partners
 from megatron.sft.data.prompts import Prompt, read_prompts
 from megatron.sft.data.record_notes import notes_on_records
 from megatron.sft.data.sample_set import SampleSet, concatenated
@@ -95,6 +96,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
         _train_turns(config, tokenizer),
         _allows_trees(config),
         num_rows,
+        preferences_of(config),
     )
     schedule = data.weight_schedule(config.training.global_batch_size)
     builder = SplitBuilder(data, encoder, config.training.seed, schedule)
@@ -107,11 +109,12 @@ def build_datasets(config: SFTConfig) -> Datasets:
     encoder.note(*notes_on_held_out(data.data_path, "--data-path"))
     encoder.note(*notes_on_records(train.sources))
     turns = encoder.train_turns
-    encoding_options = _encoding_options(data, turns)
+    encoding_options = _encoding_options(data, turns) | identity_of(config.preference)
     train, valid, test = (
         replace(samples, identity=samples.identity | encoding_options)
         for samples in (train, valid, test)
     )
+    train, valid, test = (with_partners(samples, config) for samples in (train, valid, test))
     if tokenizer.chat_template is not None:
         # Of the training data alone: a note compares it with the checkpoint's.
         digest = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16]
@@ -140,6 +143,8 @@ def _train_turns(config: SFTConfig, tokenizer: Tokenizer) -> TrainTurns:
     """Returns --train-turns, or its default. Raises ValueError if it needs trees of sequences and
     the run cannot train them.
     """
+    if config.preference.is_on:
+        return "last"
     turns, allows_trees = config.data.train_turns, _allows_trees(config)
     # A template whose contexts differ gives each turn a prompt of its own, so that one
     # conversation becomes several sequences with a shared prefix: a tree.

@@ -18,7 +18,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron.blending.loading.chunk_loader import ChunkLoader
 from megatron.blending.streams.chunk import ChunkDataset, SkippedSample
@@ -31,6 +34,10 @@ from megatron.sft.data.sample_set import SampleSet
 _CHUNK = 32
 """Most samples that a worker makes at once; a fetch of more is made whole all the same."""
 _BAD = "bad sample"
+PATH_FIELD = "path_weight"
+"""Field that every sample with fields per path has."""
+POSITION, SOURCE = "path_position", "path_source"
+"""Fields that the stream adds to these: position of the sample in the data, and its source."""
 
 
 class Share(NamedTuple):
@@ -88,6 +95,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             None if max_bad_samples_in_a_row is None else Failures(max_bad_samples_in_a_row)
         )
         self._table = Counts.none(len(samples.names)).table
+        self._positions = self._numbered(consumed_samples)
         self._is_endless = num_batches is None
         self._fetched: deque[list[Any]] = deque()
         length = share.fetches_per_chunk * share.micro_batch_size
@@ -130,6 +138,13 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         """Ends the worker processes."""
         self._loader.close()
 
+    def _numbered(self, start: int) -> Iterator[int]:
+        """Yields the position of each sample of this rank, those that are skipped among them."""
+        share = self._share
+        size = share.fetches_per_chunk * share.micro_batch_size
+        for first in count(start + share.rank * size, share.num_ranks * size):
+            yield from range(first, first + size)
+
     def __next__(self) -> list[Mapping[str, Any]]:
         if not self._fetched:
             chunk, size = next(self._loader, None), self._share.micro_batch_size
@@ -143,6 +158,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             )
         samples: list[Mapping[str, Any]] = []
         for made in self._fetched.popleft():
+            position = next(self._positions)
             if isinstance(made, SkippedSample):
                 self._table[made.source][COLUMNS.index(self._reason(made))] += 1
                 continue
@@ -162,6 +178,11 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
                     "cu_seqlens": sample.tree.cu_seqlens,
                     "parents": sample.tree.parents,
                 }
+            if sample.fields:
+                num_paths = len(sample.fields[PATH_FIELD])
+                ids = np.full(num_paths, position, np.int64)
+                sources = np.full(num_paths, source, np.int32)
+                fields |= {**sample.fields, POSITION: ids, SOURCE: sources}
             samples.append({**fields, "source": source})
         return samples
 

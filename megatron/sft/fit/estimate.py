@@ -31,7 +31,7 @@ from megatron.sft.fit.step import StepData, run_step
 from megatron.sft.options.config import SFTConfig
 
 How = Literal["run", "extrapolated", "described"]
-STATES = ("weights", "gradients", "main parameters", "optimizer state")
+STATES = ("weights", "gradients", "main parameters", "optimizer state", "reference weights")
 """Parts that live from step to step."""
 
 

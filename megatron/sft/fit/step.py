@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
@@ -174,6 +175,8 @@ def run_step(
     with counter:
         with counter.phase("build"):
             training = build_training(config, vocab_size, device)
+            reference = reference_of(config, training)
+        counter.count_as("reference weights", reference)
         counter.part = "gradients of activations and temporaries"
         watch_parts(training, counter)
         count_by_part(training, counter)
@@ -191,6 +194,17 @@ def run_step(
                 training.optimizer.step()
             count_by_part(training, counter)
     return training
+
+
+def reference_of(config: SFTConfig, training: Training) -> list[Tensor]:
+    """Returns tensors like the copy of the trained weights that a loss with a reference keeps (see
+    `training.preference.references`); [] for others.
+    """
+    options = config.preference
+    if not options.needs_reference or options.reference_file is not None:
+        return []
+    parameters = (p for chunk in training.model for p in chunk.parameters() if p.requires_grad)
+    return [torch.empty_like(parameter) for parameter in parameters]
 
 
 def forward_backward(

@@ -30,6 +30,7 @@ def tree_bytes(config: SFTConfig, stages: list[Stage]) -> TreeBytes | None:
     """Returns them; None where no sample is a tree, or may be one."""
     data, model, parallel = config.data, config.model, config.parallel
     has_none = data.mock_data or data.train_turns in ("all", "last")
+    has_none &= not config.preference.is_on  # pairs are trees
     has_none |= any(part.why_paths_apart for part in parts_in(model))  # each is a sequence
     if has_none or not config.packing.sequence_packing or model.mtp_num_layers is not None:
         return None

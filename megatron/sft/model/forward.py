@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +28,51 @@ from megatron.packing.step.global_batch import GROUPS
 Loss = tuple[Tensor, Tensor, dict[str, Any]]
 
 
+class Asked(NamedTuple):
+    """What the log of a microbatch has beside its loss."""
+
+    num_sources: int = 1
+    """Number of sources of the data; if there are several, the loss of each is logged."""
+    sources: Tensor | None = None
+    """Source of each token; None if it is not asked for."""
+    num_right: Tensor | None = None
+    """Number of unmasked tokens that the model predicts best, a scalar; None if unknown."""
+
+
+class Objective(Protocol):
+    """The loss that a pass computes."""
+
+    def loss(self, batch: Any, output: Tensor, asked: Asked) -> Loss:
+        """Returns the loss of a microbatch on this rank, what it is divided by (summed over all
+        microbatches and ranks), and a dict for the log; called on the last stage.
+
+        The dict has "lm loss", a sum and the number of its terms, whose quotient is reported. It
+        may have "tokens", if the terms are not tokens, and "sums", float64 [n].
+
+        Args:
+            batch: a `Batch` or a `PaddedBatch`.
+            output: cross entropy of each token of this rank's shard.
+        """
+
+
+class CrossEntropy:
+    """The loss of supervised fine-tuning: a mean over tokens."""
+
+    def loss(self, batch: Any, output: Tensor, asked: Asked) -> Loss:
+        num_paths = getattr(batch, "num_paths", None)
+        return loss_sum(
+            batch.loss_mask, output, asked.sources, asked.num_sources, asked.num_right, num_paths
+        )
+
+
+CROSS_ENTROPY = CrossEntropy()
+
+
 def forward_step(
-    data_iterator: Iterator[Any], model: torch.nn.Module, num_sources: int = 1
+    data_iterator: Iterator[Any],
+    model: torch.nn.Module,
+    num_sources: int = 1,
+    objective: Objective = CROSS_ENTROPY,
 ) -> tuple[Tensor, Callable[[Tensor], Loss]]:
     """Runs the forward pass of the next microbatch: the forward step that megatron-core's schedules
     call. The microbatch is packed, or a `PaddedBatch`.
@@ -74,14 +117,8 @@ def forward_step(
         else None,  # packs bring their own, see `layers.routers`
     )
     head = getattr(unwrap_model(model), "masked_tokens_head", None) if is_last else None
-    return output, partial(
-        loss_sum,
-        batch.loss_mask,
-        sources=sources,
-        num_sources=num_sources,
-        num_right=None if head is None else head.num_right,
-        num_paths=getattr(batch, "num_paths", None),
-    )
+    asked = Asked(num_sources, sources, None if head is None else head.num_right)
+    return output, partial(objective.loss, batch, asked=asked)
 
 
 def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool) -> Tensor:

@@ -26,6 +26,7 @@ from megatron.sft.options.optimizer import OptimizerStateConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
 from megatron.sft.options.parallel import ParallelConfig
+from megatron.sft.options.preference import PreferenceConfig
 from megatron.sft.options.run_rules import KERNEL_RULES, LENGTH_RULES, RUN_RULES
 from megatron.sft.options.training import TrainingConfig
 
@@ -39,6 +40,7 @@ GROUPS = (
     OptimizerStateConfig,
     KernelConfig,
     LoraConfig,
+    PreferenceConfig,
     OutputConfig,
 )
 """The parts of `SFTConfig`, in the order of --help."""
@@ -57,6 +59,7 @@ class SFTConfig:
     optimizer: OptimizerStateConfig = field(default_factory=OptimizerStateConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     output: OutputConfig
 
     @classmethod
@@ -87,8 +90,11 @@ class SFTConfig:
 
     @property
     def capacity_per_rank(self) -> int:
-        """Capacity of a pack, in tokens per rank."""
-        return self.packing.max_seqlen_per_dp_cp_rank or self.smallest_capacity_per_rank
+        """Capacity of a pack, in tokens per rank; by default it holds two answers to a prompt in
+        preference tuning.
+        """
+        paths = 2 if self.preference.is_on else 1
+        return self.packing.max_seqlen_per_dp_cp_rank or paths * self.smallest_capacity_per_rank
 
     @property
     def shards_optimizer(self) -> bool:

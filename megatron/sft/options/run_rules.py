@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron.packing.flags import flag_of
 from megatron.packing.model.options import Architecture
 from megatron.packing.rules import Rule, needs
+from megatron.sft.options.preference import REFERENCED
 
 
 def _uneven_batch(options: Any, data_parallel_size: int) -> object:
@@ -54,6 +56,68 @@ def _dump_after_the_end(options: Any) -> dict[str, int]:
     beyond = [step for step in options.dump_schedule if step > last]
     return {"step": beyond[0]} if beyond else {}
 
+
+_DROPOUTS = ("hidden_dropout", "attention_dropout", "lora_dropout")
+
+
+def _dropout_of_pairs(options: Any) -> dict[str, str]:
+    if options.loss not in REFERENCED:
+        return {}
+    flags = [flag_of(name) for name in _DROPOUTS if getattr(options, name)]
+    return {"flag": flags[0]} if flags else {}
+
+
+PREFERENCE_RULES = (
+    Rule(
+        when=lambda options: options.loss != "sft" and not options.sequence_packing,
+        why="{loss} needs {sequence_packing.flag}: a pair is a tree, whose prompt is computed once",
+        way_out="pass it",
+    ),
+    Rule(
+        when=lambda options: options.loss != "sft" and options.mock_data,
+        why="{loss} needs pairs of answers, which {mock_data.flag} does not have",
+        way_out="pass --data-path",
+    ),
+    Rule(
+        when=lambda options: options.loss != "sft" and options.mtp_num_layers is not None,
+        why="{loss} must not be used with {mtp_num_layers.flag}, which predicts no trees",
+        way_out="drop one",
+    ),
+    Rule(
+        when=lambda options: options.loss != "sft" and options.train_turns is not None,
+        why="{train_turns.flag} chooses turns to imitate, but {loss} compares last answers",
+        way_out="drop it",
+    ),
+    Rule(
+        when=lambda options: options.loss != "sft" and options.logits_of_masked_tokens,
+        why="{loss} must not be used with {logits_of_masked_tokens.flag}",
+        way_out="drop it",
+    ),
+    Rule(
+        when=_dropout_of_pairs,
+        why="{loss} compares with a reference without dropout, so that {flag} must be 0",
+        way_out="pass {flag} 0",
+    ),
+    Rule(
+        when=lambda options: (
+            options.loss in REFERENCED and options.finetune and options.load is not None
+        ),
+        why="{loss} takes the weights of {pretrained_checkpoint.flag} for its reference, but "
+        "{finetune.flag} loads others",
+        way_out="pass the checkpoint as {pretrained_checkpoint.flag}",
+    ),
+    Rule(
+        when=lambda options: (
+            options.loss == "kto"
+            and (not options.loss_type or "kto" in options.loss_type)
+            and options.global_batch_size < 2
+        ),
+        why="{loss} needs a {global_batch_size.flag} of at least 2: it compares with the answer to "
+        "another prompt of the batch",
+        way_out="raise it, or pass {loss_type.flag} apo_zero_unpaired",
+    ),
+)
+"""Rules of preference tuning."""
 
 LENGTH_RULES = (
     Rule(
@@ -139,6 +203,7 @@ RUN_RULES = (
         "parallel size: megatron-core cannot group others",
     ),
     *LENGTH_RULES,
+    *PREFERENCE_RULES,
     Rule(
         when=lambda options: options.sample_prompts is not None and options.mock_data,
         why="{sample_prompts.flag} needs words",

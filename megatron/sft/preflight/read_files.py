@@ -79,6 +79,11 @@ def _files(config: SFTConfig, pretrained: Pretrained | MegatronCheckpoint | None
     source = huggingface_source(output.pretrained_checkpoint)
     if source is not None:
         yield from (Path(source) / name for name in ("config.json", INDEX))
+    yield from weight_files(pretrained)
+
+
+def weight_files(pretrained: Pretrained | MegatronCheckpoint | None) -> Iterable[Path]:
+    """Returns the files of the weights that a run begins with; none if they are random."""
     if isinstance(pretrained, MegatronCheckpoint):
         yield from _files_of_checkpoint(pretrained.path)
     elif pretrained is not None:

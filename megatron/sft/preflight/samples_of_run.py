@@ -67,7 +67,7 @@ def notes_on_samples(given: SFTConfig, resolved: SFTConfig, turns: TrainTurns) -
         resolved: the options of the run, those of the checkpoint among them.
         turns: the turns that are trained.
     """
-    if turns != "all":
+    if turns != "all" and not resolved.preference.is_on:
         what = {
             "served": "each of the assistant's turns behind the prompt that it is generated from",
             "last": "the assistant's last turn of each conversation",

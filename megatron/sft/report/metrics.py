@@ -97,6 +97,7 @@ class StepMetrics(PackingStats):
             *([f"epoch {self.epoch:.2f}"] if math.isfinite(self.epoch) else []),
             f"loss {self.loss:.4f}",
             *accuracy_parts(self.token_accuracy),
+            *figure_parts(self.figures),
             f"lr {self.lr:.2e}",
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tokens/s",
@@ -167,6 +168,8 @@ DRAWN = (
     ),
 )
 """Columns that are sent to boards (TensorBoard, Weights & Biases)."""
+IN_LINES = {"rewards/accuracies": ".1%", "rewards/margins": ".4f", "kl": ".4f"}
+"""Figures that log lines show, and their format."""
 DRAWN_OF_EVALUATIONS = ("loss", "perplexity", "token_accuracy")
 
 
@@ -189,6 +192,8 @@ class Evaluation:
     """Source -> reason -> number of dropped samples."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
     """Metrics by source; empty if there is only one source."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the objective, by name."""
 
     @property
     def perplexity(self) -> float:
@@ -199,7 +204,9 @@ class Evaluation:
         """Returns the evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
         left_out += f", {self.truncated_samples} truncated" * bool(self.truncated_samples)
-        parts = [f"perplexity {self.perplexity:,.4g}", *accuracy_parts(self.token_accuracy)]
+        compared = figure_parts(self.figures)  # a loss of pairs has no perplexity
+        parts = compared or [f"perplexity {self.perplexity:,.4g}"]
+        parts += accuracy_parts(self.token_accuracy)
         line = (
             f"{self.split} loss {self.loss:.4f} after step {self.iteration} "
             f"({self.num_tokens:,} loss tokens{left_out}, {', '.join(parts)})"
@@ -215,6 +222,11 @@ def perplexity(loss: float) -> float:
 def accuracy_parts(token_accuracy: float) -> list[str]:
     """`0.5 -> ["token accuracy 50.0%"]`; [] for NaN."""
     return [] if math.isnan(token_accuracy) else [f"token accuracy {token_accuracy:.1%}"]
+
+
+def figure_parts(figures: Mapping[str, float]) -> list[str]:
+    """Returns what a log line has of figures: those of preference tuning."""
+    return [f"{name} {figures[name]:{form}}" for name, form in IN_LINES.items() if name in figures]
 
 
 def sources_line(sources: Mapping[str, SourceMetrics]) -> str:

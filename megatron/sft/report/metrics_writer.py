@@ -81,7 +81,7 @@ class MetricsWriter:
         self._add_to_boards(
             {
                 f"{evaluation.split}/{name}": value
-                for name, value in drawn.items()
+                for name, value in {**drawn, **evaluation.figures}.items()
                 if math.isfinite(value)
             },
             evaluation.iteration,

@@ -90,7 +90,10 @@ class Evaluator:
                     batches.close()
                     raise Stopped
         batches.close()
-        reduced = Reduction(losses, False, batches.counts, self._device).result()
+        objective = self._passes.objective
+        reduced = Reduction(
+            losses, False, batches.counts, self._device, sums=objective.sums
+        ).result()
         check_loss(reduced, losses, names, f"split {split} after step {iteration}")
         return Evaluation(
             iteration=iteration,
@@ -102,6 +105,7 @@ class Evaluator:
             truncated_samples=reduced.counts.num_cut,
             dropped=reduced.dropped_by_source(names),
             sources=reduced.by_source(names),
+            figures=objective.figures(reduced.sums),
         )
 
     def answers(self) -> list[tuple[str, str]]:
@@ -109,6 +113,6 @@ class Evaluator:
         if self._answers is None:
             return []
         self._settle()
-        run = partial(self._passes.forward_backward, num_sources=1, forward_only=True)
+        run = partial(self._passes.run, forward_only=True)
         with self._passes.without_training():
             return self._answers.answers(self._model, run, self._device)

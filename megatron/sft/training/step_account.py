@@ -50,11 +50,16 @@ class Reduced(NamedTuple):
     """Tokens with loss that the model predicts best; NaN if they were not counted."""
     figures: Mapping[str, float] = MappingProxyType({})
     """See `sft.training.figures`."""
+    num_terms: int = -1
+    """Terms of the loss: pairs in preference tuning; -1 if they are tokens."""
+    sums: Mapping[str, float] = MappingProxyType({})
+    """Further sums that the objective logs, by name."""
 
     @property
     def loss(self) -> float:
-        """Mean per token; 0 if all tokens are masked."""
-        return self.loss_sum / self.num_loss_tokens if self.num_loss_tokens else 0.0
+        """Mean per token, or per other term of the loss; 0 if there are none."""
+        num_terms = self.num_loss_tokens if self.num_terms < 0 else self.num_terms
+        return self.loss_sum / num_terms if num_terms else 0.0
 
     @property
     def token_accuracy(self) -> float:
@@ -109,8 +114,8 @@ class Reduction:
     ranks the counts, and each rank whether it was asked to stop and whether its files of a
     checkpoint are written.
 
-    The constructor starts it, and `result` waits for it. It is a `SlotReduction` of 6 sums, and 8
-    for each source, 10 if there are several sources.
+    The constructor starts it, and `result` waits for it. It is a `SlotReduction` of 7 sums,
+    those of the objective, and 10 for each source, 12 if there are several sources.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class Reduction:
         is_written: bool = False,
         num_padded_tokens: int = 0,
         figures: StepFigures = NO_FIGURES,
+        sums: Sequence[str] = (),
     ) -> None:
         """Starts the reduction with this rank's parts.
 
@@ -132,35 +138,43 @@ class Reduction:
             is_written: True if this rank's part of a checkpoint is written.
             num_padded_tokens: tokens that this context-parallel rank computed without packing.
             figures: this rank's part of the figures of `FIGURES`.
+            sums: names of the objective's sums, which `losses` have.
         """
-        self._shape, self._figures = counts.table.shape, figures
+        self._shape, self._figures, self._names = counts.table.shape, figures, tuple(sums)
         num_sources, padded = len(counts.table), 0
         table = np.zeros(self._shape)
         if counts_samples():
             table = counts.table.astype(np.float64)
             padded = num_padded_tokens * parallel_state.get_context_parallel_world_size()
-        loss: dict[str, Value] = dict.fromkeys(("loss_sum", "num_loss_tokens", "right_tokens"), 0.0)
+        names = ("loss_sum", "num_terms", "num_loss_tokens", "right_tokens")
+        loss: dict[str, Value] = dict.fromkeys(names, 0.0)
+        logged: Value = np.zeros(len(sums))
         by_source: Value = np.zeros(2 * num_sources if num_sources > 1 else 0)
         if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
             # Only the last pipeline stage has losses. Its tensor-parallel ranks have equal copies,
             # of which one is counted.
-            for name, place in (("loss_sum", 0), ("num_loss_tokens", 1)):
+            for name, place in (("loss_sum", 0), ("num_terms", 1)):
                 loss[name] = torch.stack([each["lm loss"][place].double() for each in losses]).sum()
+            tokens = [each.get("tokens", each["lm loss"][1]) for each in losses]
+            loss["num_loss_tokens"] = torch.stack(tokens).double().sum()
+            if sums:
+                logged = torch.stack([each["sums"] for each in losses]).sum(0)
             right = [each.get("right tokens") for each in losses]
             # NaN on one rank makes the sum NaN: the accuracy is known for all tokens or not at all.
             is_known = all(each is not None for each in right)
             loss["right_tokens"] = torch.stack(right).sum() if is_known else math.nan
             if num_sources > 1:
                 by_source = torch.stack([each["source losses"] for each in losses]).sum(0)
-        sums: dict[str, Value] = {
+        slots: dict[str, Value] = {
             **loss,
             "stops": float(stop),
             "written": float(is_written),
             "padded_tokens": float(padded),
             "source_losses": by_source,
+            "sums": logged,
             "counts": table,
         }
-        self._slots = SlotReduction({**sums, **figures.sums}, figures.maxima, device)
+        self._slots = SlotReduction({**slots, **figures.sums}, figures.maxima, device)
 
     def result(self) -> Reduced:
         """Returns the values over all ranks."""
@@ -176,6 +190,8 @@ class Reduction:
             num_padded_tokens=int(slots["padded_tokens"].item()),
             num_right_tokens=slots["right_tokens"].item(),
             figures={name: slots[name].item() for name in figures},
+            num_terms=int(slots["num_terms"].item()),
+            sums=dict(zip(self._names, slots["sums"].tolist())),
         )
 
 
@@ -220,6 +236,8 @@ class Update(NamedTuple):
     lr: float
     grad_norm: float
     skipped: bool
+    figures: Mapping[str, float] = MappingProxyType({})
+    """Figures of the objective."""
 
 
 class StepAccount:
@@ -278,7 +296,7 @@ class StepAccount:
             tflops_per_device=flops / (seconds * dist.get_world_size() * 1e12),
             dropped=reduced.dropped_by_source(self._names),
             sources=reduced.by_source(self._names),
-            figures=reduced.figures,
+            figures={**reduced.figures, **update.figures},
         )
 
     def padded_stats(self, reduced: Reduced) -> PackingStats:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -37,6 +39,8 @@ from megatron.sft.training.evaluation import Evaluator, Split
 from megatron.sft.training.figures import figures_of
 from megatron.sft.training.finite import NonFiniteError
 from megatron.sft.training.passes import Passes
+from megatron.sft.training.preference.objective import objective_of
+from megatron.sft.training.preference.scoring import write_reference
 from megatron.sft.training.saved_run import SavedRun
 from megatron.sft.training.step_account import (
     Reduction,
@@ -64,6 +68,7 @@ class Trainer:
         self._config = config
         self._device = device
         self._run_dir = run_dir
+        self._datasets = datasets
         self._rules = StopRules(config.training)
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
@@ -96,7 +101,10 @@ class Trainer:
             check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
-        self._passes = Passes(config, self._training)
+        # Before a checkpoint is loaded: the reference of preference tuning is the weights that the
+        # run began with.
+        self._objective = objective_of(config, self._training)
+        self._passes = Passes(config, self._training, self._objective)
 
     def _restore(self) -> None:
         """Loads the checkpoint of --load, if there is one; collective. It comes before
@@ -175,6 +183,16 @@ class Trainer:
         signal may have killed data workers, and this rank would wait for them forever.
         """
         self._batches.limit_data_wait()
+
+    def score(self, header: Mapping[str, Any]) -> None:
+        """Writes --write-reference-file, in place of training; collective."""
+        self._batches.settle()
+        line = write_reference(
+            self._config, self._model_config, self._datasets, self._share, self._passes, header
+        )
+        self._batches.close()
+        if line:
+            print(line, flush=True)
 
     def train(self, signals: StopSignals) -> None:
         """Trains to the end. Saves at intervals, at the end, on a stop signal, and before a data
@@ -327,6 +345,7 @@ class Trainer:
             is_written=self._saved.is_written,
             num_padded_tokens=batch.num_padded_tokens,
             figures=figures_of(batch),
+            sums=self._objective.sums,
         )
         say = (lambda line: None) if log is None else log.say
         result = self._updater.update_weights(iteration, reduction, losses, say)
@@ -338,6 +357,7 @@ class Trainer:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
+            figures=self._objective.figures(reduced.sums),
         )
         # The steps that are prepared ahead change a queue of their own. This one is what
         # checkpoints save: it changes only now, as the step cannot fail any more.

@@ -1,5 +1,5 @@
-"""pure. Recognises preference data, which is not trained on, and names the options that train its
-good answers.
+"""pure. Recognises preference data where it would be imitated, and names the options that train it,
+or its good answers.
 
     chosen, rejected       a good and a bad answer, or whole conversations (DPO)
     label, kto_tag, ...    marks of good and bad answers (KTO): true and false, 1 and 0
@@ -24,8 +24,8 @@ def preference_error(columns: str) -> SampleError:
     as a value of --data-columns.
     """
     return SampleError(
-        "is preference data (chosen, rejected), which is not trained on; train the chosen answers "
-        f"with --data-columns {columns}"
+        "is preference data (chosen, rejected); train pairs with --loss dpo, or the chosen answers "
+        f"alone with --data-columns {columns}"
     )
 
 
@@ -76,8 +76,9 @@ def check_marks(fields: Mapping[str, Any]) -> None:
             good = "1" if _is_number_mark(mark) else "true"
             raise SampleError(
                 f"record has {key} {str(mark).lower()} beside an answer, as preference data (KTO) "
-                "marks good and bad answers, but training takes all of them for good ones; keep "
-                f"the records in which it is {good}, and pass --data-columns none={key}"
+                "marks good and bad answers, but without --loss kto all of them are taken for good "
+                f"ones; pass it, or keep the records in which it is {good} and pass --data-columns "
+                f"none={key}"
             )
 
 

@@ -44,15 +44,15 @@ def test_each_name_has_one_answer():
         ("--per-device-train-batch-size 4", "is --global-batch-size, sequences of a step over all"),
         ("--load_in_4bit", "--load_in_4bit (drop it: weights are not quantized)"),
         (
-            "--beta 0.1",
-            "--beta (drop it: supervised fine-tuning is what there is; it can train the",
+            "--pref_beta 0.1",
+            "--pref_beta is --beta here",
         ),
         (
             "--deepspeed zero3",
             "--deepspeed is --use-distributed-optimizer (ZeRO-1; --tensor-model-",
         ),
         ("--gpus 8", "--gpus is --nproc-per-node here"),
-        ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization (drop it: supervised"),
+        ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization (drop it: answers"),
         ("--use_ema", "--use_ema (drop it: this is not offered)"),
         ("--bf16 true --learning-rate 1", "--learning-rate is --lr here"),
     ],

@@ -383,7 +383,7 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
         ),
         (
             {"prompt": "p", "chosen": "a", "rejected": "b"},
-            "is preference data (chosen, rejected), which is not trained on",
+            "is preference data (chosen, rejected); train pairs with --loss dpo",
         ),
         ({}, "record has keys (none), but must have messages"),
         (

@@ -1,0 +1,315 @@
+"""pure. Turns a record of preference data into one tree: the prompt once, its answers as branches.
+
+    prompt 7 8, answers 1 2 and 3 2     ->      tokens 7 8 | 1 | 8 3, of paths 0 and 1
+
+A pair cannot be torn. Its paths have one root, and the tree fits into a pack: what is longer is cut
+or dropped as --over-length-policy says, both answers alike, and counted. Its fields have a row per
+path: its place among the record's answers (`path_rank`, 0 for the chosen one), its weight and its
+number of answer tokens; the stream adds the position of the record in the data, which is the pair's
+id (`path_position`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.batch.paths import merge_with_fields
+from megatron.packing.batch.tree import MergedPaths, Path, TreeError
+from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
+from megatron.sft.data.preference.records import read_preference
+from megatron.sft.data.preference.score_file import key_of
+from megatron.sft.data.records.content import Answers, Conversation, Passage
+from megatron.sft.data.records.formats import Reading
+from megatron.sft.data.records.turns import within
+from megatron.sft.data.records.values import SampleError
+
+RANK, WEIGHT, GOOD = "path_rank", "path_weight", "path_good"
+ANSWER_TOKENS, HEAD_TOKENS = "path_answer_tokens", "path_head_tokens"
+REFERENCE, REFERENCE_HEAD = "path_reference", "path_reference_head"
+ANSWER_INDEX = "answer_index"
+KEYS = ("path_key_low", "path_key_high", "path_head_key_low", "path_head_key_high")
+"""Keys of `score_file`, in what `megatron-sft score` reads: of the answer, and of its head."""
+MAX_KEYS_PER_TOKEN = 8
+"""Keys that attention may gather per token of a tree in any layout, before it cuts the tree."""
+_NO_INDEX = -1
+
+
+class Lookup(Protocol):
+    """Log-probabilities of paths under the reference (`score_file.ScoreFile`)."""
+
+    def of(self, path: Path, is_answer: npt.NDArray[np.bool_]) -> float:
+        """Returns the sum over the answer's tokens. Raises SampleError if it is not known."""
+
+    def head(self, path: Path, is_answer: npt.NDArray[np.bool_], count: int) -> float:
+        """Returns the sum over the first `count` of them."""
+
+
+class _Side(NamedTuple):
+    """A path, and which of its labels belong to the answer."""
+
+    path: Path
+    is_answer: npt.NDArray[np.bool_]
+    """[L]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairEncoder:
+    """Turns records into trees; see `encode`."""
+
+    is_marked: bool = False
+    """True for answers that are marked as good or bad (KTO); False for pairs."""
+    answer_tokens: Literal["turn", "trl"] = "turn"
+    trains_prompt: bool = False
+    """True if the loss has the cross entropy of the prompt, too (ORPO)."""
+    has_head: bool = False
+    """True if tokens behind the length of the shorter answer count apart (--ld-alpha)."""
+    capacity: int | None = None
+    """Tokens of a pack; None for no limit."""
+    unit: int = 1
+    """Tokens to whose multiple each node is padded."""
+    scores: Lookup | None = None
+    """Log-probabilities of the reference, by the tokens of a path."""
+    has_keys: bool = False
+    """True to give each path the key of its log-probability."""
+
+    def read(self, record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
+        """Returns the content of a record."""
+        content, weight, unread = read_preference(record, columns, is_marked=self.is_marked)
+        return Reading(Answers(content.paths, [1.0] * len(content.paths)), weight, unread)
+
+    def encode(
+        self, chat: ChatEncoder, record: Mapping[str, Any], weight: float
+    ) -> EncodedSample | Dropped:
+        """Returns the tree of a record's answers, each of which counts `weight` times the record's
+        weight in the loss.
+        """
+        content, own_weight, unread = read_preference(
+            record, chat.columns, is_marked=self.is_marked
+        )
+        chat.log_unread(unread)
+        paths, is_good = content
+        sides = self._sides([_tokens(path, chat) for path in paths])
+        if not all(side.is_answer.any() for side in sides):
+            return Dropped("empty answer")
+        kept = self._within(sides, chat)
+        if isinstance(kept, Dropped):
+            return kept
+        if not self.is_marked and _same(kept[0], kept[1:]):
+            return Dropped("equal answers")
+        is_cut = any(len(a.is_answer) < len(b.is_answer) for a, b in zip(kept, sides))
+        return self._merged(kept, chat, weight * own_weight, is_good, is_cut)
+
+    def _sides(self, tokens: Sequence[ChatTokens]) -> list[_Side]:
+        first = min(_first_trained(each) for each in tokens)
+        return [self._side(each, first) for each in tokens]
+
+    def _side(self, tokens: ChatTokens, first: int) -> _Side:
+        """Returns a path that ends with its answer's last token.
+
+        first: number of the first token that is trained in any of the record's paths.
+        """
+        counts = tokens.weights > 0
+        if self.answer_tokens == "trl" and counts.any():
+            counts = np.arange(len(counts)) >= first
+        # What a template writes behind the answer's last token predicts nothing that counts.
+        end = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else len(counts)
+        is_answer = counts[1:end]
+        trained = np.ones_like(is_answer) if self.trains_prompt else is_answer
+        path = Path(tokens.ids[: end - 1], tokens.ids[1:end], trained.astype(np.float32))
+        return _Side(path, is_answer)
+
+    def _within(self, sides: Sequence[_Side], chat: ChatEncoder) -> list[_Side] | Dropped:
+        """Returns the paths, within --seq-length and together within a pack, or why not."""
+        limit, policy = chat.seq_length, chat.over_length_policy
+        longest = max(len(side.is_answer) for side in sides)
+        if longest > limit:
+            ids = np.zeros(longest + 1, np.int32)  # for the error alone
+            mask = np.zeros(longest, np.float32)
+            if within(ids, mask, limit, policy, "an answer and its prompt are") is None:
+                return Dropped("over length")
+        while True:
+            kept = [_cut(side, limit) for side in sides]
+            if not all(side.is_answer.any() for side in kept):
+                return Dropped("no loss token left after truncation")
+            over = self._num_over(kept)
+            if over <= 0:
+                return kept
+            if policy == "error":
+                raise SampleError(
+                    f"the prompt and its {len(sides)} answers are {over} tokens more than a pack "
+                    "holds; raise --max-seqlen-per-dp-cp-rank, or pass --over-length-policy "
+                    "truncate|drop"
+                )
+            if policy == "drop":
+                return Dropped("over length")
+            # All answers are cut alike: the longest give way first.
+            limit = max(len(side.is_answer) for side in kept) - max(1, over // len(sides))
+
+    def _num_over(self, sides: Sequence[_Side]) -> int:
+        """Returns how many tokens the paths together have over a pack's capacity, padding included;
+        at most 0 if they fit.
+        """
+        if self.capacity is None:
+            return 0
+        shared = _common([side.path for side in sides])
+        lengths = [shared, *(len(side.is_answer) - shared for side in sides)]
+        return sum(-(-length // self.unit) * self.unit for length in lengths) - self.capacity
+
+    def _merged(
+        self,
+        sides: Sequence[_Side],
+        chat: ChatEncoder,
+        weight: float,
+        is_good: bool | None,
+        is_cut: bool,
+    ) -> EncodedSample:
+        try:
+            fields = merge_with_fields(
+                [side.path for side in sides], **self._fields(sides, weight, is_good)
+            )
+        except TreeError:
+            raise SampleError(
+                "has a prompt of less than two tokens, so that its answers have no common "
+                "beginning to be compared behind; give a longer prompt"
+            ) from None
+        tree = MergedPaths(*(fields.pop(name) for name in MergedPaths._fields))
+        order = fields.pop("path_number")
+        if self.trains_prompt or self.has_head:
+            fields[ANSWER_INDEX] = _answer_index(tree, fields["first_path"], sides, order)
+        _check_keys(tree, len(sides))
+        chat.check_rows(tree.tokens)
+        chat.check_rows(tree.labels)
+        return EncodedSample(
+            tree.tokens.astype(np.int32),
+            tree.labels.astype(np.int32),
+            tree.loss_mask,
+            is_cut,
+            tree,
+            fields,
+        )
+
+    def _fields(
+        self, sides: Sequence[_Side], weight: float, is_good: bool | None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Returns the fields per path, without their prefix, in the order of the sides."""
+        counts = np.array([np.count_nonzero(side.is_answer) for side in sides], np.int32)
+        fields: dict[str, npt.NDArray[Any]] = {
+            "number": np.arange(len(sides)),
+            "rank": np.arange(len(sides), dtype=np.int32),
+            "weight": np.full(len(sides), weight, np.float32),
+            "answer_tokens": counts,
+        }
+        if self.is_marked:
+            fields["good"] = np.full(len(sides), bool(is_good), np.int32)
+        if self.has_head:
+            if len(sides) != 2:
+                raise SampleError(
+                    "has several rejected answers, which --ld-alpha does not take; give each pair "
+                    "as a record"
+                )
+            fields["head_tokens"] = np.full(2, counts.min(), np.int32)
+        if self.has_keys:
+            keys = [key_of(*side) for side in sides]
+            heads_of = [key.of_head(int(counts.min())) for key in keys]
+            for name, of_sides in (("key", keys), ("head_key", heads_of)):
+                fields[f"{name}_low"], fields[f"{name}_high"] = np.array(of_sides, np.int64).T
+        if self.scores is not None:
+            totals = [self.scores.of(*side) for side in sides]
+            fields["reference"] = np.array(totals, np.float64)
+            if self.has_head:
+                heads = [self.scores.head(*side, int(counts.min())) for side in sides]
+                fields["reference_head"] = np.array(heads, np.float64)
+        return fields
+
+
+def _tokens(path: Conversation | Passage, chat: ChatEncoder) -> ChatTokens:
+    """Returns the tokens of one path, with weights on its answer.
+
+    An answer of one turn stands behind what it is generated from. One of several turns is rendered
+    once with its prompt.
+    """
+    if isinstance(path, Passage):
+        return chat.tokenizer.encode_passage(path)
+    if chat.tokenizer.contexts == "differ":
+        turns = chat.tokenizer.encode_turns(path)
+        if len(turns) == 1:
+            return turns[0]
+    return chat.tokenizer.encode_chat(path)
+
+
+def _first_trained(tokens: ChatTokens) -> int:
+    return int((tokens.weights > 0).argmax()) if tokens.weights.any() else len(tokens.ids)
+
+
+def _cut(side: _Side, limit: int) -> _Side:
+    path = Path(*(values[:limit] for values in side.path))
+    return _Side(path, side.is_answer[:limit])
+
+
+def _same(chosen: _Side, rejected: Sequence[_Side]) -> bool:
+    return any(
+        np.array_equal(chosen.path.tokens, side.path.tokens)
+        and np.array_equal(chosen.path.labels, side.path.labels)
+        for side in rejected
+    )
+
+
+def _common(paths: Sequence[Path]) -> int:
+    """Returns how many tokens, with their labels, all paths begin with."""
+    if len(paths) == 1:
+        return 0
+    size = min(len(path.tokens) for path in paths)
+    differs = np.zeros(size, np.bool_)
+    for path in paths[1:]:
+        differs |= path.tokens[:size] != paths[0].tokens[:size]
+        differs |= path.labels[:size] != paths[0].labels[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _answer_index(
+    tree: MergedPaths,
+    first_path: npt.NDArray[np.int32],
+    sides: Sequence[_Side],
+    order: npt.NDArray[Any],
+) -> npt.NDArray[np.int32]:
+    """Returns for each token how many of its path's answer come before it; -1 where its label is
+    not of the answer. It is one number although paths share tokens, as they share all before.
+
+    order: number of the side that each path of the tree is.
+    """
+    of_sides = [
+        np.where(side.is_answer, np.cumsum(side.is_answer) - 1, _NO_INDEX) for side in sides
+    ]
+    index = np.empty(tree.tokens.size, np.int32)
+    ends: list[int] = []
+    for start, stop, parent in zip(
+        tree.cu_seqlens[:-1].tolist(), tree.cu_seqlens[1:].tolist(), tree.parents.tolist()
+    ):
+        depth = ends[parent] if parent >= 0 else 0
+        ends.append(depth + stop - start)
+        firsts = first_path[start:stop]
+        for first in np.unique(firsts):  # several where paths end within a node
+            values = of_sides[order[first]][depth : depth + stop - start]
+            own = np.flatnonzero(firsts == first)
+            index[start + own] = values[own]
+    return index
+
+
+def _check_keys(tree: MergedPaths, num_paths: int) -> None:
+    """Raises SampleError for a tree that some layouts would cut: its keys take much memory."""
+    if num_paths < 3:
+        return
+    lengths = np.diff(tree.cu_seqlens).tolist()
+    ends: list[int] = []
+    for length, parent in zip(lengths, tree.parents.tolist()):
+        ends.append(length + (ends[parent] if parent >= 0 else 0))
+    if sum(ends) > MAX_KEYS_PER_TOKEN * tree.tokens.size:
+        raise SampleError(
+            f"has {num_paths} answers, so short beside their prompt that attention would gather "
+            f"more than {MAX_KEYS_PER_TOKEN} keys per token; give each pair as a record"
+        )

@@ -1,0 +1,37 @@
+"""pure. `megatron-sft score`: writes the log-probabilities of all records' answers under a model,
+as the reference of preference tuning.
+
+Takes the options of training with `--reference-file FILE`, which it writes and `train` reads. It
+runs forward passes alone, on as many processes as training would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.sft.environment import exit_with_message
+from megatron.sft.run import main as train
+
+_FLAG, _WRITES = "--reference-file", "--write-reference-file"
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Writes the file; a wrong option or record is one line, with status 2."""
+    ours = [
+        each.replace(_FLAG, _WRITES, 1) if each.split("=")[0] == _FLAG else each
+        for each in arguments
+    ]
+    names = {each.split("=")[0] for each in ours}
+    if not names & {_WRITES, "--help", "-h", "--help-all"}:
+        exit_with_message(program, ValueError(f"{_FLAG} FILE is required: the file to write"))
+    train([*_defaults(names), *ours], program)
+
+
+def _defaults(names: set[str]) -> list[str]:
+    """Returns options that scoring does not read, unless a file may have them."""
+    if "--config" in names:
+        return []
+    found = [] if "--loss" in names else ["--loss", "dpo"]
+    if not names & {"--train-iters", "--train-epochs", "--train-samples"}:
+        found += ["--train-iters", "1"]
+    return found if "--lr" in names else [*found, "--lr", "0"]

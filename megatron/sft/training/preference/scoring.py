@@ -1,0 +1,115 @@
+"""mcore. Scores the answers of all records under the model that a run begins with, for
+--reference-file: forward passes alone, through the scheduler of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.sft.agreement import gathered
+from megatron.sft.data.datasets import Datasets
+from megatron.sft.data.preference.encode import KEYS
+from megatron.sft.data.preference.score_file import ScoreFile, write_scores
+from megatron.sft.data.stream import Share
+from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.preflight.read_files import fingerprint_of, weight_files
+from megatron.sft.training.passes import Passes
+from megatron.sft.training.preference.objective import ANSWER, HEAD, Scores
+from megatron.sft.training.step_batches import StepBatches
+
+if TYPE_CHECKING:
+    from megatron.sft.data.sample_set import SampleSet
+
+
+def header_of(
+    config: SFTConfig, datasets: Datasets, pretrained: Pretrained | MegatronCheckpoint | None
+) -> dict[str, Any]:
+    """Returns what a file of log-probabilities must agree in with a run."""
+    assert datasets.tokenizer is not None  # a rule: --loss needs --data-path
+    files = {path.name: fingerprint_of(path) for path in weight_files(pretrained)}
+    return {
+        "weights": files or f"random, seed {config.training.seed}",
+        "tokenizer": datasets.tokenizer.fingerprint,
+        "precision": "bfloat16" if config.training.bf16 else "float32",
+    }
+
+
+def check_reference(
+    config: SFTConfig, datasets: Datasets, pretrained: Pretrained | MegatronCheckpoint | None
+) -> dict[str, Any]:
+    """Returns the header of a run's file of log-probabilities, {} if it has none. Raises ValueError
+    if --reference-file has another one.
+    """
+    options = config.preference
+    if options.reference_file is None and options.write_reference_file is None:
+        return {}
+    header = header_of(config, datasets, pretrained)
+    if options.reference_file is not None:
+        ScoreFile.read(options.reference_file).check(header)
+    return header
+
+
+def write_reference(
+    config: SFTConfig,
+    model_config: TransformerConfig,
+    datasets: Datasets,
+    share: Share,
+    passes: Passes,
+    header: Mapping[str, Any],
+) -> str:
+    """Scores the answers of all splits and writes them, on rank 0; returns a line for the user.
+    Collective.
+    """
+    path = config.preference.write_reference_file
+    assert path is not None
+    keys, sums = [np.empty((0, 2), np.int64)], [np.empty(0)]
+    for samples in (datasets.train, datasets.valid, datasets.test):
+        for own_keys, own_sums in _scored(config, model_config, samples, share, passes):
+            keys.append(own_keys)
+            sums.append(own_sums)
+    found = gathered((np.concatenate(keys), np.concatenate(sums)))
+    if torch.distributed.get_rank():
+        return ""
+    all_keys, all_sums = (np.concatenate([one[part] for one in found]) for part in (0, 1))
+    count = write_scores(path, header, all_keys, all_sums)
+    return f"{count:,} log-probabilities of answers in {path}; train with --reference-file {path}"
+
+
+def _scored(
+    config: SFTConfig,
+    model_config: TransformerConfig,
+    samples: SampleSet,
+    share: Share,
+    passes: Passes,
+) -> Iterator[tuple[Any, Any]]:
+    """Yields keys and sums of the paths that this rank counts; none on most ranks."""
+    num_batches = -(-len(samples) // config.training.global_batch_size)
+    if not num_batches:
+        return
+    batches = StepBatches(config, model_config, samples, share, num_batches)
+    counts = (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+    with passes.without_training():
+        for _ in range(num_batches):
+            batch = next(batches)
+            assert batch.packed is not None
+            logs = passes.run(batch, Scores(), forward_only=True)
+            for microbatch, log in zip(batch.packed.microbatches, logs if counts else ()):
+                if log["paths"] is not None:
+                    yield from _rows(microbatch["extra_per_path"], log["paths"].cpu().numpy())
+    batches.close()
+
+
+def _rows(fields: Mapping[str, Any], sums: Any) -> Iterator[tuple[Any, Any]]:
+    for names, row in ((KEYS[:2], ANSWER), (KEYS[2:], HEAD)):
+        if all(name in fields for name in names):
+            yield np.stack([fields[name].numpy() for name in names], 1), sums[row]

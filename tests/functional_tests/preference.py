@@ -1,0 +1,323 @@
+"""Preference losses of trees in a layout, beside those of answers that are computed one by one.
+
+`PreferencePasses` runs the product: the trainer's own passes, objective and reference, on trees of
+the trainer's own encoder. `OneByOne` is the reference: each answer alone, and each loss written
+again, over all records of the global batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megatron.packing.device import CPU
+from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
+from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
+from megatron.sft.data.counts import Counts
+from megatron.sft.data.preference.encode import PairEncoder
+from megatron.sft.data.preference.partners import with_answer_of
+from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.model.build import Training
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.data import TemplateChoice
+from megatron.sft.options.preference import PreferenceConfig
+from megatron.sft.training.passes import Passes
+from megatron.sft.training.preference.objective import Preference
+from megatron.sft.training.preference.references import Reference
+from megatron.sft.training.step_batches import StepBatch
+from tests.functional_tests.oracle import SEQ_LENGTH, VOCAB_SIZE, Sample
+
+BETA = 0.3
+
+
+class Case(NamedTuple):
+    """A loss with all that it reads, and its definition over a global batch."""
+
+    options: PreferenceConfig
+    definition: Callable[[Rows], Tensor]
+
+
+class Rows(NamedTuple):
+    """Numbers of the answers of a global batch, one row per record; chosen answers first."""
+
+    policy: Tensor
+    """[n, 2] sums over the answer's tokens; in marked data [n, 1]"""
+    reference: Tensor
+    counts: Tensor
+    """[n, 2] answer tokens"""
+    heads: Tensor
+    """[n, 2] policy's sums over the first tokens, as many as the shorter answer has."""
+    reference_heads: Tensor
+    whole: Tensor
+    """[n, 2] sums over all tokens, the prompt's too"""
+    num_whole: Tensor
+    good: Tensor
+    others: Tensor
+    """[n] policy less reference of the answer of the record before, in marked data"""
+
+
+class Record(NamedTuple):
+    """Answers as ids; two, of which the first is chosen, or one with a mark."""
+
+    prompt: list[int]
+    answers: list[list[int]]
+    is_good: bool = True
+    position: int = 0
+    before: tuple[int, ...] = ()
+    """Answer of the record before; of marked data."""
+
+    def paths(self) -> list[Sample]:
+        """Each answer as a sequence of its own, with its end token, which the tokenizer writes."""
+        return [_path(self.prompt, [*answer, END]) for answer in self.answers]
+
+    def other(self) -> Sample:
+        return _path(self.prompt, [*self.before, END])
+
+    def fields(self) -> dict[str, Any]:
+        """The tree as the data loader gives it."""
+        return FIELDS(self)
+
+
+def _path(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
+    ids = np.array([*prompt, *answer])
+    mask = (np.arange(1, ids.size) >= len(prompt)).astype(np.float32)
+    return Sample(ids[:-1], ids[1:], mask, np.arange(ids.size - 1))
+
+
+TOKENIZER = build_tokenizer("NullTokenizer", None, VOCAB_SIZE - 1, TemplateChoice())
+END = TOKENIZER.eod
+
+
+def encoded(record: Record, options: PreferenceConfig) -> EncodedSample:
+    """The sample that the trainer makes of a record."""
+    is_marked = options.loss == "kto"
+    encoder = PairEncoder(
+        is_marked=is_marked,
+        trains_prompt=options.nll_of_prompt,
+        has_head=options.ld_alpha is not None,
+    )
+    chat = ChatEncoder(TOKENIZER, SEQ_LENGTH, "error", preferences=encoder)
+
+    def made(answers: Sequence[Sequence[int]]) -> EncodedSample:
+        prompt, *texts = (" ".join(map(str, ids)) for ids in (record.prompt, *answers))
+        fields = (
+            {"completion": texts[0], "label": record.is_good}
+            if is_marked
+            else {"chosen": texts[0], "rejected": texts[1]}
+        )
+        sample = chat.encode({"prompt": prompt, **fields})
+        assert isinstance(sample, EncodedSample)
+        return sample
+
+    sample = made(record.answers)
+    if is_marked and "kto" in options.types:
+        sample = with_answer_of(sample, made([record.before]), SEQ_LENGTH)
+    return sample
+
+
+class Fields:
+    """Makes the fields of records, by the options of the case at hand."""
+
+    options = PreferenceConfig(loss="dpo")
+
+    def __call__(self, record: Record) -> dict[str, Any]:
+        sample = encoded(record, self.options)
+        assert sample.tree is not None
+        num_paths = len(sample.fields["path_weight"])
+        return {
+            "tokens": sample.tokens,
+            "labels": sample.labels,
+            "loss_mask": sample.loss_mask,
+            "num_paths": sample.tree.num_paths,
+            "cu_seqlens": sample.tree.cu_seqlens,
+            "parents": sample.tree.parents,
+            **sample.fields,
+            "path_position": np.full(num_paths, record.position, np.int64),
+            "path_source": np.zeros(num_paths, np.int32),
+        }
+
+
+FIELDS = Fields()
+
+
+class PreferencePasses:
+    """Takes the place of the schedule in `train_packed`."""
+
+    def __init__(self, options: PreferenceConfig, config: SFTConfig, model: list[Any]) -> None:
+        FIELDS.options = options
+        self._has_reference = options.needs_reference
+        reference = Reference(model) if options.needs_reference else None
+        training = Training(model, None, None, None, CPU)  # type: ignore[arg-type]
+        self._passes = Passes(config, training, Preference(options, reference))
+        self._config = get_model_config(model[0])
+        self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
+        self._is_first = True
+
+    def __call__(self, *, data_iterator: Any, num_microbatches: int, **_: object) -> list[Any]:
+        batch = schedule_global_batch(data_iterator, self._config, num_microbatches, self._groups)
+        step = StepBatch(batch, [], Counts.none(1))
+        losses = self._passes.forward_backward(step, 1, forward_only=False)
+        objective = self._passes.objective
+        for log in losses if self._is_first and self._has_reference else ():
+            rewards = [
+                value
+                for name, value in zip(objective.sums, log["sums"].tolist())
+                if name.startswith("rewards/")
+            ]
+            # Policy and reference are one before the first step: to the bit, not to rounding.
+            assert rewards == [0.0] * len(rewards), rewards
+        self._is_first = False
+        return losses
+
+
+class OneByOne:
+    """The objective of `train_one_by_one`; the reference is the model as it begins."""
+
+    def __init__(self, case: Case, batches: Sequence[Sequence[Record]]) -> None:
+        self._case, self._batches = case, batches
+        self._reference: dict[int, Rows] = {}
+
+    def __call__(
+        self, batch: Sequence[Record], losses_of: Callable[[Sample], Tensor]
+    ) -> Iterator[Tensor]:
+        if not self._reference:
+            with torch.no_grad():
+                self._reference = {
+                    number: self._rows(records, losses_of)
+                    for number, records in enumerate(self._batches)
+                }
+        number = next(n for n, records in enumerate(self._batches) if records is batch)
+        rows, before = self._rows(batch, losses_of), self._reference[number]
+        rows = rows._replace(
+            reference=before.policy,
+            reference_heads=before.heads,
+            others=(rows.others - before.others).detach(),
+        )
+        yield self._case.definition(rows)
+
+    def _rows(self, batch: Sequence[Record], losses_of: Callable[[Sample], Tensor]) -> Rows:
+        sums: list[list[list[Tensor]]] = []
+        counts, others = [], []
+        for record in batch:
+            paths = record.paths()
+            least = min(len(answer) + 1 for answer in record.answers)
+            sums.append([])
+            for path in paths:
+                logs = -losses_of(path._replace(loss_mask=np.ones_like(path.loss_mask)))[0]
+                start = len(record.prompt) - 1
+                sums[-1].append([logs[start:].sum(), logs[start : start + least].sum(), logs.sum()])
+            counts.append([[len(a) + 1, len(record.prompt) + len(a)] for a in record.answers])
+            other = record.other()
+            logs = -losses_of(other._replace(loss_mask=np.ones_like(other.loss_mask)))[0]
+            others.append(logs[len(record.prompt) - 1 :].sum())
+        tensor = torch.stack([torch.stack([torch.stack(one) for one in row]) for row in sums])
+        numbers = torch.tensor(counts, dtype=tensor.dtype)
+        return Rows(
+            policy=tensor[..., 0],
+            reference=tensor[..., 0].detach(),
+            counts=numbers[..., 0],
+            heads=tensor[..., 1],
+            reference_heads=tensor[..., 1].detach(),
+            whole=tensor[..., 2],
+            num_whole=numbers[..., 1],
+            good=torch.tensor([record.is_good for record in batch]),
+            others=torch.stack(others),
+        )
+
+
+def _dpo(rows: Rows) -> Tensor:
+    ratios = rows.policy - rows.reference
+    return -logsigmoid(BETA * (ratios[:, 0] - ratios[:, 1])).mean()
+
+
+def _ipo_by_length(rows: Rows) -> Tensor:
+    half = 0.5
+    policy = half * rows.policy + (1 - half) * rows.heads
+    reference = half * rows.reference + (1 - half) * rows.reference_heads
+    means = (policy - reference) / rows.counts
+    return ((means[:, 0] - means[:, 1] - 1 / (2 * BETA)) ** 2).mean()
+
+
+def _mixture(rows: Rows) -> Tensor:
+    a, b = (BETA * (rows.policy - rows.reference)).unbind(1)
+    bco = (-logsigmoid(a) - logsigmoid(-b)).mean()
+    nll = -rows.policy[:, 0].sum() / rows.counts[:, 0].sum()
+    return 0.8 * -logsigmoid(a - b).mean() + 0.2 * bco + 0.5 * nll
+
+
+def _orpo(rows: Rows) -> Tensor:
+    means = rows.policy / rows.counts
+    odds = means - torch.log1p(-means.exp())
+    nll = -rows.whole[:, 0].sum() / rows.num_whole[:, 0].sum()
+    return nll - BETA * logsigmoid(odds[:, 0] - odds[:, 1]).mean()
+
+
+def _simpo(rows: Rows) -> Tensor:
+    means = rows.policy / rows.counts
+    return -logsigmoid(BETA * (means[:, 0] - means[:, 1]) - 1.375).mean()
+
+
+def _kto(rows: Rows) -> Tensor:
+    divergence = rows.others.mean().clamp(min=0)
+    z = BETA * (rows.policy[:, 0] - rows.reference[:, 0] - divergence)
+    return torch.where(rows.good, 1.5 * (1 - z.sigmoid()), 1 - (-z).sigmoid()).mean()
+
+
+CASES = {
+    "sigmoid": Case(PreferenceConfig(loss="dpo", beta=BETA), _dpo),
+    "ipo, ld_alpha": Case(
+        PreferenceConfig(loss="dpo", loss_type=("ipo",), ld_alpha=0.5, beta=BETA), _ipo_by_length
+    ),
+    "sigmoid, bco_pair, sft": Case(
+        PreferenceConfig(
+            loss="dpo",
+            loss_type=("sigmoid", "bco_pair", "sft"),
+            loss_weights=(0.8, 0.2, 0.5),
+            beta=BETA,
+        ),
+        _mixture,
+    ),
+    "orpo": Case(PreferenceConfig(loss="orpo", beta=BETA), _orpo),
+    "simpo": Case(PreferenceConfig(loss="simpo", beta=BETA), _simpo),
+    "kto": Case(PreferenceConfig(loss="kto", beta=BETA, desirable_weight=1.5), _kto),
+}
+
+
+def batches_of(case: Case, num_steps: int = 2, count: int = 7) -> list[list[Record]]:
+    """Global batches of an odd number of records, some of whose answers begin alike, or continue
+    one another.
+    """
+    random = np.random.default_rng(3)
+
+    def some(low: int, high: int) -> list[int]:
+        return random.integers(0, VOCAB_SIZE - 1, random.integers(low, high)).tolist()
+
+    is_marked = case.options.loss == "kto"
+    made = []
+    for _ in range(num_steps):
+        records = []
+        for number in range(count):
+            shared = some(0, 4)
+            answers = [[*shared, *some(1, 9)], [*shared, *some(0 if number % 3 else 1, 9)]]
+            records.append(
+                Record(
+                    some(2, 10),
+                    answers[:1] if is_marked else answers,
+                    is_good=number % 3 != 1,
+                    position=number,
+                )
+            )
+        made.append(
+            [
+                record._replace(before=tuple(records[number - 1].answers[0]))
+                for number, record in enumerate(records)
+            ]
+        )
+    return made

@@ -1,0 +1,50 @@
+"""Log-probabilities of a reference are found by what was scored, and by nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path as FilePath
+
+import numpy as np
+import pytest
+
+from megatron.packing.batch.tree import Path
+from megatron.sft.data.preference.score_file import ScoreFile, key_of, write_scores
+from megatron.sft.data.records.values import SampleError
+
+HEADER = {"weights": "a", "tokenizer": "b"}
+
+
+def side(*ids: int, start: int = 1) -> tuple[Path, np.ndarray]:
+    values = np.array(ids)
+    is_answer = np.arange(len(ids) - 1) >= start
+    return Path(values[:-1], values[1:], is_answer.astype(np.float32)), is_answer
+
+
+def test_sums_are_found_by_tokens(tmp_path: FilePath) -> None:
+    """A table by row number gives each record another one's reference after shuffling."""
+    sides = [side(1, 2, 3), side(1, 2, 4), side(1, 2, 3, start=0)]
+    keys = [key_of(*each) for each in sides]
+    heads = [keys[0].of_head(1), keys[0].of_head(2)]
+    file = str(tmp_path / "scores.npz")
+    rows = np.array([*keys, *heads, keys[0]])  # one twice, as padding batches repeat records
+    assert write_scores(file, HEADER, rows, [-1.5, -2.5, -3.5, -4.5, -5.5, -1.5]) == 5
+    found = ScoreFile.read(file)
+    assert [found.of(*each) for each in sides] == [-1.5, -2.5, -3.5]
+    assert [found.head(*sides[0], count) for count in (1, 2)] == [-4.5, -5.5]
+    with pytest.raises(SampleError, match="is not in --reference-file"):
+        found.of(*side(1, 2, 5))
+
+
+def test_a_wrong_file_is_refused(tmp_path: FilePath) -> None:
+    """Another model's numbers would train, with margins that mean nothing."""
+    file = str(tmp_path / "scores.npz")
+    write_scores(file, HEADER, np.array([key_of(*side(1, 2, 3))]), [-1.0])
+    found = ScoreFile.read(file)
+    found.check(HEADER)
+    with pytest.raises(ValueError, match="another weights: a, not c"):
+        found.check({**HEADER, "weights": "c"})
+    with pytest.raises(ValueError, match="does not exist"):
+        ScoreFile.read(str(tmp_path / "none"))
+    (tmp_path / "text").write_text("scores")
+    with pytest.raises(ValueError, match="no file of megatron-sft score"):
+        ScoreFile.read(str(tmp_path / "text"))
