@@ -31,7 +31,7 @@ _BASES = (
     *("granite", "olmo2", "glm4", "gemma2", "gemma3", "olmo3", "exaone4", "ministral3"),
     *("minimax-m2", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gpt-oss", "phi3-long"),
 )
-_VISION = {
+_VISION: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "siglip_vision_model",
         "hidden_size": 16,
