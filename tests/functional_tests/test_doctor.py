@@ -16,8 +16,12 @@ from megatron.packing.doctor.examine import examine
 from megatron.packing.doctor.module_kinds import kind_of
 from megatron.packing.doctor.transformers_subject import small_subject
 from megatron.packing.flags import FlagError
+from megatron.sft.arguments.parse import parse_config
+from megatron.sft.doctor.shrink import small_run
 from tests.functional_tests.doctor_cases import CASES
 from tests.functional_tests.doctor_faults import wrong
+from tests.functional_tests.doctor_mutants import MUTANTS
+from tests.functional_tests.doctor_runs import COMMON, answer
 
 BY_NAME = {case.name: case for case in CASES}
 COVERING = {
@@ -39,6 +43,12 @@ COVERING = {
     "labels across borders": "float32",
     "mean per pack": "bfloat16",
     "times context-parallel ranks": "float32",
+    "norm over copies": "float32",
+    "sample weights lost": "float64",
+    "mean per rank": "float32",
+    "gradients times ranks": "float32",
+    "sequence lost": "float32",
+    "fused loss trains prompts": "float32",
 }
 
 
@@ -48,6 +58,36 @@ def test_faults_are_named(name):
     assert wrong(BY_NAME[name], COVERING[name]) == ""
 
 
+BY_MUTANT = {mutant.name: mutant for mutant in MUTANTS}
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("attention of the second stage joins sequences", "attention forgets borders"),
+        ("sample weights are lost", "sample weights are lost"),
+    ],
+)
+def test_mutants_of_packing_code(name, fault):
+    """A doctor that only knows its own toy says nothing about this trainer."""
+    faults, _, text = answer(BY_MUTANT[name].case, BY_MUTANT[name])
+    assert faults == [fault], text
+
+
+@pytest.mark.parametrize("case", [("gemma", "", "float32", ""), ("grouped", "cp2", "float32", "")])
+def test_sound_runs(case):
+    """A run that is blamed without a fault is not trained for days."""
+    faults, told, text = answer(case)
+    assert (faults, told) == ([], []), text
+
+
+def test_a_run_needs_packs():
+    """Rows of one sequence each have nothing to find: silence would look like a sound verdict."""
+    config = parse_config(f"{COMMON}".replace("--sequence-packing", "").split(), 1)
+    with pytest.raises(FlagError, match="pass --sequence-packing"):
+        small_run(config)
+
+
 def test_every_row_has_a_case():
     """A row that no case reaches may name nothing, or anything."""
     reached = {name for case in CASES for name in case.expected}
@@ -55,6 +95,9 @@ def test_every_row_has_a_case():
         "form of the loss is unknown",  # as gemma2's, which caps logits behind the head
         "labels of other tokens",
         "packed path computes otherwise",  # gpt2 padded on the left, below
+        "balancing loss",  # of the step, told of runs with one
+        "copies of a parameter differ",  # of several ranks: mutants
+        "step is not its sequences' sum",
     }
 
 

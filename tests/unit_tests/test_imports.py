@@ -203,8 +203,9 @@ FOLDERS = {
         "fit",
         "report",
         "preflight",
-        "commands",
         "training",
+        "doctor",
+        "commands",
     ),
 }
 

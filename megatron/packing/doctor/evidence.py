@@ -130,6 +130,8 @@ class StepEvidence:
     """Reported loss beside that of the samples' own labels."""
     loss_as: str
     """Mistake that gives the reported loss, "?" for none that is known, "" where it is right."""
+    unequal: tuple[str, ...]
+    """Parameters whose copies on several ranks change differently."""
     num_copies: dict[str, int]
     balances: bool
     reduction: str

@@ -210,9 +210,9 @@ class Examination:
         rank has, float32.
         """
         found = local_rows(tensor.detach(), self.subject.orders(self.pack))
-        if found is None or found.index is None:
+        if found is None or found.places is None:
             return None
         return [
-            found.values[torch.isin(found.index, places).to(found.values.device)].float()
+            found.values[torch.isin(found.places, places).to(found.values.device)].float()
             for places in self.subject.rows(self.pack)
         ]

@@ -175,22 +175,18 @@ class _Passes:
             return logits.sum() * 0
 
         self._run(sequences, fill, keep, forward_only=True)
-        own = self._rows(found[0], sequences) if found else None
-        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        part: tuple[Tensor, Tensor] | None = None
+        if found and parallel_state.get_tensor_model_parallel_rank() == 0:
+            part = self._rows(found[0]), self.shards(sequences)[0]
+        parts = [part] if dist.get_world_size() == 1 else _gather(part)
         whole = torch.empty(0)
-        for part in (
-            [(own, self.shards(sequences)[0])]
-            if dist.get_world_size() == 1
-            else _gather((own, self.shards(sequences)[0]) if own is not None and is_first else None)
-        ):
-            if part is not None:
-                rows, index = part
-                if not len(whole):
-                    whole = rows.new_zeros(self.num_slots(sequences), rows.shape[1])
-                whole[index] = rows
+        for rows, index in filter(None, parts):
+            if not len(whole):
+                whole = rows.new_zeros(self.num_slots(sequences), rows.shape[1])
+            whole[index] = rows
         return [whole[places] for places in self.places(sequences)]
 
-    def _rows(self, logits: Tensor, sequences: Sequence[Tensor]) -> Tensor:
+    def _rows(self, logits: Tensor) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])[:, : self._script.vocab_size]
         return rows.detach().float().cpu() if rows.dtype == torch.bfloat16 else rows.detach().cpu()
 
@@ -293,7 +289,31 @@ class _Stepping:
         loss = None if script.report_loss is None else script.report_loss(trained.losses)
         change: dict[str, Tensor] = {}
         norm = self._update(0.0, change)
-        return Step(change=change, loss=loss, norm=norm, replicas=trained.replicas)
+        return Step(
+            change=change, loss=loss, norm=norm, replicas=trained.replicas, copies=self._copies()
+        )
+
+    def _copies(self) -> dict[str, str]:
+        """Returns the parameters that tensor-parallel ranks hold copies of, as `_sgd` names them.
+
+        Shards of a distributed optimizer are of one rank of a replica: they have no names here.
+        """
+        names = {
+            parameter: f"stage {parallel_state.get_pipeline_model_parallel_rank()}: {name}"
+            for chunk in self._script.model
+            for name, parameter in unwrap_model(chunk).named_parameters()
+            if not getattr(parameter, "tensor_model_parallel", False)
+            and getattr(parameter, "allreduce", True)
+        }
+        optimizer = self._script.optimizer
+        return {
+            f"{number}.{group}.{place}": names[parameter]
+            for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer]))
+            if part.optimizer is not None
+            for group, settings in enumerate(part.optimizer.param_groups)
+            for place, parameter in enumerate(settings["params"])
+            if parameter in names
+        }
 
     def move(self, factor: float) -> None:
         """Moves the weights along the last step's gradients, which are still in their buffers."""

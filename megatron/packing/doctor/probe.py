@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
     values: Tensor
     """[rows, everything else]."""
-    index: Tensor | None
+    places: Tensor | None
     """Their places in the stream, int64 [rows]; None for all of it, in order."""
 
 
@@ -232,7 +232,7 @@ class Probe:
 def _kept_rows(value: Any, orders: Sequence[Tensor]) -> list[Rows]:
     """Returns copies of the rows of the stream in nested tensors."""
     return [
-        Rows(rows.values.detach().clone(), rows.index)
+        Rows(rows.values.detach().clone(), rows.places)
         for tensor in tensors_in(value)
         if (rows := local_rows(tensor, orders)) is not None
     ]

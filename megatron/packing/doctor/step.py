@@ -78,6 +78,7 @@ def examine_step(
         norm=None if whole.norm is None else whole.norm / math.sqrt(size),
         loss=None if whole.loss is None else whole.loss / loss,
         loss_as=_explain_loss(examination, packs, whole.loss, count),
+        unequal=_unequal_copies(examination, whole),
         num_copies=dict(subject.num_copies),
         balances=subject.balances,
         reduction=subject.reduction,
@@ -131,6 +132,20 @@ def _products(examination: Examination, steps: Sequence[Step]) -> Tensor:
     for table in every.values():
         total += torch.tensor(table, dtype=torch.float64)
     return total
+
+
+def _unequal_copies(examination: Examination, step: Step) -> tuple[str, ...]:
+    """Returns parameters that ranks hold copies of, but change differently."""
+    own = {
+        parameter: (float(change.double().sum()), float(change.double().square().sum()))
+        for name, parameter in step.copies.items()
+        if (change := step.change.get(name)) is not None
+    }
+    found: dict[str, set[tuple[float, float]]] = {}
+    for of_rank in examination.probe.gather(own):
+        for parameter, key in of_rank.items():
+            found.setdefault(parameter, set()).add(key)
+    return tuple(sorted(parameter for parameter, keys in found.items() if len(keys) > 1))
 
 
 def _losses(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron.packing.doctor.decision_row import Row
-from megatron.packing.doctor.evidence import Evidence, StepEvidence
+from megatron.packing.doctor.evidence import Evidence, SequenceShare, StepEvidence
 from megatron.packing.doctor.loss_reading import read_loss
 
 _SHARE_TOLERANCE = 0.01
@@ -65,7 +65,7 @@ def _is_uneven(s: StepEvidence) -> bool:
     return not _equal([share.share for share in s.shares])
 
 
-def _mean_over(key: Callable[[object], object]) -> Callable[[StepEvidence], bool]:
+def _mean_over(key: Callable[[SequenceShare], object]) -> Callable[[StepEvidence], bool]:
     """Returns whether each group of sequences counts as one, whatever its tokens."""
 
     def is_mean(s: StepEvidence) -> bool:
@@ -165,6 +165,14 @@ STEP = (
         applies=_step(_mean_over(lambda share: (share.pack, share.sequence))),
         text=_say(lambda s: f"Each sequence counts alike, whatever its tokens: {_counts(s)}."),
         mend="If that is meant, say so (Subject.reduction).",
+    ),
+    Row(
+        name="copies of a parameter differ",
+        property="step",
+        applies=_step(lambda s: bool(s.unequal)),
+        text=_say(lambda s: f"Ranks change their copies differently: {', '.join(s.unequal[:4])}."),
+        mend="Sum the gradients of what tensor-parallel ranks hold alike (sequence_parallel marks "
+        "of norms, copy_to_tensor_model_parallel_region).",
     ),
     Row(
         name="step is not its sequences' sum",

@@ -45,6 +45,8 @@ class Step:
     """The loss that the trainer reports for it."""
     norm: float | None = None
     """Norm of the gradients that the trainer reports, before it clips them."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Name of a change -> name of the parameter on all ranks that hold a copy of it."""
     replicas: tuple[tuple[int, ...], ...] = ()
     """Data-parallel replica of each sequence of each pack, where there are several."""
 

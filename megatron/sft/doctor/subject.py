@@ -34,6 +34,9 @@ from megatron.sft.model.forward import forward_step
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.training.step_account import Reduction
 
+_SLOW_DECAY = -3.0
+"""Logarithm of the decay rate of delta nets."""
+
 
 def subject_of_run(config: SFTConfig, device: Device, name: str = "this run") -> Subject:
     """Builds the model of a small run, with random weights; collective.
@@ -76,7 +79,7 @@ def subject_of_run(config: SFTConfig, device: Device, name: str = "this run") ->
             micro_batch_size=1,
         )
         decision = losses.batch.decision
-        replica = next(
+        replica: list[int] = next(
             filter(None, gathered(None if decision is None else decision.rank.tolist())), []
         )
         # Reports are in the order of ranks: samples 0 2 4 of rank 0, then 1 3 of rank 1.
@@ -136,7 +139,8 @@ def set_weights(gpt: torch.nn.Module) -> None:
     for name, parameter in gpt.named_parameters():
         key = f"{stage} {name}"
         if name.endswith("word_embeddings.weight") or (
-            name == "output_layer.weight" and getattr(gpt, "share_embeddings_and_output_weights", 0)
+            name == "output_layer.weight"
+            and getattr(gpt, "share_embeddings_and_output_weights", False)
         ):
             key = "embedding"  # tied weights live on the first and on the last stage
         if getattr(parameter, "tensor_model_parallel", False):
@@ -146,6 +150,9 @@ def set_weights(gpt: torch.nn.Module) -> None:
         shards[name] = zlib.crc32(key.encode())
     for name, holder in _each_alone(gpt):
         draw_weights(holder, seed=shards[name])
+    for name, parameter in gpt.named_parameters():
+        if name.endswith("A_log"):  # states that decay at once would not show that they are kept
+            parameter.fill_(_SLOW_DECAY)
 
 
 def _each_alone(gpt: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
