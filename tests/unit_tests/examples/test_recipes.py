@@ -29,7 +29,8 @@ def test_recipes_fit_their_models_and_gpus(path, tmp_path, monkeypatch):
     config = parse_config(["--config", str(path)], num_gpus(path))
     assert config.packing.sequence_packing
     assert config.lora.lora == ("lora" in path.stem)
-    assert config.training.lr == 1e-4 if config.lora.lora else config.training.lr <= 2e-5
+    usual = 1e-5 if config.preference.is_on else 1e-4
+    assert config.training.lr == usual if config.lora.lora else config.training.lr <= 2e-5
     layers = config.parallel.pipeline_model_parallel_size * (config.num_virtual_stages or 1)
     assert config.model.num_layers % layers == 0
     gpus = num_gpus(path)

@@ -10,19 +10,21 @@ def test_columns():
     table = np.arange(2 * len(COLUMNS)).reshape(2, -1)
     counts = Counts(table)
     assert (counts.num_sequences, counts.num_tokens, counts.square_sum, counts.num_cut) == (
-        8,
         10,
         12,
         14,
+        16,
     )
-    assert counts.num_dropped == 4 + 5 + 6 + 7 + 12 + 13 + 14 + 15
+    assert counts.num_dropped == sum(range(4, 10)) + sum(range(14, 20))
     assert counts.dropped(0) == {
         "over length": 4,
         "no loss token": 5,
         "no loss token left after truncation": 6,
-        "bad sample": 7,
+        "empty answer": 7,
+        "equal answers": 8,
+        "bad sample": 9,
     }
-    assert counts.of("tokens").tolist() == [1, 9]
+    assert counts.of("tokens").tolist() == [1, 11]
 
 
 def test_difference_and_equality():

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.sft.data.datasets import _train_turns
 from megatron.sft.options.chat_template import TemplateChoice, read_variables
+from megatron.sft.options.preference import PreferenceConfig
 from megatron.sft.preflight import samples_of_run
 
 
@@ -44,6 +45,7 @@ class Options:
     output: Any = field(default_factory=Part)
     packing: Any = field(default_factory=Part)
     model: Any = field(default_factory=Part)
+    preference: PreferenceConfig = PreferenceConfig()
 
 
 @pytest.mark.parametrize(
