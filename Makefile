@@ -28,6 +28,7 @@
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
 # make served  what transformers 4 and 5, peft, tokenizers and vLLM's readers read of the folders we write (3 GB to install)
+# make core-table  what each release of megatron-core does where this project relies on it (the other releases' wheels: 10 MB)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
@@ -67,7 +68,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
+.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -267,6 +268,22 @@ $(SERVED)/.installed: Makefile
 	'"vLLM $(VLLM)": ["vllm", "$(SERVED)/vllm/bin/python", "$(SERVED)/source"],' \
 	'"tokenizers 0.23.3": ["tokenizers", "$(SERVED)/new/bin/python", ""]}' >$(SERVED)/readers.json
 	touch $@
+
+# Releases between are for the same Python as 0.19.2, whose environment lacks none of what they import.
+CORES_BETWEEN = 0.17.1 0.18.2
+NEWER_CORE = .venv-core-0.19.2
+core-table: $(VENV)/.dev
+	$(MAKE) VERSION=0.19.2 core-environment
+	rm -rf runs/cores && mkdir -p runs/cores
+	$(VENV)/bin/python examples/benchmarks/core_probes.py >runs/cores/0.16.1.json
+	for version in $(CORES_BETWEEN); do \
+	$(NEWER_CORE)/bin/pip download --quiet --no-deps --dest runs/cores megatron-core==$$version && \
+	python3 -m zipfile -e runs/cores/megatron_core-$$version-*.whl runs/cores/$$version && \
+	PYTHONPATH=runs/cores/$$version $(NEWER_CORE)/bin/python examples/benchmarks/core_probes.py \
+	>runs/cores/$$version.json || exit; done
+	$(NEWER_CORE)/bin/python examples/benchmarks/core_probes.py >runs/cores/0.19.2.json
+	$(VENV)/bin/python -m examples.benchmarks.core_table runs/cores/*.json \
+	--write examples/benchmarks/results/core_versions.md
 
 FUZZ_INPUTS ?= 20000
 fuzz: $(VENV)/.dev

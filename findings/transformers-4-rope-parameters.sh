@@ -6,7 +6,8 @@
 # Seen: transformers 5 writes rope_parameters and no rope_theta. 4.57.6 keeps the unknown key,
 #   takes the default base 10000 and says nothing: Llama 3's 500000 is lost, and answers get worse
 #   with length.
-# Here: --save-hf keeps the spelling that the released config.json has (docs/reference/files.md).
+# Here: --save-hf writes both spellings, which transformers 4.57 and 5.24 read alike
+#   (megatron/sft/model/huggingface/older_rope.py).
 set -euo pipefail
 pins=(torch==2.13.0 transformers==4.57.6)
 scratch=$(mktemp -d)

@@ -49,7 +49,6 @@ ADAPTED = ("llama3", "qwen3", "mixtral")
 _LORA = "--lora --lora-rank 8"
 _TOLERANCE = 2e-5
 """Relative, in float32: libraries sum in another order."""
-_SERVERS = ("vllm",)
 
 
 class Case(NamedTuple):
@@ -229,7 +228,10 @@ def main() -> None:
         cases = list(write_models(place, arguments.only))
         if arguments.released_tokenizers is not None:
             cases += write_tokenizers(place, arguments.released_tokenizers)
-        found = {reader: read(*how, cases) for reader, how in readers.items()}
+        found = {
+            reader: read(kind, python, path, cases)
+            for reader, (kind, python, path) in readers.items()
+        }
     text = page(cases, found, arguments.versions)
     print(text)
     if arguments.write is not None:

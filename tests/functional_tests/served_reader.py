@@ -24,13 +24,13 @@ def read_model(folder: Path, expected: dict[str, Any], by_vllm: bool) -> dict[st
     options: dict[str, Any] = {}
     read: dict[str, Any] = {}
     if by_vllm:
-        from vllm.config import ModelConfig
+        # Of ModelConfig the two functions that read files: the rest imports each model's module.
+        from vllm.transformers_utils.config import get_config, try_get_generation_config
 
-        config = ModelConfig(model=str(folder), enforce_eager=True)
-        options["config"] = config.hf_config
-        generation: Any = config.try_get_generation_config()
-        read["ends"] = generation.get("eos_token_id")
-        declared = config.hf_config.dtype or "none"
+        options["config"] = get_config(str(folder), False)
+        generation: Any = try_get_generation_config(str(folder), False)
+        read["ends"] = generation and generation.eos_token_id
+        declared = options["config"].dtype or "none"
         read["dtype"] = str(declared).removeprefix("torch.")
     else:
         generation = transformers.GenerationConfig.from_pretrained(folder)
