@@ -38,6 +38,12 @@ LAYOUTS = {
     "DP2": (2, "--use-distributed-optimizer"),
 }
 OF_EXPERTS = " --sequence-parallel --expert-model-parallel-size 2"
+OF_ROUTER = " --moe-router-dtype fp64"
+_WITH_EXPERTS = (
+    *("mixtral", "gpt-oss", "minimax-m2"),
+    *("deepseek-v3", "deepseek-v2", "glm4-moe-lite", "mistral4"),
+)
+_WITH_ROUTERS_IN_FP32 = ("deepseek-v3", "deepseek-v2", "glm4-moe-lite")
 CHOSEN = ("llama3", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2-moe", "qwen3-moe")
 PER_STEP = 8
 
@@ -54,8 +60,10 @@ def batches(num_steps: int) -> list[list[Sample]]:
 def layout_of(name: str, model: str) -> tuple[int, str]:
     """Processes and flags; experts have to be shared where matrices are."""
     world_size, flags = LAYOUTS[name]
-    has_experts = "moe" in model or model in ("mixtral", "gpt-oss", "minimax-m2")
-    return world_size, flags + OF_EXPERTS * (has_experts and name == "TP2")
+    has_experts = "moe" in model or model in _WITH_EXPERTS
+    if has_experts and name == "TP2":
+        flags += OF_EXPERTS
+    return world_size, flags + OF_ROUTER * (model in _WITH_ROUTERS_IN_FP32)
 
 
 def largest(found: Sequence[float], expected: Sequence[float]) -> float:

@@ -24,10 +24,16 @@ MORE_STEPS = (
     ("minimax-m2", "TP2"),
     ("ministral3", "CP2"),
     ("ministral3", "PP2"),
+    ("deepseek-v3", "TP2"),
+    ("deepseek-v3", "CP2"),
+    ("glm4-moe-lite", "PP2"),
+    ("mistral4", "CP2"),
+    ("mistral4", "DP2"),
 )
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _TIED = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
 _DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+_LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 _PARTS = ["q_proj", "v_proj", "up_proj"]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
@@ -72,6 +78,8 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     ),
     ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
+    ("deepseek-v3", "tp2-pp2-ep2-sp", 2, {"target_modules": _LATENT}),
+    ("glm4-moe-lite", "cp2-dp2", 2, {"target_modules": ["q_proj", *_LATENT[2:]]}),
     (  # its folder holds experts as one tensor, which is not transposed
         "qwen3.5-moe",
         "ep2",
@@ -93,6 +101,7 @@ ALONE = ("ministral3",)
 """Families with a mechanism that no model of `layouts.MECHANISMS` has."""
 WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"),
+    *("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "mistral4"),
     *("qwen3_5_moe_text", "qwen3_next", "gpt_oss", "qwen3_vl_moe_text"),
 )
 TEMPLATE_OF = {
@@ -154,6 +163,10 @@ EXAMPLES = {
     "qwen3_5_moe_text": "Qwen3.5, 3.6 MoE",
     "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
     "gpt_oss": "gpt-oss",
+    "deepseek_v3": "DeepSeek-V3, V3.1, R1, Kimi K2, Moonlight",
+    "deepseek_v2": "DeepSeek-V2-Lite",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "mistral4": "Mistral Small 4",
     "qwen2_5_vl_text": "Qwen2.5-VL, on text",
     "qwen3_vl_text": "Qwen3-VL, on text",
     "qwen3_vl_moe_text": "Qwen3-VL MoE, on text",

@@ -59,6 +59,7 @@ CP2 = "--context-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+LATENT = "--kv-lora-rank 8 --q-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 8"
 FULL = "--recompute-granularity full"
 SELECTIVE = "--recompute-granularity selective"
 LORA = "--lora --lora-rank 4"
@@ -111,6 +112,10 @@ def _cases() -> dict[str, Case]:
         "windows-sinks": Case(1, f"{PACKED} {GROUPED} {WINDOWS} --softmax-type learnable --bf16"),
         "cp2-windows": Case(2, f"{PACKED} {GROUPED} {CP2} {WINDOWS} --bf16"),
         "delta-net": Case(1, f"{PACKED} {GROUPED} {DELTA_NET} --bf16"),
+        "latent": Case(1, f"{PACKED} {ROPE} {LATENT} --bf16"),
+        "latent-selective": Case(1, f"{PACKED} {ROPE} {LATENT} {SELECTIVE} --bf16"),
+        "tp2-latent": Case(2, f"{PACKED} {ROPE} {LATENT} {SP2} {LORA} --bf16"),
+        "cp2-latent": Case(2, f"{PACKED} {ROPE} {LATENT} {CP2} --bf16 {SHARDED}"),
         "dropout": Case(1, f"{PACKED} --hidden-dropout 0.1 --bf16"),
         "experts": Case(1, f"{PACKED} {EXPERTS} --bf16"),
         "grouped-experts": Case(1, f"{PACKED} {EXPERTS} --moe-grouped-gemm --bf16"),

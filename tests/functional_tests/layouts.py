@@ -44,6 +44,10 @@ MECHANISMS = {
     "--attention-output-gate --linear-attention-freq 1 0 1 1 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 6 "
     "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --rotary-percent 0.5",
+    "deepseek": ROPE + " --no-add-qkv-bias --kv-lora-rank 10 --q-lora-rank 12 --qk-head-dim 6 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 5 --rotary-interleaved --softmax-scale 0.4 "
+    "--query-scale-beta 0.1 --rope-scaling "
+    '{"rope_type":"yarn","factor":4,"original_max_position_embeddings":16}',
 }
 """Models after released ones, each with several mechanisms that megatron-core's own layers lack, or
 get wrong where they are cut; of every layer kind at least one on each of two stages.
@@ -250,10 +254,10 @@ MECHANISM_LAYOUTS = [
 MECHANISM_CASES = {
     "all": list(product(MECHANISM_LAYOUTS, MECHANISMS)),
     "few": list(product(MECHANISM_LAYOUTS[:1], MECHANISMS)),
-    # Under context parallel those whose layers have a state, windows, sinks.
+    # Under context parallel those whose layers have a state, windows, sinks, latents.
     None: [
-        *product(MECHANISM_LAYOUTS[:1], MECHANISMS),
-        *product(MECHANISM_LAYOUTS[1:2], ("gpt-oss", "qwen3.5")),
+        *product(MECHANISM_LAYOUTS[:1], [model for model in MECHANISMS if model != "deepseek"]),
+        *product(MECHANISM_LAYOUTS[1:2], ("gpt-oss", "qwen3.5", "deepseek")),
     ],
 }[os.environ.get("LAYOUTS")]
 """Layouts with each of `MECHANISMS` that this run does."""

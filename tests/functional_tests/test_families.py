@@ -54,6 +54,9 @@ ALL = os.environ.get("FAMILIES") == "all"
 LAYOUTS = ["alone", "tp2"] if ALL else ["tp2"]
 RARE = {
     "glm4-moe",
+    "glm4-moe-lite",
+    "mistral4",
+    "deepseek-v2",
     "phi3-windows",
     "phi3-short",
     "qwen3-vl",

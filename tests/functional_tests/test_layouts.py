@@ -60,6 +60,7 @@ RECOMPUTED = {
     "gpt-oss": "core_attn layernorm moe",
     "minimax": "core_attn moe",
     "qwen3.5": "core_attn layernorm shared_experts",
+    "deepseek": "core_attn layernorm mlp",
 }
 
 

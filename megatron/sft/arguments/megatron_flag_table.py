@@ -203,10 +203,9 @@ _REFUSED = {
     "the model learns from given answers only; use Megatron-LM": "--grpo-* --langrl-* "
     "--perform-rl-step --rl-*",
     "pass --context-parallel-size": "--hierarchical-context-parallel-sizes",
-    "multi-latent attention takes no packs with context parallel; use another model": """
-        --kv-lora-rank --mla-* --mscale* --multi-latent-attention --q-lora-rank --qk-head-dim
-        --qk-pos-emb-head-dim --v-head-dim
-    """,
+    "pass --kv-lora-rank, which turns it on": "--multi-latent-attention",
+    "latent attention is computed as it is; drop it": "--mla-*",
+    "pass --rope-scaling and --softmax-scale": "--mscale*",
     "the answers in the data are what is learned; drop it": "--logits-load-* --logits-save-*",
     "the learning rate is warmed up from 0; drop it": "--lr-warmup-init",
     "pass --lr-wsd-decay-iters": "--lr-wsd-decay-samples",
