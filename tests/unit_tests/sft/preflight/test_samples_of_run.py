@@ -45,7 +45,7 @@ class Options:
     output: Any = field(default_factory=Part)
     packing: Any = field(default_factory=Part)
     model: Any = field(default_factory=Part)
-    preference: PreferenceConfig = PreferenceConfig()
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
 
 @pytest.mark.parametrize(

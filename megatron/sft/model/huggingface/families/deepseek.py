@@ -64,7 +64,13 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     needs_key_value_heads=False,
     unsupported=("attention_bias",),
-    defaults={"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    defaults={
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536,
+    },
     run_defaults={"moe_router_dtype": "fp32"},
     options=_options,
     config=_config,
@@ -77,7 +83,7 @@ DEEPSEEK_V2 = replace(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     unsupported=("attention_bias", "mlp_bias"),
-    defaults={"n_shared_experts": 2, "rope_interleave": True},
+    defaults={"n_shared_experts": 2, "rope_interleave": True, "q_lora_rank": 1536},
     options=_v2_options,
     config=_v2_config,
 )

@@ -114,6 +114,7 @@ GLM4_MOE_LITE = Family(
     architecture="Glm4MoeLiteForCausalLM",
     norm_epsilon=1e-5,
     unsupported=("attention_bias",),
+    defaults={"q_lora_rank": 768, "routed_scaling_factor": 1.8},
     run_defaults={"moe_router_dtype": "fp32"},
     options=_lite_options,
     config=_lite_config,

@@ -133,6 +133,7 @@ MISTRAL4 = Family(
     needs_key_value_heads=False,
     partial_rotary_factor=1.0,
     unsupported=("attention_bias",),
+    defaults={"q_lora_rank": 1024},
     options=_mistral4_options,
     config=_mistral4_config,
     rows=(*LATENT_ROWS, *STACKED_EXPERTS),

@@ -31,6 +31,13 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = GLM_EXPERTS | {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 YARN_FLOAT = YARN | {"original_max_position_embeddings": 32.0}
@@ -481,6 +488,8 @@ def test_defaults_are_those_of_transformers(kind):
         changes = changes | {"intermediate_size": None}
     if kind == "glm4_moe":
         changes = dict(GLM_EXPERTS)
+    if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"):
+        changes = LATENT | ({"num_experts_per_tok": 8} if kind == "deepseek_v3" else {})
     if kind in ("mixtral", "minimax_m2", "gpt_oss"):
         changes = {"num_local_experts": 8, "num_experts_per_tok": 2}
     missing: dict[str, Any] = {"model_type": kind, **SMALL, **changes}
