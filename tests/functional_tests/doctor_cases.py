@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def subject_of(case: Case, dtype: torch.dtype) -> Subject:
         return toy_loss(case.loss, packs, run, lambda: model.balance)
 
     kept: dict[str, Tensor] = {}
-    stepping = {}
+    stepping: dict[str, Any] = {}
     if (step := case.loss.step) is not None:
         stepping = {
             "step": lambda packs: toy_step(step, packs, model, run, kept),
