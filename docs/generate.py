@@ -41,6 +41,8 @@ TRAINERS = {
         "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16 "
         "torch_dtype attn_implementation use_peft lora_r lora_target_modules output_dir "
         "save_steps save_total_limit load_best_model_at_end resume_from_checkpoint eval_strategy "
+        "beta loss_type loss_weights label_smoothing f_divergence_type ld_alpha cpo_alpha "
+        "simpo_gamma desirable_weight ref_model precompute_ref_log_probs use_weighting rpo_alpha "
         "eval_steps logging_steps report_to run_name deepspeed fsdp dataset_num_proc "
         "chat_template_path use_liger_kernel push_to_hub trust_remote_code optim",
     ),

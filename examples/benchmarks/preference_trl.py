@@ -31,7 +31,7 @@ from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.model.huggingface.read import Pretrained, read_weights
 from megatron.sft.options.preference import PreferenceConfig
 from tests.functional_tests import hf_models, oracle
-from tests.functional_tests.preference import END, PreferencePasses, Record, batches_of, Case
+from tests.functional_tests.preference import END, Case, PreferencePasses, Record, batches_of
 from tests.functional_tests.ranks import run_ranks
 
 BETA = 0.3
@@ -223,9 +223,14 @@ def main() -> None:
             for layout in LAYOUTS if name in EVERYWHERE else ["one process"]:
                 found = by_product(layout, policy, reference, records, case)
                 of_loss, of_gradients = apart(found, expected)
-                rows.append(
-                    f"| {name} | {layout} | {expected.loss:.6f} | {of_loss:.1e} | {of_gradients:.1e} |"
+                cells = (
+                    name,
+                    layout,
+                    f"{expected.loss:.6f}",
+                    f"{of_loss:.1e}",
+                    f"{of_gradients:.1e}",
                 )
+                rows.append(f"| {' | '.join(cells)} |")
                 print(rows[-1], flush=True)
     if given.write is not None:
         given.write.write_text(page(rows), encoding="utf-8")
@@ -253,8 +258,8 @@ def page(rows: Sequence[str]) -> str:
             "",
             f"`make preference-trl` on {time.strftime('%Y-%m-%d')}: {versions}, megatron-core "
             f"{version('megatron-core')}, float64 on CPU. 7 pairs of texts, a tiny Qwen3, another "
-            "one as the reference. TRL's head is replaced by plain torch, as it adds up in float32; "
-            "in `exo_pair` it rounds its label smoothing to float32.",
+            "one as the reference. TRL's head is replaced by plain torch, as it adds up in "
+            "float32; in `exo_pair` it rounds its label smoothing to float32.",
             "",
             "| loss | layout | TRL's loss | loss differs by | gradients differ by |",
             "|---|---|---|---|---|",

@@ -1,6 +1,6 @@
 """pure. Pairs of a right and a wrong answer, of the questions in chats.jsonl.
 
-python examples/tiny_finetune/make_pairs.py data/tiny_finetune/chats.jsonl data/tiny_finetune/pairs.jsonl
+python examples/tiny_finetune/make_pairs.py chats.jsonl pairs.jsonl
 
 The wrong answer names the other animal of the question. No question is one of held_out.jsonl.
 """

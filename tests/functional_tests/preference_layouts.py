@@ -115,8 +115,8 @@ def measured(only: str) -> Iterator[tuple[Row, float]]:
             yield row, found
 
 
-def page(found: list[tuple[Row, float]]) -> str:
-    """Returns the page in Markdown."""
+def page(found: list[tuple[Row, float]], only: str = "") -> str:
+    """Returns the page in Markdown. only: part of the rows that were measured; "" for all."""
     layouts = list(dict.fromkeys((row.layout, row.more) for row, _ in found))
     by_row = {tuple(row): value for row, value in found}
     lines = [
@@ -125,6 +125,7 @@ def page(found: list[tuple[Row, float]]) -> str:
         f"`make preference-layouts` on {time.strftime('%Y-%m-%d')}, torch {version('torch')}, "
         f"megatron-core {version('megatron-core')}, float64 on CPU.",
         "",
+        *([f"A part of the matrix: `--only '{only}'`.", ""] if only else []),
         "Two steps of 7 records in each layout beside answers that are computed one by one, each "
         "loss written again: the largest difference of loss, gradients and weights, relative to "
         "the loss, to the largest gradient of the module and to the largest weight. In each layout "
@@ -148,7 +149,7 @@ def main() -> None:
     given = parser.parse_args()
     found = list(measured(given.only))
     if given.write is not None:
-        given.write.write_text(page(found), encoding="utf-8")
+        given.write.write_text(page(found, given.only), encoding="utf-8")
     over = [str(row) for row, value in found if not value <= LIMIT]
     if over:
         raise SystemExit(f"over {LIMIT:.0e}: {', '.join(over)}")

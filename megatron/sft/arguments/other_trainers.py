@@ -84,6 +84,7 @@ _OURS = {
     "--tokenizer-model FOLDER": "tokenizer_name_or_path tokenizer_name tokenizer_config tokenizer",
     "--beta": "pref_beta dpo_beta kto_beta orpo_beta orpo_alpha simpo_beta cpo_beta rlhf_beta",
     "--loss (dpo, simpo, orpo, cpo, kto) and --loss-type": "pref_loss dpo_loss_type loss_fn",
+    "--reference-file FILE, which megatron-sft score writes": "precompute_ref_*",
     "--simpo-gamma": "gamma simpo_gamma_beta_ratio",
     "--loss-type sigmoid sft --loss-weights 1 X": "rpo_alpha pref_ftx dpo_sft_loss_weight",
     "--label-smoothing, with --loss-type robust": "dpo_label_smoothing",
@@ -132,7 +133,6 @@ _WAYS = {
         ref_model_sync_steps
     """,
     "pass --loss simpo or cpo, which have no reference": "reference_free",
-    "drop it: the reference's log-probabilities are computed in each step": "precompute_ref_*",
     "drop it: dropout is off in preference tuning": "disable_dropout",
     "drop it: reward models are not trained": """
         reward_* center_rewards_coefficient teacher_*
