@@ -26,7 +26,11 @@ from megatron.sft.data.templates.named import (
     processor_template,
     render_alike,
 )
-from megatron.sft.data.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
+from megatron.sft.data.tokenizer_folder import (
+    GENERIC_CLASS,
+    FolderTokenizer,
+    read_folder_tokenizer,
+)
 
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
@@ -40,6 +44,7 @@ _PROCESSOR_FILES = (
 )
 _TEMPLATE, _MORE_TEMPLATES = TEMPLATE_FILES
 _CONFIG = "tokenizer_config.json"
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 def files_like(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
@@ -84,11 +89,23 @@ def write_as_read(source: Path, target: Path, files: FolderTokenizer) -> None:
     if not settings and kinds[1] is not None and kinds[0] != kinds[1]:
         # AutoTokenizer's class depends on the model, and the tokenizer came from another folder.
         settings = read_folder_tokenizer(str(target)).settings
+    if not settings and _is_named_llama_but_bytes(target):
+        settings = {"tokenizer_class": GENERIC_CLASS}
     if settings:
         write_object(target / _CONFIG, read_object(target / _CONFIG) | dict(settings))
     if files.post_processor is not None:
         whole = json.loads((target / "tokenizer.json").read_text(encoding="utf-8"))
         write_object(target / "tokenizer.json", whole | {"post_processor": files.post_processor})
+
+
+def _is_named_llama_but_bytes(folder: Path) -> bool:
+    """Returns whether a byte-level tokenizer.json is named as Llama's class, as DeepSeek-V3's is.
+    transformers 5.24 takes the file; 5.20, and with it vLLM 0.33, drops its spaces.
+    """
+    if read_object(folder / _CONFIG).get("tokenizer_class") not in _LLAMA_CLASSES:
+        return False
+    decoder = read_object(folder / "tokenizer.json").get("decoder")
+    return isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
 
 
 def copy_processor(source: Path, target: Path) -> None:
