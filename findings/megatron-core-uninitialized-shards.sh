@@ -5,8 +5,7 @@
 #   of drawing numbers.
 # Seen: the function that draws also sets tensor_model_parallel and partition_dim. Without it each
 #   rank but the first of a tensor-parallel group is taken for a copy: the norm of gradients
-#   counts one rank's part of every such weight, so that clipping lets gradients through that are
-#   up to sqrt(TP) times as large, and zeros are counted wrongly. No error.
+#   counts one rank's part of every such weight. No error.
 # Here: weights are marked when they are built (build.mark_shards,
 #   tests/functional_tests/test_hf_training.py).
 set -euo pipefail

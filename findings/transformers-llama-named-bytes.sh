@@ -2,7 +2,7 @@
 # transformers 5.20.0: a byte-level tokenizer.json that is named LlamaTokenizerFast loses its spaces.
 #
 # Guess: AutoTokenizer reads tokenizer.json as it is, whatever class tokenizer_config.json names,
-#   as 4.57 and 5.24 do.
+#   as 5.24 does.
 # Seen: DeepSeek-V3 and those distilled from it name LlamaTokenizerFast beside a byte-level file.
 #   5.20 puts Llama's pre-tokenizer in its place: text has other tokens, spaces are lost, nothing
 #   is raised. 5.24 takes the file and says so. vLLM 0.33.0 asks for transformers below 5.21, so a
