@@ -106,7 +106,7 @@ COMMANDS_IN = [
 @cache
 def flags_of(name: str) -> set[str]:
     """The options of a subcommand, with --no-x of each switch."""
-    if name == "train":
+    if name in ("train", "score"):  # one takes the options of the other
         classes: tuple[type, ...] = GROUPS
         own = {*LAUNCHER, "--config", "--help", "--help-all", "--version"}
         negated = {flag_of(f.name).replace("--", "--no-", 1) for c in classes for f in fields(c)}
