@@ -11,7 +11,10 @@ from megatron.packing.model.shape import TransformerShape
 
 MEGATRON = Path(__file__).resolve().parents[5] / "megatron"
 # The doctor makes small models of transformers, by the names of their configs.
-FAMILIES = {"delta_net": {"qwen3_next.py", "small_models.py"}, "mla": {"latent.py"}}
+FAMILIES = {
+    "delta_net": {"qwen3_next.py", "small_models.py"},
+    "latent_attn": {"latent.py", "glm.py", "mistral.py", "small_models.py"},
+}
 """Part -> the families that have it."""
 
 
