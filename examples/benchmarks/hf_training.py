@@ -63,7 +63,12 @@ def layout_of(name: str, model: str) -> tuple[int, str]:
     has_experts = "moe" in model or model in _WITH_EXPERTS
     if has_experts and name == "TP2":
         flags += OF_EXPERTS
-    return world_size, flags + OF_ROUTER * (model in _WITH_ROUTERS_IN_FP32)
+    return world_size, flags + flags_of_router(model)
+
+
+def flags_of_router(model: str) -> str:
+    """Those by which a router is as exact as the rest, in families that have it in float32."""
+    return OF_ROUTER * (model in _WITH_ROUTERS_IN_FP32)
 
 
 def largest(found: Sequence[float], expected: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.device import Device
@@ -128,6 +129,15 @@ def check_modules(chunk: torch.nn.Module) -> None:
             "the model was built with megatron-core's DotProductAttention, which refuses packs; "
             "build it with transformer_layer_spec=packed_block_spec(config) of "
             "megatron.packing.model.layer_spec, or with Transformer Engine"
+        )
+    latent = next(
+        (one for one in _outside_towers(chunk) if isinstance(one, MLASelfAttention)), None
+    )
+    if latent is not None and latent.config.context_parallel_size != 1:
+        raise ValueError(
+            "megatron-core's MLASelfAttention was not checked with packs and context parallel; "
+            "build the model with transformer_layer_spec=packed_block_spec(config) of "
+            "megatron.packing.model.layer_spec, or pass --context-parallel-size 1"
         )
     if isinstance(chunk, DistributedDataParallel) and any(
         buffer.gradient_scaling_factor != 1.0

@@ -82,16 +82,6 @@ PLUGIN_RULES = (
         "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
     ),
     demand(
-        lambda config, transformer_engine: config.multi_latent_attention and not transformer_engine,
-        "multi_latent_attention=False without Transformer Engine: megatron-core's other layers "
-        "cannot be built so",
-    ),
-    demand(
-        lambda config: config.multi_latent_attention and config.context_parallel_size != 1,
-        "context_parallel_size=1 with multi_latent_attention: the two were not checked together "
-        "with packs",
-    ),
-    demand(
         lambda config: config.apply_rope_fusion and _yarn_scales_attention(config),
         "apply_rope_fusion=False with YaRN: the fused kernel for packs leaves out its scale of "
         "attention scores",

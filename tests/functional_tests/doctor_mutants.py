@@ -73,7 +73,7 @@ def _plain(value: Any) -> types.FunctionType | None:
     return None
 
 
-_SQUARE = "segments = Segments.square(lengths)"
+_SQUARE = "return self._computed(query, key, value, Segments.square(lengths))"
 _MODEL, _STEP, _SFT = "megatron.packing.model", "megatron.packing.step", "megatron.sft"
 _ATTENTION = f"{_MODEL}.attention.core_attention"
 
@@ -87,21 +87,22 @@ MUTANTS = (
         "first border one too late",
         _ATTENTION,
         _SQUARE,
-        "segments = Segments.square((lengths[0] + 1, lengths[1] - 1, *lengths[2:])"
-        " if len(lengths) > 1 else lengths)",
+        "return self._computed(query, key, value, Segments.square("
+        "(lengths[0] + 1, lengths[1] - 1, *lengths[2:]) if len(lengths) > 1 else lengths))",
     ),
     Mutant(
         "attention of the second stage joins sequences",
         _ATTENTION,
         _SQUARE,
-        "segments = Segments.square((sum(lengths),) if torch.distributed.get_rank() else lengths)",
+        "return self._computed(query, key, value, Segments.square("
+        "(sum(lengths),) if torch.distributed.get_rank() else lengths))",
         _run("grouped", "pp2"),
     ),
     Mutant(
         "attention joins sequences",
         _ATTENTION,
         _SQUARE,
-        "segments = Segments.square((sum(lengths),))",
+        "return self._computed(query, key, value, Segments.square((sum(lengths),)))",
         _run("experts"),
     ),
     Mutant(
@@ -240,8 +241,8 @@ MUTANTS = (
     Mutant(
         "gradient of keys over context parallel is not summed",
         f"{_MODEL}.attention.core_attention",
-        "gathered, tensor_parallel_output_grad=True, group=self.cp_group",
-        "gathered, tensor_parallel_output_grad=False, group=self.cp_group",
+        "x, tensor_parallel_output_grad=True, group=self.cp_group",
+        "x, tensor_parallel_output_grad=False, group=self.cp_group",
         _run("grouped", "cp2"),
     ),
 )

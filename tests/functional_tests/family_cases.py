@@ -79,7 +79,7 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ),
     ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
     ("deepseek-v3", "tp2-pp2-ep2-sp", 2, {"target_modules": _LATENT}),
-    ("glm4-moe-lite", "cp2-dp2", 2, {"target_modules": ["q_proj", *_LATENT[2:]]}),
+    ("glm4-moe-lite", "pp2", 2, {"target_modules": ["q_proj", *_LATENT[2:]]}),
     (  # its folder holds experts as one tensor, which is not transposed
         "qwen3.5-moe",
         "ep2",

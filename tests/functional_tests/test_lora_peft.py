@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from examples.benchmarks.hf_perturbed import perturb
-from examples.benchmarks.hf_training import batches, largest
+from examples.benchmarks.hf_training import batches, flags_of_router, largest
 from tests.functional_tests.family_cases import GROWING_PEFT_CASE, MORE_PEFT_CASES, PEFT_CASES
 from tests.functional_tests.hf_models import (
     largest_apart,
@@ -62,7 +62,7 @@ def test_steps_beside_peft(
     per_rank = run_ranks(
         train_by_product,
         world_size,
-        f"{flags} --lora --lora-adapter {source}",
+        f"{flags} --lora --lora-adapter {source}{flags_of_router(model)}",
         base,
         BATCHES[:num_steps],
         torch.float64,

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
+from megatron.packing.model.attention.rotary import LayerRotary
 from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.layers.norms import WholeWidthNorm
 from megatron.packing.model.parts.delta_net_module import GatedDeltaNet
+from megatron.packing.model.parts.latent_attention import LatentAttention
+from megatron.packing.model.parts.latent_attention_module import LatentSelfAttention
 from megatron.sft.model import cpu_support
+from megatron.sft.model.rope import plain_frequencies
 from tests.functional_tests.ranks import run_ranks
 
 LENGTHS = (24, 8, 40)
@@ -129,7 +133,60 @@ def whole_width_norm(tensor: int, context: int) -> dict[str, Tensor]:
     return {name: part for name, part in found.items() if part is not None}
 
 
-MECHANISMS: dict[str, Any] = {"delta net": delta_net, "norm over all heads": whole_width_norm}
+def latent_attention(tensor: int, context: int) -> dict[str, Tensor]:
+    """The same of latent attention."""
+    config = initialize(tensor, context)
+    part = LatentAttention(
+        num_attention_heads=HEADS,
+        q_lora_rank=10,
+        kv_lora_rank=8,
+        qk_head_dim=6,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=5,
+    )
+    rotary = LayerRotary(plain_frequencies(4, 100.0), is_interleaved=True)
+    layer = LatentSelfAttention(config, 1, part, 1e-6, rotary)
+    rank, cp = parallel_state.get_tensor_model_parallel_rank(), layer.cp_group
+    dims = {name: 0 for name, _ in layer.named_parameters() if "layernorm" not in name}
+    dims["linear_proj.weight"] = 1
+    for number, (name, parameter) in enumerate(layer.named_parameters()):
+        shape, dim = list(parameter.shape), dims.get(name)
+        if dim is None:
+            parameter.data.copy_(random(*shape, seed=number))
+            continue
+        shape[dim] *= tensor
+        parameter.data.copy_(random(*shape, seed=number).chunk(tensor, dim)[rank] / 4)
+    index = shard_index(LENGTHS, context, cp.rank())
+    tokens = torch.arange(sum(LENGTHS)) if index is None else index
+    mine = tokens.chunk(tensor)[rank]  # sequence parallel
+    hidden = random(sum(LENGTHS), 1, HIDDEN, seed=100)[mine].requires_grad_()
+    layout = PackLayout.of(LENGTHS, Alignment())
+    params = packed_seq_params(layout_microbatches([layout])[0], torch.device("cpu"))
+    out, _ = layer(hidden, None, packed_seq_params=params)
+    (out * random(sum(LENGTHS), 1, HIDDEN, seed=101)[mine]).sum().backward()
+    assert hidden.grad is not None
+    found = {}
+    for name, part_of_it in (("output", out.detach()), ("hidden", hidden.grad)):
+        whole = torch.zeros(sum(LENGTHS), 1, HIDDEN, dtype=torch.float64)
+        whole[mine] = part_of_it
+        dist.all_reduce(whole)
+        found[name] = whole
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=cp)
+        dim = dims.get(name)
+        found[name] = (
+            parameter.grad if dim is None else whole_of([parameter.shape[dim]], parameter.grad, dim)
+        )
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+MECHANISMS: dict[str, Any] = {
+    "latent attention": latent_attention,
+    "delta net": delta_net,
+    "norm over all heads": whole_width_norm,
+}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +196,7 @@ MECHANISMS: dict[str, Any] = {"delta net": delta_net, "norm over all heads": who
         ("delta net", 1, 2),
         ("delta net", 2, 2),
         ("norm over all heads", 2, 1),
+        ("latent attention", 2, 2),
     ],
 )
 def test_parts_are_the_whole(mechanism: str, tensor: int, context: int) -> None:

@@ -16,6 +16,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron.packing import plugin
 from megatron.packing.data_schedule import PackedIterator
@@ -58,7 +59,6 @@ REFUSED = [
         {"num_moe_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
         '"aux_loss" or "none"',
     ),
-    ({"multi_latent_attention": True}, "multi_latent_attention=False without Transformer Engine"),
     (
         {"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 4.0},
         "apply_rope_fusion=False with YaRN",
@@ -324,14 +324,15 @@ def test_refuses_experts_whose_biases_are_not_mended(calls: list[dict[str, Any]]
     assert len(calls) == 1
 
 
-def test_refuses_latent_attention_with_context_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine is there for it, but the two have not been tried together."""
-    monkeypatch.setattr(
-        "megatron.packing.model.get_batch.transformer_engine_installed", lambda: True
-    )
-    plugin.install(make_config(multi_latent_attention=True))
-    with pytest.raises(ValueError, match="context_parallel_size=1 with multi_latent"):
-        plugin.install(make_config(multi_latent_attention=True, context_parallel_size=2))
+def test_refuses_latent_attention_of_megatron_core_with_context_parallel() -> None:
+    """Its attention gives packs to Transformer Engine, and the two were never tried together."""
+    attention = MLASelfAttention.__new__(MLASelfAttention)
+    torch.nn.Module.__init__(attention)
+    attention.config = make_config(context_parallel_size=1)
+    check_modules(attention)
+    attention.config.context_parallel_size = 2
+    with pytest.raises(ValueError, match=r"MLASelfAttention .* packed_block_spec"):
+        check_modules(attention)
 
 
 def test_a_vision_tower_sees_no_packs(calls: list[dict[str, Any]]) -> None:

@@ -43,7 +43,9 @@ class LatentAttentionOptions:
 def _parameter(
     name: str, path: str, sharding: Sharding, *shape: str, takes_adapter: bool = True
 ) -> Parameter:
-    return Parameter(f"mla.{name}", f"self_attention.{path}", sharding, shape, takes_adapter)
+    return Parameter(
+        f"latent_attn.{name}", f"self_attention.{path}", sharding, shape, takes_adapter
+    )
 
 
 Q_DOWN = _parameter("q_down.weight", "linear_q_down_proj.weight", "rows", "q_rank", "hidden")
@@ -108,7 +110,7 @@ class LatentAttention(Part):
     qk_pos_emb_head_dim: int
     v_head_dim: int
 
-    name: ClassVar[str] = "mla"
+    name: ClassVar[str] = "latent_attn"
     title: ClassVar[str] = "latent attention"
     layers_option: ClassVar[str] = "kv_lora_rank"
     attention_arguments: ClassVar[tuple[str, ...]] = ("rotary", "query_scale")

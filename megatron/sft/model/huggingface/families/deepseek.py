@@ -8,6 +8,7 @@ from typing import Any
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family
 from megatron.sft.model.huggingface.families.latent import (
+    LATENT_DEFAULTS,
     LATENT_ROWS,
     latent_config,
     latent_options,
@@ -65,11 +66,14 @@ DEEPSEEK_V3 = Family(
     needs_key_value_heads=False,
     unsupported=("attention_bias",),
     defaults={
+        **LATENT_DEFAULTS,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
         "n_group": 8,
         "topk_group": 4,
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
-        "q_lora_rank": 1536,
     },
     run_defaults={"moe_router_dtype": "fp32"},
     options=_options,
@@ -83,7 +87,12 @@ DEEPSEEK_V2 = replace(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     unsupported=("attention_bias", "mlp_bias"),
-    defaults={"n_shared_experts": 2, "rope_interleave": True, "q_lora_rank": 1536},
+    defaults={
+        **LATENT_DEFAULTS,
+        "n_routed_experts": 64,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+    },
     options=_v2_options,
     config=_v2_config,
 )

@@ -8,6 +8,7 @@ from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family
 from megatron.sft.model.huggingface.families.fused import GATE_UP
 from megatron.sft.model.huggingface.families.latent import (
+    LATENT_DEFAULTS,
     LATENT_ROWS,
     latent_config,
     latent_options,
@@ -114,8 +115,17 @@ GLM4_MOE_LITE = Family(
     architecture="Glm4MoeLiteForCausalLM",
     norm_epsilon=1e-5,
     unsupported=("attention_bias",),
-    defaults={"q_lora_rank": 768, "routed_scaling_factor": 1.8},
     run_defaults={"moe_router_dtype": "fp32"},
+    defaults={
+        **LATENT_DEFAULTS,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+    },
     options=_lite_options,
     config=_lite_config,
     rows=LATENT_ROWS,

@@ -19,6 +19,14 @@ LATENT_ROWS = (
     Row.of(latent.KV_NORM, ("self_attn.kv_a_layernorm.weight",)),
     Row.of(latent.KV_UP, ("self_attn.kv_b_proj.weight",)),
 )
+LATENT_DEFAULTS = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Keys of config.json that may be missing, and DeepSeek's values of them."""
 _WIDTHS = {
     "kv_lora_rank": "kv_lora_rank",
     "qk_head_dim": "qk_nope_head_dim",

@@ -13,6 +13,7 @@ from megatron.sft.model.huggingface.families.config_fields import (
 )
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.families.latent import (
+    LATENT_DEFAULTS,
     LATENT_ROWS,
     latent_config,
     latent_options,
@@ -91,6 +92,7 @@ def _mistral4_options(config: ConfigFields) -> dict[str, Any]:
         **config.rope_options(1e4),
         "query_scale_beta": config.rope().get("llama_4_scaling_beta"),
         **dense_first_experts(config),
+        "moe_router_pre_softmax": False,
         "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
     }
 
@@ -133,7 +135,15 @@ MISTRAL4 = Family(
     needs_key_value_heads=False,
     partial_rotary_factor=1.0,
     unsupported=("attention_bias",),
-    defaults={"q_lora_rank": 1024},
+    defaults={
+        **LATENT_DEFAULTS,
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 2048,
+    },
     options=_mistral4_options,
     config=_mistral4_config,
     rows=(*LATENT_ROWS, *STACKED_EXPERTS),

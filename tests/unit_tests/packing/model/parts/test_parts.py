@@ -11,12 +11,10 @@ from megatron.packing.model.parts import known_parts
 from megatron.packing.model.shape import TransformerShape
 
 MEGATRON = Path(__file__).resolve().parents[5] / "megatron"
-# The doctor makes small models of transformers, and of runs, by the names of their configs, and
-# knows modules by their names; the flags of Megatron-LM name what is theirs.
+# The doctor makes small models of transformers, and of runs, by the names of their configs.
 FAMILIES = {
     "delta_net": {"qwen3_next.py", "small_models.py", "shrink.py"},
-    "mla": {"latent.py", "mistral.py", "small_models.py", "module_kinds.py"}
-    | {"megatron_flag_table.py"},
+    "latent_attn": {"latent.py", "glm.py", "mistral.py", "small_models.py"},
 }
 """Part -> the families that have it, and who knows its names."""
 

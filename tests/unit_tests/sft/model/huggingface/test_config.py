@@ -9,6 +9,7 @@ import pytest
 
 from megatron.packing.flags import FlagError
 from megatron.sft.model.huggingface.config import config_of, identity_of, options_of
+from megatron.sft.model.huggingface.families.latent import LATENT_ROWS
 from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.options.model import ModelConfig
 from tests.unit_tests.sft.command_line import parse
@@ -23,6 +24,20 @@ SMALL = {
 }
 LLAMA = {"model_type": "llama", **SMALL}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 DELTA_NET = {
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
@@ -31,13 +46,6 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LATENT = GLM_EXPERTS | {
-    "num_key_value_heads": 8,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 YARN_FLOAT = YARN | {"original_max_position_embeddings": 32.0}
@@ -475,6 +483,32 @@ def test_fields_mean_what_they_mean_in_transformers(changes, expected):
     assert {name: options[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False"),
+        ({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}, "topk_method"),
+        ({"model_type": "mistral4", "n_group": 2}, "n_group 2"),
+        ({"model_type": "mistral4", "head_dim": 10}, "head_dim and a partial_rotary_factor"),
+    ],
+)
+def test_latent_attention_that_would_be_another_is_refused(changes, named):
+    """Biases, fewer keys than queries or other routers would be left out in silence."""
+    config = {"model_type": "deepseek_v3", **SMALL, **LATENT, **changes}
+    with pytest.raises(ValueError, match=named):
+        options_of(config)
+
+
+def test_a_release_with_the_code_of_another_is_read_as_that():
+    """Kimi K2's own model_type is unknown to transformers, which loads it as its maker's code."""
+    config = {**SMALL, **LATENT}
+    assert options_of({"model_type": "kimi_k2", **config}) == options_of(
+        {"model_type": "deepseek_v3", **config}
+    )
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_defaults_are_those_of_transformers(kind):
     """A config.json leaves out what is at its default."""
@@ -488,10 +522,10 @@ def test_defaults_are_those_of_transformers(kind):
         changes = changes | {"intermediate_size": None}
     if kind == "glm4_moe":
         changes = dict(GLM_EXPERTS)
-    if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"):
-        changes = LATENT | ({"num_experts_per_tok": 8} if kind == "deepseek_v3" else {})
     if kind in ("mixtral", "minimax_m2", "gpt_oss"):
         changes = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    if FAMILIES[kind].rows[: len(LATENT_ROWS)] == LATENT_ROWS:
+        changes = {"num_key_value_heads": SMALL["num_attention_heads"], "num_experts_per_tok": 8}
     missing: dict[str, Any] = {"model_type": kind, **SMALL, **changes}
     if "_vl_" in kind:  # nobody has the text part alone
         missing = {"model_type": kind.removesuffix("_text"), "text_config": missing}
@@ -537,6 +571,10 @@ def test_defaults_are_those_of_transformers(kind):
         ("qwen3_5_moe_text", DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 48}),
         ("qwen3_next", DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 48}),
         ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8}),
+        ("deepseek_v3", LATENT | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}),
+        ("deepseek_v2", LATENT | {"q_lora_rank": None, "n_shared_experts": 2}),
+        ("glm4_moe_lite", LATENT | {"mlp_layer_types": ["dense", "sparse"] * 2}),
+        ("mistral4", LATENT | {"rope_parameters": MINISTRAL_ROPE}),
     ],
 )
 def test_options_and_config_say_the_same(tmp_path, kind, changes):
