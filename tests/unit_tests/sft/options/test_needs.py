@@ -31,7 +31,7 @@ ACT_ALONE = """
     logits_of_masked_tokens keep_logits deterministic_mode seed eval_iters exit_interval
     exit_duration_in_mins skip_nan_steps lora save load pretrained_checkpoint save_hf dry_run
     log_interval run_dir tensorboard_dir wandb_project gradient_accumulation_fusion
-    cross_entropy_loss_fusion loss
+    cross_entropy_loss_fusion loss kv_lora_rank
 """.split()
 """Options that need none."""
 CHECKED_ELSEWHERE = """
