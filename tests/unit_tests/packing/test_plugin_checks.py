@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.packing import plugin
 from megatron.packing.data_schedule import PackedIterator
 from megatron.packing.model.layers.experts import mend_expert_biases
+from megatron.packing.plugin_checks import check_modules
 from tests.unit_tests.packing.plugged import (
     Model,
     forward_step,
