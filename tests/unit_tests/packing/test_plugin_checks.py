@@ -332,7 +332,7 @@ def test_refuses_latent_attention_of_megatron_core_with_context_parallel() -> No
     attention.config = make_config(context_parallel_size=1)
     check_modules(attention)
     attention.config.context_parallel_size = 2
-    with pytest.raises(ValueError, match=r"MLASelfAttention .* packed_block_spec"):
+    with pytest.raises(ValueError, match=r"MLASelfAttention .*packed_block_spec"):
         check_modules(attention)
 
 

@@ -67,6 +67,10 @@ def test_all_layers_by_default(given):
         "in_proj_b",
         "in_proj_a",
         "out_proj",
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
     )
     assert [lora.targets_in(name) for name in ("qkv", "fc1", "router", "in_proj")] == [
         (0, 1, 2),
