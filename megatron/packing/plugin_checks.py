@@ -130,10 +130,10 @@ def check_modules(chunk: torch.nn.Module) -> None:
             "build it with transformer_layer_spec=packed_block_spec(config) of "
             "megatron.packing.model.layer_spec, or with Transformer Engine"
         )
-    latent = next(
-        (one for one in _outside_towers(chunk) if isinstance(one, MLASelfAttention)), None
-    )
-    if latent is not None and latent.config.context_parallel_size != 1:
+    if any(
+        isinstance(module, MLASelfAttention) and module.config.context_parallel_size != 1
+        for module in _outside_towers(chunk)
+    ):
         raise ValueError(
             "megatron-core's MLASelfAttention was not checked with packs and context parallel; "
             "build the model with transformer_layer_spec=packed_block_spec(config) of "

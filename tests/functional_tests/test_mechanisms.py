@@ -49,6 +49,7 @@ def initialize(tensor: int, context: int) -> TransformerConfig:
         tensor_model_parallel_size=tensor,
         context_parallel_size=context,
         sequence_parallel=tensor > 1,
+        attention_dropout=0.0,
         linear_num_key_heads=4,
         linear_num_value_heads=8,
         linear_key_head_dim=8,

@@ -15,7 +15,8 @@ FIELDS = {field.name: field for group in GROUPS for field in fields(group)}
 KEYS = ("only_with", "idle_without")
 ACT_ALONE = """
     num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size swiglu geglu quick_geglu
-    num_experts mtp_num_layers window_size attention_output_gate linear_attention_freq normalization
+    num_experts mtp_num_layers window_size attention_output_gate linear_attention_freq kv_lora_rank
+    normalization
     apply_layernorm_1p position_embedding_type disable_bias_linear add_qkv_bias qk_layernorm
     add_proj_bias norm_position softmax_scale softmax_type attn_logit_softcapping
     final_logit_softcapping
