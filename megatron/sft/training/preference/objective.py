@@ -184,7 +184,7 @@ class Preference:
         counts = batch.loss_mask.ne(0) if batch.num_paths is None else batch.num_paths
         num_tokens = counts.sum().to(torch.int32)
         group = parallel_state.get_context_parallel_group()
-        if batch.paths is None:  # a dummy pack
+        if batch.paths is None or not len(batch.extra[RANK]):  # a dummy pack
             total, log = self._nothing(output, asked)
         elif self._is_marked:
             total, log = self._loss_of_marked(batch, path_sums(batch, output, group), asked)
