@@ -49,7 +49,7 @@ LAYOUTS: list[tuple[Layout, str]] = [
     (Layout(pipeline=4, model="grouped"), ""),
     (Layout(pipeline=2, interleaved=True, model="grouped"), ""),
     (Layout(pipeline=2, interleaved=True, data=2, model="tied", optimizer="sharded"), ""),
-    (Layout(pipeline=2, data=2, model="experts", pipeline_before_data=True), ""),
+    (Layout(pipeline=2, data=2, model="tied", pipeline_before_data=True), ""),
     (Layout(context=2, model="grouped"), ""),
     (Layout(context=2, model="grouped"), LORA),
     (Layout(context=3, data=2, model="tied", scheduler="dp_balanced"), ""),
