@@ -87,6 +87,21 @@ def parse_config(
     return parse_with_notes(arguments, world_size, command or Command())[0]
 
 
+_ONLINE = (
+    "grpo",
+    "gspo",
+    "dapo",
+    "ppo",
+    "rloo",
+    "reinforce",
+    "online_dpo",
+    "xpo",
+    "nash_md",
+    "gkd",
+)
+"""Methods of other trainers that people pass to --loss."""
+
+
 def parse_run_options(
     groups: Sequence[type[Any]],
     arguments: Sequence[str],
@@ -106,6 +121,12 @@ def parse_run_options(
     try:
         return parse_flags(groups, ours, command, imply=imply_from_paths, notes=notes)
     except FlagError as failure:
+        online = [word for word in _ONLINE if f"invalid choice: '{word}'" in str(failure).lower()]
+        if online:
+            raise FlagError(
+                f"--loss {online[0]} is of a method that generates answers while it trains, which "
+                "is not offered; take a trainer with an engine for that, such as verl or TRL"
+            ) from None
         if "arguments are required" not in str(failure):
             raise
         hint = (

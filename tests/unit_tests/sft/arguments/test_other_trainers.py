@@ -96,3 +96,9 @@ def test_many_names_are_a_table():
 def test_a_typing_mistake_is_none_of_them():
     """`--lrr` is nobody's; the nearest of ours helps."""
     assert message_of("--lrr", "1") == "unknown option --lrr; did you mean --lr?"
+
+
+def test_methods_that_generate_are_refused_with_the_reason():
+    """A list of six losses does not say that the others will not come."""
+    with pytest.raises(FlagError, match="--loss grpo is of a method that generates answers"):
+        parse_config(["--loss", "GRPO"], 1)
