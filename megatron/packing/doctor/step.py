@@ -24,7 +24,7 @@ from megatron.packing.doctor.subject import Sample, Step, Subject
 
 WEIGHTS = (1.0, 0.5, 2.0, 1.25, 0.75)
 """Weights of the examined step's samples, in turn."""
-_SLOPE_STEP = 0.002
+_SLOPE_STEPS = (0.002, 0.0003)
 """Share of the loss by which the weights are moved along the step, both ways."""
 _DTYPES = (torch.float32, torch.float64)
 
@@ -54,7 +54,7 @@ def examine_step(
     left = float(products[0, 0] - shares @ products[1:, 0]) / size
     losses = _losses(examination, packs)
     loss = _mean_loss(samples, losses, subject.reduction)
-    slope = _slope(examination, whole, packs, _SLOPE_STEP * loss / size)
+    scale = _scale(examination, whole, packs, size, loss)
     count = sum(int(sample.trained.sum()) for sample in samples)
     per_sequence = subject.reduction == "sequence"
     places = [(p, s) for p, pack in enumerate(packs) for s in range(len(pack))]
@@ -74,7 +74,7 @@ def examine_step(
             for index, (sample, (pack, sequence)) in enumerate(zip(samples, places))
         ),
         residual=math.sqrt(max(left, 0.0)),
-        scale=1.0 if subject.has_further_losses else size / slope if slope else math.inf,
+        scale=1.0 if subject.has_further_losses else scale,
         norm=None if whole.norm is None else whole.norm / math.sqrt(size),
         loss=None if whole.loss is None else whole.loss / loss,
         loss_as=_explain_loss(examination, packs, whole.loss, count),
@@ -170,6 +170,23 @@ def _mean_loss(samples: Sequence[Sample], losses: Sequence[Tensor], reduction: s
         part = sample.weight * float(of_token[own].sum())
         total += part / (int(own.sum()) * len(samples) if reduction == "sequence" else count)
     return total
+
+
+def _scale(
+    examination: Examination,
+    whole: Step,
+    packs: Sequence[Sequence[Sample]],
+    size: float,
+    loss: float,
+) -> float:
+    """Returns the step's change relative to the gradient, by the distance at which it is nearest
+    to 1: a clamp or a router's choice within one distance bends the loss, a wrong scale shows at
+    each.
+    """
+    slopes = [_slope(examination, whole, packs, step * loss / size) for step in _SLOPE_STEPS]
+    return min(
+        (size / slope if slope else math.inf for slope in slopes), key=lambda one: abs(one - 1)
+    )
 
 
 def _slope(
