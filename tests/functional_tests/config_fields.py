@@ -30,6 +30,7 @@ _BASES = (
     *("qwen3-moe", "seed-oss", "smollm3", "ernie4.5", "glm4-moe", "glm4-moe-groups", "phi3"),
     *("granite", "olmo2", "glm4", "gemma2", "gemma3", "olmo3", "exaone4", "ministral3"),
     *("minimax-m2", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gpt-oss", "phi3-long"),
+    *("deepseek-v3", "deepseek-v2", "glm4-moe-lite"),
 )
 _VISION: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -79,6 +80,7 @@ _WRAPPED = {
     "ministral3 in mistral3": ("ministral3", "mistral3"),
     "qwen3.5 in qwen3_5": ("qwen3.5", "qwen3_5"),
     "qwen3.5-moe in qwen3_5_moe": ("qwen3.5-moe", "qwen3_5_moe"),
+    "mistral4 in mistral3": ("mistral4", "mistral3"),
     "qwen2.5-vl in qwen2_5_vl": ("qwen2.5-vl", "qwen2_5_vl"),
     "qwen3-vl in qwen3_vl": ("qwen3-vl", "qwen3_vl"),
     "qwen3-vl-moe in qwen3_vl_moe": ("qwen3-vl-moe", "qwen3_vl_moe"),

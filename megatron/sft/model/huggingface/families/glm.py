@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.packing.quoting import shown
 from megatron.sft.model.huggingface.families.config_fields import ConfigFields
 from megatron.sft.model.huggingface.families.family import Family
 from megatron.sft.model.huggingface.families.fused import GATE_UP
@@ -61,6 +62,12 @@ def _moe_config(model: ModelConfig) -> dict[str, Any]:
 
 def _lite_options(config: ConfigFields) -> dict[str, Any]:
     # transformers' class does not read first_k_dense_replace, which files have, too
+    for share in (config.rope().get("partial_rotary_factor"), config.get("partial_rotary_factor")):
+        if share not in (None, 1):  # of qk_rope_head_dim, in transformers
+            raise ValueError(
+                f"{config.where} has partial_rotary_factor {shown(share)}, but only 1 is supported "
+                "for this model_type"
+            )
     dense_first = (0,) + (1,) * (config.number("num_hidden_layers") - 1)
     has_experts = config.layers("mlp_layer_types", "sparse") or dense_first
     return {

@@ -49,7 +49,8 @@ def latent_options(config: ConfigFields) -> dict[str, Any]:
         "q_lora_rank": config.number("q_lora_rank") if has_query_latent else None,
         "kv_channels": widths["qk_pos_emb_head_dim"],
         "rotary_percent": 1.0,
-        "rotary_interleaved": bool(config.get("rope_interleave", True)),
+        # null is false in transformers
+        "rotary_interleaved": bool(config.values.get("rope_interleave", True)),
         "softmax_scale": _softmax_scale(
             widths["qk_head_dim"] + widths["qk_pos_emb_head_dim"], config.rope()
         ),

@@ -85,7 +85,8 @@ def _mistral4_options(config: ConfigFields) -> dict[str, Any]:
             f"{rotated} channels of qk_rope_head_dim are rotated, which is not supported"
         )
     config.require("n_group", 1, default=1)
-    config.require("norm_topk_prob", True, default=True)
+    if "norm_topk_prob" in config.values:  # null is false in transformers
+        config.require("norm_topk_prob", True)
     scale = config.positive("routed_scaling_factor", 1.0)
     return {
         **latent,

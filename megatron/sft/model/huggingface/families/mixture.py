@@ -179,7 +179,7 @@ def grouped_router(config: ConfigFields) -> dict[str, Any]:
             f"{config.get('num_experts_per_tok')} of topk_group {group_topk} groups, but only two "
             "per group are supported: megatron-core rates groups by as many"
         )
-    normalises = bool(config.get("norm_topk_prob", True))
+    normalises = bool(config.values.get("norm_topk_prob", True))  # null is false in transformers
     if not normalises and config.number("num_experts_per_tok") > 1:
         config.require("norm_topk_prob", True)
     scale = config.positive("routed_scaling_factor", 1.0)

@@ -489,6 +489,12 @@ def test_fields_mean_what_they_mean_in_transformers(changes, expected):
         ({"attention_bias": True}, "attention_bias"),
         ({"num_key_value_heads": 2}, "num_key_value_heads 2"),
         ({"norm_topk_prob": False}, "norm_topk_prob False"),
+        ({"norm_topk_prob": None}, "norm_topk_prob None"),
+        (
+            {"model_type": "glm4_moe_lite", "partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5",
+        ),
+        ({"model_type": "mistral4", "norm_topk_prob": None}, "norm_topk_prob None"),
         ({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}, "topk_method"),
         ({"model_type": "mistral4", "n_group": 2}, "n_group 2"),
         ({"model_type": "mistral4", "head_dim": 10}, "head_dim and a partial_rotary_factor"),
@@ -624,3 +630,10 @@ def test_a_width_that_no_layer_has_does_not_count():
     assert (config["model_type"], config["intermediate_size"]) == ("mixtral", 32)
     with pytest.raises(ValueError, match=r"qwen3_moe, differs in --qk-layernorm \(there True\)$"):
         config_of(replace(model, moe_layer_freq=(0, 1)), 100)
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, True), ({"rope_interleave": None}, False)])
+def test_a_null_switch_is_off(changes, expected):
+    """As in transformers, where it is no missing key: other channels would be rotated together."""
+    config = {"model_type": "deepseek_v3", **SMALL, **LATENT, **changes}
+    assert options_of(config)["rotary_interleaved"] is expected
