@@ -13,6 +13,7 @@ from megatron.packing.doctor.decision_table import ROWS
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.experiments import Examination
 from megatron.packing.doctor.locate import (
+    EXPERT_ULPS,
     class_of,
     describe,
     find_birth,
@@ -24,8 +25,6 @@ from megatron.packing.doctor.probe import Probe
 from megatron.packing.doctor.report import Diagnosis, Finding
 from megatron.packing.doctor.step import examine_step
 from megatron.packing.doctor.subject import LENGTHS, Subject
-
-_EXPERT_ULPS = 64
 
 
 def examine(subject: Subject, lengths: Sequence[int] = LENGTHS) -> Diagnosis:
@@ -108,7 +107,7 @@ def _is_rounding_of_experts(examination: Examination, evidence: Evidence, name: 
     """
     kind = kind_of(name, class_of(examination.probe, name))
     largest = max(evidence.across, *evidence.early)
-    return kind == "experts" and largest <= _EXPERT_ULPS * torch.finfo(examination.dtype).eps
+    return kind == "experts" and largest <= EXPERT_ULPS * torch.finfo(examination.dtype).eps
 
 
 def _diagnose(examination: Examination, evidence: Evidence) -> Diagnosis:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from megatron.packing.doctor.evidence import Evidence, LayerReach, Mixing
 from megatron.packing.doctor.experiments import Examination
+from megatron.packing.doctor.module_kinds import kind_of
 from megatron.packing.doctor.probe import Probe, Trace, changed_rows
+
+EXPERT_ULPS = 64
+"""Rounding of experts' products, which depends on how many rows each is given, and these on where
+other tokens are routed.
+"""
 
 MAX_LAYERS = 32
 """Layers that are examined one by one; of deeper models the first ones."""
@@ -256,19 +262,37 @@ def measure_reach(examination: Examination, evidence: Evidence) -> None:
     subject, pack = examination.subject, examination.pack
     longest = max(range(len(pack)), key=lambda index: len(pack[index]))
     found = []
+    exact = _exact_for_layers(examination, evidence)
     windows = {
         name: width
         for of_rank in examination.probe.gather(dict(subject.windows))
         for name, width in of_rank.items()
     }
     for name in all_layers(examination.probe):
-        packed = layer_reach(examination.probe, pack, longest, name, evidence.exact)
-        alone = layer_reach(examination.probe, [pack[longest]], 0, name, evidence.exact)
+        packed = layer_reach(examination.probe, pack, longest, name, exact)
+        alone = layer_reach(examination.probe, [pack[longest]], 0, name, exact)
         if packed is None or alone is None:
             continue
         declared = windows.get(name)
         found.append(LayerReach(layer=name, packed=packed, alone=alone, declared=declared))
     evidence.reach = tuple(found)
+
+
+def _exact_for_layers(examination: Examination, evidence: Evidence) -> float:
+    """Returns what outputs of whole layers may differ by, relative to the largest value: where one
+    has experts, their rounding, which is far below what a token sees in float32 and float64.
+    """
+    probe, eps = examination.probe, torch.finfo(examination.dtype).eps
+    has_experts = any(
+        probe.gather(
+            any(
+                kind_of(name, type(one).__name__) == "experts"
+                for name, one in probe.modules.items()
+            )
+        )
+    )
+    is_fine = eps <= torch.finfo(torch.float32).eps
+    return max(evidence.exact, EXPERT_ULPS * eps) if has_experts and is_fine else evidence.exact
 
 
 def layer_reach(
