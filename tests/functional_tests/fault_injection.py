@@ -49,7 +49,7 @@ LAYOUTS = {
     "PP2 alone": Layout(2, "--pipeline-model-parallel-size 2", has_launcher=False),
 }
 """Those that are alone have no launcher."""
-COVERED = ("DP2", "DP2xTP2", "DP2 alone", "PP2 alone")
+COVERED = ("DP2", "DP2 alone", "PP2 alone")
 """Layouts of the part that every test run does."""
 
 

@@ -162,7 +162,7 @@ def _padded() -> StepData:
 
 
 CASES = _cases()
-FEW = ("tp2-sp", "pp2", "cp2", "dp2-sharded", "ep2", "grouped-experts", "lora-full")
+FEW = ("tp2-sp", "pp2", "dp2-sharded", "ep2", "lora-full")
 """The cases of every test run."""
 
 

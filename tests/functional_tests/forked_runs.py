@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.sft.__main__ import main
+from megatron.sft.model.cpu_support import rewritten_functions
 from tests.functional_tests.fault_injection import Fault
 from tests.functional_tests.forks import before_fork
 
@@ -44,6 +45,8 @@ for name in (
 ):
     importlib.import_module(f"megatron.sft.{name}")
 importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+if not torch.cuda.is_available():
+    rewritten_functions()  # found once, and changed in each rank
 ROOT = Path(__file__).parents[2]
 NO_PLOT = ModuleType("no_plot")
 NO_PLOT.plot = lambda *_: None  # type: ignore[attr-defined]  # to draw is half of a short run's time
@@ -117,7 +120,10 @@ def train_forked(
 
 
 def command_forked(
-    arguments: Sequence[str], typed: str = "", script: Callable[[], None] = main
+    arguments: Sequence[str],
+    typed: str = "",
+    script: Callable[[], object] = main,
+    limit_seconds: float = LIMIT_SECONDS,
 ) -> tuple[int, str, str]:
     """Return (exit status, output, errors) of a command that no launcher started.
 
@@ -141,7 +147,7 @@ def command_forked(
         process = os.fork()
         if not process:
             _end_after(run)
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + limit_seconds
         while not (ended := os.waitpid(process, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
                 _signal_tree(process, signal.SIGKILL)

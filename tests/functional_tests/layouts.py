@@ -3,8 +3,9 @@ train alike.
 
 `MATRIX` takes every tensor x sequence x pipeline x interleaving x context x data parallel layout of
 up to 8 processes, each with two choices of the rest, and some of 9, 12 and 16 processes. `COVERING`
-is the part of it that every test run does: each pair of features that occurs together in worlds of
-up to six processes, of up to three with more than two data-parallel ranks, occurs in it. `CHOSEN`
+is the part of it that every test run does: each pair of parallel sizes, and of one of them and an
+optimizer, that occurs together in worlds of up to four processes, of up to three with more than two
+data-parallel ranks, occurs in it, and so does each model and scheduler. `CHOSEN`
 is what this run does: the matrix where the environment says LAYOUTS=all, the smallest of `COVERING`
 where it says LAYOUTS=few.
 """
@@ -205,15 +206,21 @@ def _matrix() -> list[Layout]:
     return list(dict.fromkeys(layouts))
 
 
-def covering(layouts: Sequence[Layout], together: int = 2) -> list[Layout]:
-    """Select few layouts that hold every combination of `together` features in `layouts`, small
-    worlds first.
+PARALLEL = {"tensor", "sequence", "pipeline", "interleaved", "context", "data"}
+
+
+def covering(layouts: Sequence[Layout], *, pairs: bool) -> list[Layout]:
+    """Select few layouts that hold every feature in `layouts`, small worlds first; with `pairs`
+    every pair of parallel sizes, and of one of them and an optimizer, too.
     """
 
     def combinations_of(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-        return set(
-            combinations(sorted(layout._asdict().items(), key=lambda item: item[0]), together)
-        )
+        features = layout._asdict().items()
+        sizes = [feature for feature in features if feature[0] in PARALLEL]
+        found: set[tuple[tuple[str, object], ...]] = {(feature,) for feature in features}
+        if pairs:
+            found |= {*combinations(sizes, 2), *product(sizes, [("optimizer", layout.optimizer)])}
+        return found
 
     missing = set().union(*(combinations_of(layout) for layout in layouts))
     chosen = []
@@ -234,9 +241,9 @@ def covering(layouts: Sequence[Layout], together: int = 2) -> list[Layout]:
 
 MATRIX = _matrix()
 COVERING = covering(
-    [layout for layout in MATRIX if layout.world_size <= (6 if layout.data <= 2 else 3)]
+    [layout for layout in MATRIX if layout.world_size <= (4 if layout.data <= 2 else 3)], pairs=True
 )
-FEW = covering([layout for layout in MATRIX if layout.world_size <= 3], together=1)
+FEW = covering([layout for layout in MATRIX if layout.world_size <= 3], pairs=False)
 CHOSEN = {"all": MATRIX, "few": FEW, None: COVERING}[os.environ.get("LAYOUTS")]
 
 
@@ -253,12 +260,12 @@ MECHANISM_LAYOUTS = [
 ]
 MECHANISM_CASES = {
     "all": list(product(MECHANISM_LAYOUTS, MECHANISMS)),
-    "few": list(product(MECHANISM_LAYOUTS[:1], MECHANISMS)),
-    # Under context parallel those whose layers have a state, windows, sinks; of latents
-    # `test_mechanisms` has the layer.
+    "few": list(product(MECHANISM_LAYOUTS[:1], ("gemma", "gpt-oss", "qwen3.5"))),
+    # What layers compute, `test_families` has over two tensor-parallel ranks; of latents
+    # `test_mechanisms` has the layer, of states under context parallel `test_lora`.
     None: [
-        *product(MECHANISM_LAYOUTS[:1], [model for model in MECHANISMS if model != "deepseek"]),
-        *product(MECHANISM_LAYOUTS[1:2], ("gpt-oss", "qwen3.5")),
+        *product(MECHANISM_LAYOUTS[:1], ("gemma", "qwen3.5")),
+        *product(MECHANISM_LAYOUTS[1:2], ("gpt-oss",)),
     ],
 }[os.environ.get("LAYOUTS")]
 """Layouts with each of `MECHANISMS` that this run does."""

@@ -5,14 +5,16 @@ GPU.
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.benchmarks import throughput, throughput_case
+from examples.benchmarks import throughput
 from tests.functional_tests.forked_runs import command_forked
 
 
@@ -24,7 +26,9 @@ class Fork:
 
     def communicate(self, _: str, __: float) -> tuple[str, str]:
         """Runs it, and returns what it printed."""
-        self.returncode, told, errors = command_forked(self._arguments, script=throughput_case.main)
+        module = "examples.benchmarks.throughput_case"
+        script = partial(runpy.run_module, module, run_name="__main__")
+        self.returncode, told, errors = command_forked(self._arguments, script=script)
         return told, errors
 
     def kill(self) -> None:
@@ -35,8 +39,8 @@ class Fork:
 
 
 def test_throughput_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first three cases: packed, with its costliest kernels, transformers, and matrix products.
-    The first is a process of its own, as all are for users; the others are forks.
+    """The first three cases: packed, with its costliest kernels, transformers, and matrix
+    products, each in a fork.
     """
     output = tmp_path / "dry.md"
     options = "--device cpu --tiny --profile --cases 3 --output".split()
@@ -48,7 +52,7 @@ def test_throughput_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         if "examples.benchmarks.throughput_case" not in command:
             return started(command, **options)
         commands.append(command)
-        return started(command, **options) if len(commands) == 1 else Fork(command[3:])
+        return Fork(command[3:])
 
     monkeypatch.setattr(subprocess, "Popen", start)
     throughput.main()

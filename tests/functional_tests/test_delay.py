@@ -45,7 +45,6 @@ LAYOUTS = [
     Layout(2),
     Layout(3),
     Layout(2, tensor=2),
-    Layout(4, pipeline=2),
     Layout(4, pipeline=2, virtual=2),
     Layout(4, context=2),
 ]

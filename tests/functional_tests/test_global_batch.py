@@ -53,9 +53,9 @@ LAYOUTS = [
     Layout(4, pipeline=4),
     Layout(4, pipeline=2, virtual=2),
     Layout(4, context=2),
-    Layout(6, context=3),
+    Layout(3, context=3),
     Layout(8, tensor=2, pipeline=2),
-    Layout(8, tensor=2, context=2),
+    Layout(4, tensor=2, context=2),
 ]
 
 
@@ -357,7 +357,7 @@ FAULTS: dict[str, tuple[Any, str, int]] = {
     "no memory to decide": (decide, "packing_stats", 0),
 }
 """A function that raises what nobody expects of it, on one data-parallel rank."""
-PIPELINED, CONTEXT = Layout(8, tensor=2, pipeline=2), Layout(4, context=2)
+PIPELINED, SPLIT, CONTEXT = Layout(4, pipeline=2), Layout(4, tensor=2), Layout(4, context=2)
 CASES = [
     (Layout(2), "fails", "data-parallel rank 1 (rank 1), fetch 1: OSError: disk gone"),
     (PIPELINED, "fails", "fetch 1: OSError: disk gone"),
@@ -366,15 +366,15 @@ CASES = [
     (Layout(2), "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
     (Layout(2), "truncate", f"{10 + 10 + 3 * CAPACITY} tokens, 0 dropped, 3 cut"),
     (Layout(2), "drop", "20 tokens, 3 dropped, 0 cut"),
-    (PIPELINED, "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
+    (SPLIT, "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
     (PIPELINED, "truncate", f"{10 + 10 + 3 * CAPACITY} tokens, 0 dropped, 3 cut"),
     (CONTEXT, "drop", "20 tokens, 3 dropped, 0 cut"),
-    (PIPELINED, "over capacity", "scheduler 'empty'"),
+    (SPLIT, "over capacity", "scheduler 'empty'"),
     (PIPELINED, "scheduler exits", "scheduler 'sys:exit': SystemExit: ScheduleRequest("),
-    (PIPELINED, "no iterator", "must have a data iterator, but has none"),
+    (SPLIT, "no iterator", "must have a data iterator, but has none"),
     (PIPELINED, "end", "end"),
     (Layout(3), "end", "end"),
-    (PIPELINED, "no memory to join", "data-parallel rank 1 (rank 2): MemoryError: injected"),
+    (SPLIT, "no memory to join", "data-parallel rank 1 (rank 2): MemoryError: injected"),
     (PIPELINED, "no memory to decide", "rank 0 cannot schedule the step: MemoryError: injected"),
     (Layout(2), "some end", f"{10 + 10 + 20} tokens, 0 dropped, 0 cut"),
 ]
@@ -410,7 +410,9 @@ def test_iterators_of_ranks_that_do_not_draw_are_left_alone() -> None:
     """Scripts give every rank a loader: drawing from all of them would encode each sample many
     times over.
     """
-    for tokens, drawn, draws in run_ranks(with_iterators_everywhere, 8, PIPELINED):
+    for tokens, drawn, draws in run_ranks(
+        with_iterators_everywhere, 8, Layout(8, tensor=2, pipeline=2)
+    ):
         assert tokens == 2 * (1 + 2 + 3)
         assert drawn == (3 if draws else 0)
 

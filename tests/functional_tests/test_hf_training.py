@@ -17,7 +17,7 @@ from tests.functional_tests.hf_models import train_by_product, train_by_transfor
 from tests.functional_tests.ranks import run_ranks
 
 ALL = os.environ.get("FAMILIES") == "all"
-DATA = batches(20 if ALL else 5)
+DATA = batches(20 if ALL else 4)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_losses_of_many_steps(
         assert largest(losses, theirs.losses) <= 1e-10
 
 
-@pytest.mark.parametrize("model", ["gemma", "qwen3-moe", *(["llama3", "qwen3"] if ALL else [])])
+@pytest.mark.parametrize("model", ["qwen3-moe", *(["gemma", "llama3", "qwen3"] if ALL else [])])
 def test_bfloat16_is_as_exact_as_that_of_transformers(folder: Path, model: str) -> None:
     """A cast in the wrong place costs digits that nobody misses in float64."""
     theirs, ours = bfloat16_errors(folder, DATA)

@@ -96,12 +96,12 @@ def reference(names: tuple[str, ...], model: str) -> list[Step]:
     return run_ranks(train_one_by_one, 1, model, batches_of(names))[0]
 
 
-# Three shapes of samples become one where they are drawn, before anything depends on more of the
+# Which shape samples have, and who draws them, is over before anything depends on more of the
 # layout.
 CHOSEN = [
     (names, layout)
-    for names in runs()
-    for layout in (LAYOUTS if CASES[names[0]].shape == "plain" else LAYOUTS[1:3])
+    for number, names in enumerate(runs())
+    for layout in (LAYOUTS[1:3] if number else LAYOUTS)
 ]
 
 

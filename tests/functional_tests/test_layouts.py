@@ -84,7 +84,10 @@ def test_mechanisms_train_like_each_sequence_alone(model: str, layout: Layout) -
     assert_same(steps, reference_of_mechanism(model), relative=1e-12)
 
 
-@pytest.mark.parametrize("case", UNEVEN if CHOSEN is MATRIX else UNEVEN[:4], ids=str)
+NUM_UNEVEN = len(UNEVEN) if CHOSEN is MATRIX else 2 if CHOSEN is FEW else 4
+
+
+@pytest.mark.parametrize("case", UNEVEN[:NUM_UNEVEN], ids=str)
 def test_stages_of_unequal_depth_train_like_each_sequence_alone(case: Uneven) -> None:
     """A layer that is built twice or never, or with the window of another, trains on."""
     model = f"{(MODELS | MECHANISMS)[case.model]} --num-layers {case.num_layers}"

@@ -23,9 +23,8 @@ ALL_IN_ONE = "--max-seqlen-per-dp-cp-rank 128"
 LAYOUTS = [
     Layout(),
     Layout(data=2, optimizer="overlapped"),
-    Layout(tensor=2, sequence=True, pipeline=2),
-    Layout(tensor=2, sequence=True, pipeline=2, interleaved=True, optimizer="sharded"),
-    Layout(context=3, pipeline=2),
+    Layout(pipeline=2, interleaved=True, optimizer="sharded"),
+    Layout(context=3),
     Layout(tensor=2, sequence=True, context=2, pipeline=2),
 ]
 LAYOUTS = [layout._replace(model="experts", scheduler="empty") for layout in LAYOUTS]

@@ -130,16 +130,15 @@ def test_adapters_of_weights_in_bfloat16_continue(folder: Path, lora: str) -> No
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
-@pytest.mark.parametrize("lora", [LORA, ""], ids=["lora", "whole"])
-def test_the_norm_of_gradients_is_that_of_one_process(folder: Path, lora: str) -> None:
+def test_the_norm_of_gradients_is_that_of_one_process(folder: Path) -> None:
     """A shard that is taken for a copy is not counted: gradients are clipped too little, which no
     gradient shows.
     """
     norms = []
     for num_processes, layout in ((1, ""), (2, FIRST)):
-        run = f"norm-{num_processes}-{len(lora)}"
+        run = f"norm-{num_processes}"
         rest = f"{layout} --train-iters 1"
-        assert train(num_processes, folder, run, rest, "steady", lora) == ""
+        assert train(num_processes, folder, run, rest, "steady") == ""
         steps = [
             json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()
         ]

@@ -153,7 +153,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", range(-1, int(os.environ.get("OPTION_COMBINATIONS", "6"))))
+@pytest.mark.parametrize("number", range(-1, int(os.environ.get("OPTION_COMBINATIONS", "4"))))
 def test_they_train_save_and_continue(
     number: int, models: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,6 @@ def test_what_a_layout_needs_at_least_is_no_more_than_it_needs(
     memory = Memory(base=parse_config(flags.split(), 1), vocab_size=VOCAB_SIZE, limit=2**40)
     of_states = 0  # its own test is `test_bounds_are_bounds`
     for one in (
-        Candidate(dp=1, pp=2, capacity=4096),
         Candidate(dp=1, pp=3, vpp=2, capacity=4096),
         Candidate(dp=1, cp=2, capacity=8192, recompute="full"),
     ):

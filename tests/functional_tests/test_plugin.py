@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
+import runpy
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice, tee
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,54 +34,18 @@ from megatron.sft.model import cpu_support
 from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 120.0
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 PACKING = "--sequence-packing --max-seqlen-per-dp-cp-rank 512"
 NUM_STEPS, NUM_MICROBATCHES = 2, 6
 Step = tuple[float, float, int]
 
 
-def run_example(*arguments: str, num_processes: int = 2) -> list[tuple[float, int]]:
-    """Loss and number of microbatches of each step that examples/plugin/train.py prints."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            *LAUNCHER,
-            str(num_processes),
-            "examples/plugin/train.py",
-            "--train-iters",
-            "3",
-            *arguments,
-        ],
-        cwd=ROOT,
-        env={
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "PYTHONFAULTHANDLER": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        ranks = psutil.Process(process.pid).children(
-            recursive=True
-        )  # torchrun gives each a session of its own
-        for rank in ranks:
-            rank.send_signal(signal.SIGABRT)  # the fault handler shows where each stands
-        psutil.wait_procs(ranks, timeout=5)
-        process.kill()
-        raise AssertionError("hang:\n" + process.communicate()[0]) from None
-    assert process.returncode == 0, output
-    return steps_in(output)
+def started() -> None:
+    """The example as users start it, in a rank that has imported what it imports."""
+    runpy.run_path("examples/plugin/train.py", run_name="__main__")
 
 
 def run_forked(*arguments: str) -> list[tuple[float, int]]:
-    status, output = train_forked(2, ["--train-iters", "3", *arguments], example.main)
+    status, output = train_forked(2, ["--train-iters", "3", *arguments], started)
     assert status == 0, output
     return steps_in(output)
 
@@ -104,8 +63,7 @@ def test_the_example_trains_packed_as_padded(lora: tuple[str, ...]) -> None:
     """
     arguments = (*lora, *PACKING.split(), "--prefetch-global-batches", "2")
     padded = run_forked(*lora)
-    is_forked = lora or os.environ.get("LAYOUTS") == "few"
-    packed = run_forked(*arguments) if is_forked else run_example(*arguments)  # as users start it
+    packed = run_forked(*arguments)
     assert [loss for loss, _ in packed] == pytest.approx([loss for loss, _ in padded], abs=1e-5)
     assert {count for _, count in padded} == {16}
     assert all(count < 8 for _, count in packed), "this was not packed"

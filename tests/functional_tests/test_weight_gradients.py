@@ -15,18 +15,15 @@ from tests.functional_tests.test_run import steps_of
 ARGUMENTS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 96 "
     "--global-batch-size 8 --mock-data --sequence-packing --over-length-policy truncate "
+    "--max-seqlen-per-dp-cp-rank 192 "
     "--eval-iters 0 --lr 1e-2 --train-iters 3"
 )
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 EP2 = f"{MODELS['experts']} --bf16 --moe-grouped-gemm --expert-model-parallel-size 2"
 CASES = {
     "tied": (1, f"{MODELS['tied']} --logits-of-masked-tokens"),
-    "further": (1, f"{MODELS['further']}"),
     "further-tied": (2, f"{MODELS['further-tied']} --pipeline-model-parallel-size 2"),
     "split": (2, f"{MODELS['grouped']} --tensor-model-parallel-size 2 --sequence-parallel"),
-    "experts": (2, f"{MODELS['experts']} --bf16 {OVERLAPPED}"),
-    "grouped": (1, f"{MODELS['experts']} --bf16 --moe-grouped-gemm"),
-    "grouped-ep2": (2, f"{EP2} --use-distributed-optimizer"),
     "grouped-overlapped": (2, f"{EP2} {OVERLAPPED}"),
 }
 
@@ -64,7 +61,7 @@ def main_with_counts() -> None:
     print(f"found: {sorted(counts.items())}")
 
 
-@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer", OVERLAPPED])
+@pytest.mark.parametrize("optimizer", ["", OVERLAPPED])
 def test_experts_lie_side_by_side(optimizer: str, tmp_path: Path) -> None:
     """Where they do not, each pass copies the weights of all experts, and each gradient is added by
     itself: a tenth of a step, to the same losses.

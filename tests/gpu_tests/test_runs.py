@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.packing.model.get_batch import transformer_engine_installed
+from tests.functional_tests.forked_runs import ROOT
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.layouts import MODELS
-from tests.functional_tests.test_plugin import PACKING, run_example
+from tests.functional_tests.test_plugin import PACKING, steps_in
 from tests.functional_tests.test_run import EXACT, Run, steps_of
 
 TIMEOUT_SECONDS = 300.0
@@ -187,14 +191,32 @@ def test_two_runs_and_a_continued_one_are_equal(
             }
 
 
+def run_example(*arguments: str) -> list[tuple[float, int]]:
+    """Loss and number of microbatches of each step that torchrun's examples/plugin/train.py
+    prints.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    done = subprocess.run(
+        [*launcher, "examples/plugin/train.py", "--train-iters", "3", *arguments],
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout
+    return steps_in(done.stdout)
+
+
 def test_the_plug_in_trains_packed_as_padded(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Users copy the example."""
     ahead = (*PACKING.split(), "--prefetch-global-batches", "2")
-    padded, packed = run_example(num_processes=1), run_example(*ahead, num_processes=1)
+    padded, packed = run_example(), run_example(*ahead)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    on_cpu = run_example(*ahead, num_processes=1)
+    on_cpu = run_example(*ahead)
     assert [loss for loss, _ in packed] == pytest.approx([loss for loss, _ in padded], abs=1e-4)
     assert [loss for loss, _ in packed] == pytest.approx([loss for loss, _ in on_cpu], abs=1e-4)
     assert [count for _, count in packed] == [count for _, count in on_cpu]

@@ -104,9 +104,9 @@ def main() -> None:
     """See the module."""
     silence_warnings(0)
     let_memory_grow()  # torch reads it when it first uses the GPU
-    request = pickle.load(sys.stdin.buffer)
     if not Device.here().is_gpu:
         raise SystemExit(_NO_GPU)
+    request = pickle.load(sys.stdin.buffer)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     print(json.dumps(measured(request, AllocatorCounter())))

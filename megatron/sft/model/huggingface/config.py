@@ -8,7 +8,9 @@ the differences between families.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from typing import Any
 
 from megatron.packing.model.options import Architecture
@@ -139,6 +141,15 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     Raises ValueError if there is no such family; the message names the closest one and the options
     that differ.
     """
+    found = _found(model, vocab_size)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return deepcopy(found)
+
+
+@lru_cache(maxsize=4)  # each save of a run asks, and thirty families answer
+def _found(model: ModelConfig, vocab_size: int) -> dict[str, Any] | str:
+    """Returns what `config_of` returns, or what it raises."""
     # Each family writes its config.json, which is read back. If that gives the same options, the
     # family computes the same model.
     wanted = identity_of(model, vocab_size)
@@ -159,7 +170,7 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
             if found.get(name) != wanted[name]
         ]
     nearest = min(differing, key=lambda kind: len(differing[kind]))
-    raise ValueError(
+    return (
         f"no HuggingFace family computes what these options say; the nearest, {nearest}, differs "
         f"in {', '.join(differing[nearest])}"
     )
