@@ -30,7 +30,7 @@
 # make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
 # make served  what transformers 4 and 5, peft, tokenizers and vLLM's readers read of the folders we write (3 GB to install)
 # make core-table  what each release of megatron-core does where this project relies on it (the other releases' wheels: 10 MB)
-# make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
+# make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred); properties with ten times the examples
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
 # make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
@@ -153,7 +153,9 @@ quick: $(VENV)/.dev
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/pytest -m 'not slow' --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
 
+# Before workers begin, one process compiles what each of them imports.
 unit: $(VENV)/.dev
+	-$(VENV)/bin/pytest --collect-only -q tests/unit_tests >/dev/null 2>&1
 	$(VENV)/bin/pytest --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
 
 mutants: $(VENV)/.dev
@@ -292,6 +294,7 @@ core-table: $(VENV)/.dev
 FUZZ_INPUTS ?= 20000
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --write examples/benchmarks/results/fuzz.md
+	EXAMPLES=400 $(VENV)/bin/pytest -q -n $(UNIT_WORKERS) $$(grep -rl --include='*.py' '^@given' tests/unit_tests)
 
 # GPU_PYTHON: one that has torch for the GPU at hand, megatron-core, transformers and this project; without it the
 # environment of the other tests. Whole runs are small, so several share the device.

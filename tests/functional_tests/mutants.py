@@ -188,6 +188,15 @@ MUTANTS = (
         "each_sequence_once",
     ),
     Mutant(
+        "what the other ranks hold back is lost where other ranks continue",
+        "loaders restored within a pass: two ranks, three more places",
+        "megatron/blending/energon/_loading/state.py",
+        '"held": _held_again([state["held"] for state in states], rank, num_ranks),',
+        '"held": states[0]["held"],',
+        "tests/unit_tests/blending/energon/test_loader.py",
+        "on_other_ranks_within_a_pass",
+    ),
+    Mutant(
         "each step waits for the device once more",
         "the stand-in for CUDA: llama3 without further options",
         "megatron/sft/model/optimizer.py",

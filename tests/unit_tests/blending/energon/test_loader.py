@@ -230,8 +230,8 @@ def test_restored_on_other_ranks_within_a_pass(name):
     """Ranks whose samples are left out read ahead of others, and stand at different places."""
     tree = FINITE[name]()
     stream = sorted(flat(listed(tree)))
-    for layout in ((2, 0), (3, 2), (5, 0)):
-        for at in (0, 1, 2, 3, 5, 9, 14):
+    for layout in ((3, 2), (5, 0)):
+        for at in (0, 1, 3, 9):
             found, states = drawn(loaders(tree, *layout), at)
             # Again and again, the second time soon after the first.
             for num_ranks, num_workers, count in ((4, 0, 1), (5, 2, 0), (1, 2, 1)):
