@@ -25,7 +25,7 @@ from tests.functional_tests.ranks import run_ranks
 
 COMMON = (
     "--seq-length 96 --global-batch-size 4 --sequence-packing --over-length-policy truncate "
-    "--eval-iters 0"
+    "--max-seqlen-per-dp-cp-rank 192 --eval-iters 0"
 )
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

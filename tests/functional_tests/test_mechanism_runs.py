@@ -16,6 +16,7 @@ from tests.functional_tests.test_run import EXACT, steps_of
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --mock-data "
     "--seq-length 96 --over-length-policy truncate --sequence-packing --global-batch-size 6 "
+    "--max-seqlen-per-dp-cp-rank 192 "
     "--eval-iters 0 --train-iters 3 --save-interval 2 --lr 1e-2 --adam-eps 1e-3 "
     "--init-method-std 0.1"
 )

@@ -109,6 +109,7 @@ def combination(number: int, models: Path, data: Path) -> tuple[int, list[str]]:
         flags += [draw.choice(LORA)] * (draw.random() < 0.6)
     flags += [option for option in OFTEN if draw.random() < 0.5]
     flags += [option for option in SELDOM if draw.random() < 0.15]
+    flags += ["--max-seqlen-per-dp-cp-rank 144"] * any("--sequence-packing" in one for one in flags)
     if ("--num-experts" in " ".join(flags) or "qwen2-moe" in " ".join(flags)) and LAYOUTS[
         layout
     ] > 1:
@@ -121,7 +122,7 @@ def combination(number: int, models: Path, data: Path) -> tuple[int, list[str]]:
 TIED_PREDICTION = (
     f"{SHAPE} {MODELS['further-tied']} --pipeline-model-parallel-size 2 "
     "--num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer --overlap-grad-reduce "
-    "--sequence-packing --mock-data --eval-iters 0"
+    "--sequence-packing --max-seqlen-per-dp-cp-rank 144 --mock-data --eval-iters 0"
 )
 """megatron-core makes a weight there that nothing trains."""
 
