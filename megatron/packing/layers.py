@@ -221,19 +221,22 @@ def options_by_layer(options: Any) -> list[tuple[Any, ...]]:
     return list(zip(*values_of_options)) if values_of_options else [() for _ in layers]
 
 
-def options_at_depth(options: Any, num_layers: int, period: int) -> dict[str, Any]:
-    """Returns the changes of `options` for another number of layers, of which layer n is alike
-    layer n % period.
+def options_at_depth(options: Any, num_layers: int, first: int, period: int) -> dict[str, Any]:
+    """Returns the changes of `options` for another number of layers: those before `first` are as
+    they are, and behind them layers of a period come again and again.
 
-        period 2, 5 layers, window_attn_skip_freq=(1, 0, 1, 0)    ->    (1, 0, 1, 0, 1)
+        first 0, period 2, 5 layers, window_attn_skip_freq=(1, 0, 1, 0)    ->    (1, 0, 1, 0, 1)
+        first 1, period 1, 4 layers, moe_layer_freq=(0, 1, 1)    ->    (0, 1, 1, 1)
     """
     changes: dict[str, Any] = {"num_layers": num_layers}
+    layers = range(num_layers)
+    alike = [n if n < first else first + (n - first) % period for n in layers]
     for field in fields(options):
-        values, layers = getattr(options, field.name), range(num_layers)
+        values = getattr(options, field.name)
         if field.metadata.get("layers") == "each" and values:
-            changes[field.name] = tuple(values[layer % period] for layer in layers)
+            changes[field.name] = tuple(values[layer] for layer in alike)
         elif field.metadata.get("layers") == "numbered":
-            changes[field.name] = tuple(layer for layer in layers if layer % period in values)
+            changes[field.name] = tuple(layer for layer in layers if alike[layer] in values)
     return changes
 
 

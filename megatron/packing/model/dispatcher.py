@@ -128,7 +128,7 @@ class GatheringDispatcher(MoEAlltoAllTokenDispatcher):
         self._tokens_per_expert = self.preprocess(routing_map)
         self.tokens_per_expert = None  # would be copied to the host
         if self._exchanges:
-            self.probs = probs
+            self.probs = probs.detach()
             self._maybe_dtoh_and_synchronize("before_permutation_1")
         self._order = Order.of(routing_map, self.config.moe_router_topk)
         return permute(hidden_states.view(-1, self.hidden_shape[-1]), probs, self._order)

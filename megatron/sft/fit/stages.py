@@ -86,16 +86,17 @@ def depths_of(config: SFTConfig, stage: Stage) -> tuple[int, ...]:
     more layers than the last of them, or where its layers do not repeat.
 
     Layers that are recomputed in runs, or of several kinds in turn, make depths multiples of these.
+    The first ones of other kinds (dense ones before experts) are in each depth.
     """
-    parts, unit = layers_of(config, stage), _period(config)
+    parts, (first, unit) = layers_of(config, stage), _repeated(config)
     if len({len(part) for part in parts}) > 1 or any(part.start % unit for part in parts):
         return ()
     model, depth = config.model, len(parts[0])
-    first = 0
     if model.recompute_granularity == "full" and model.recompute_method != "block":
         unit *= model.recompute_num_layers or 1
+        first = -(-first // unit) * unit
     elif model.recompute_granularity == "full" and (model.recompute_num_layers or 1) < depth:
-        first = model.recompute_num_layers or 1
+        first = max(first, model.recompute_num_layers or 1)
     # Below frozen embeddings the first layer's input has no gradient: alone it is no layer like the
     # others.
     numbers = (2, 3, 4, 5) if config.lora.lora else (1, 2, 3, 4)
@@ -106,9 +107,9 @@ def depths_of(config: SFTConfig, stage: Stage) -> tuple[int, ...]:
 def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
     """Returns the same run with so many layers in each virtual stage of every stage."""
     parallel, model = config.parallel, config.model
-    chunks, period = config.num_virtual_stages or 1, _period(config)
+    chunks = config.num_virtual_stages or 1
     num_layers = depth * chunks * parallel.pipeline_model_parallel_size
-    changes = options_at_depth(model, num_layers, period)
+    changes = options_at_depth(model, num_layers, *_repeated(config))
     if model.recompute_method == "block":
         changes["recompute_num_layers"] = min(model.recompute_num_layers or 1, depth)
     cp_comm_types = (parallel.cp_comm_type * num_layers)[:num_layers]
@@ -146,10 +147,14 @@ def one_step(config: SFTConfig) -> SFTConfig:
     return replace(config, training=once, optimizer=OptimizerStateConfig())
 
 
-def _period(config: SFTConfig) -> int:
-    """After how many layers kinds of layers repeat: 3 for (0, 0, 1, 0, 0, 1)."""
+def _repeated(config: SFTConfig) -> tuple[int, int]:
+    """Returns from which layer kinds of layers repeat, and after how many: (0, 3) for 0 0 1 0 0 1,
+    (1, 1) for 0 1 1 1 1. Only layers that are all alike may have others before them: of stages
+    that begin anywhere in a longer period no depth would have the kinds.
+    """
     kinds = options_by_layer(config.model)
-    for period in range(1, len(kinds) + 1):
+    first = next(number for number in range(len(kinds)) if len(set(kinds[number:])) == 1)
+    for period in range(1, len(kinds)):
         if all(kind == kinds[number % period] for number, kind in enumerate(kinds)):
-            return period
-    return len(kinds)
+            return 0, period
+    return first, 1

@@ -11,6 +11,8 @@ but not in every case:
 - a layer that is recomputed needs the mask of its own microbatch, not of the latest one.
 
 So the mask travels in `PackedSeqParams`, which each layer gets anyway, recomputed or not.
+
+And what a dispatcher keeps of a layer does not keep the layer (`FreeShares`).
 """
 
 from __future__ import annotations
@@ -78,6 +80,24 @@ def _pass_mask(
             )
         mask = mask.narrow(1, layer.tp_group.rank() * length, length)
     return arguments, {**options, "padding_mask": mask}
+
+
+class FreeShares(ReplacedMethod):
+    """A dispatcher's method that keeps the tokens' shares, of which later only the dtype is asked.
+
+    The graph behind them would live until the next microbatch. Of a layer that is recomputed it
+    holds the layer's input and that input's gradient: twice [tokens, hidden] for each layer with
+    experts, at the end of the backward pass.
+    """
+
+    def __call__(self, dispatcher: Any, *arguments: Any, **options: Any) -> Any:
+        """See megatron-core."""
+        dispatched = self.plain(dispatcher, *arguments, **options)
+        for name in ("probs", "local_probs"):
+            shares = vars(dispatcher).get(name)
+            if shares is not None:
+                setattr(dispatcher, name, shares.detach())
+        return dispatched
 
 
 class BiasCounts(ReplacedMethod):

@@ -28,10 +28,15 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.moe import router
+from megatron.core.transformer.moe import router, token_dispatcher
 from torch import Tensor
 
-from megatron.packing.model.layers.routers import BiasCounts, ZLoss, multiplies_by_ranks
+from megatron.packing.model.layers.routers import (
+    BiasCounts,
+    FreeShares,
+    ZLoss,
+    multiplies_by_ranks,
+)
 from megatron.packing.model.loss.packed_roll import PackedRoll
 from megatron.packing.model.loss.prediction_layers import PredictionInput, PredictionRecompute
 
@@ -108,6 +113,8 @@ _MENDED: tuple[tuple[Any, str, type], ...] = (
     (router, "get_tokens_per_expert_and_token_count", TokenCounts),
     (router.TopKRouter, "_apply_expert_bias", BiasCounts),
     (router.TopKRouter, "apply_z_loss", ZLoss),
+    (token_dispatcher.MoEAlltoAllTokenDispatcher, "dispatch_preprocess", FreeShares),
+    (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess", FreeShares),
     (gpt_model, "process_mtp_loss", PredictionLoss),  # inline in 0.16.1, and a sum
     (multi_token_prediction, "_roll_tensor_packed_seq", PackedRoll),
     (_FURTHER_LAYER, "_checkpointed_forward", PredictionRecompute),

@@ -31,7 +31,10 @@ def test_numbered_layers_are_counted_where_they_are():
     """One of 80 frozen layers, traced at depths 1 to 4, was all of the first trace's layers."""
     config = frozen(0)
     (stage,) = stages_of(config, 1)
-    assert depths_of(config, stage) == ()
+    assert depths_of(config, stage) == (2, 3, 4, 5)
+    first: Any = at_depth(config, 3).model
+    assert (first.num_layers, first.frozen_layers) == (3, (0,))
+    assert depths_of(frozen(11), stage) == ()
     every_other = frozen(0, 2, 4, 6, 8, 10)
     assert options_by_layer(every_other.model)[:3] == [(True,), (False,), (True,)]
     assert depths_of(every_other, stage) == (2, 4, 6, 8)
