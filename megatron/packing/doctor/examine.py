@@ -49,7 +49,12 @@ def examine(subject: Subject, lengths: Sequence[int] = LENGTHS) -> Diagnosis:
             "tokens"
         )
     probe = Probe(subject)
-    evidence = Evidence(subject=subject.name, lengths=tuple(lengths), reduction=subject.reduction)
+    evidence = Evidence(
+        subject=subject.name,
+        lengths=tuple(lengths),
+        reduction=subject.reduction,
+        notes=list(subject.notes),
+    )
     examination = Examination(probe, lengths)
     examination.repeat(evidence)
     if evidence.keeps_state():

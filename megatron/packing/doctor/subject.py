@@ -8,6 +8,7 @@ the logits of each sequence. All else is optional, and lets the doctor see more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,6 +134,9 @@ class Subject:
     num_copies: Mapping[str, int] = field(default_factory=dict)
     """Words for a wrong factor of the loss -> number, such as {"context-parallel ranks": 2}."""
 
+    notes: Sequence[str] = ()
+    """What this subject cannot show, for the report."""
+
     def rows(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Returns the rows of each sequence in the flattened stream, int64 [length]."""
         if self.places is not None:
@@ -179,6 +183,8 @@ def draw_other(tokens: Tensor, vocab_size: int, seed: int = 2) -> Tensor:
     return low + (tokens - low + shift) % (vocab_size - low)
 
 
+_WIDTH = 128
+"""Inputs of a layer up to which `draw_weights` draws with the same deviation."""
 _AS_INITIALISED = ("a_log", "dt_", "decay", "time_", ".d", "a_param", "lambda", "inv_freq", "alpha")
 """Parts of the names of parameters that make states decay: other values would hide them."""
 
@@ -195,9 +201,11 @@ def draw_weights(model: nn.Module, seed: int = 0, std: float = 0.2) -> None:
         lowered = f".{name.lower()}"
         if any(part in lowered for part in _AS_INITIALISED):
             continue
+        if not parameter.is_floating_point():  # quantized
+            continue
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() >= 2:
-            value = std * noise
+        if parameter.dim() >= 2:  # of wide layers smaller ones, or logits saturate
+            value = std * min(1.0, math.sqrt(_WIDTH / parameter.shape[-1])) * noise
         elif lowered.endswith("weight"):  # of a norm
             value = 1 + 0.05 * noise
         else:
