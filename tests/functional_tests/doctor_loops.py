@@ -136,7 +136,7 @@ LOOP_CASES = (
     LoopCase(
         "response mask one too late",
         _VERL,
-        ("target is lost",),
+        ("label across a border", "target is lost", "labels of other tokens"),
         'loss_mask = F.pad(batch["response_mask"], (0, 1))[:, 1:]',
         'loss_mask = batch["response_mask"]',
     ),
@@ -207,11 +207,11 @@ LOOP_CASES = (
         of_step=True,
     ),
     LoopCase(
-        "tokens of one context-parallel rank counted",
+        "tokens counted twice",
         _MLM,
         ("loss is another",),
         "    num_tokens = loss_mask.sum().to(torch.int)\n",
-        "    num_tokens = loss_mask.sum().to(torch.int) // 2\n",
+        "    num_tokens = 2 * loss_mask.sum().to(torch.int)\n",
         "--context-parallel-size 2",
         of_step=True,
     ),

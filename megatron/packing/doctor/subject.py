@@ -33,6 +33,15 @@ class Sample:
     weight: float = 1.0
     """Factor of its tokens' losses in the step's sum; the number that is divided by has none."""
 
+    def mask(self) -> Tensor:
+        """Returns what a data set says of the tokens, bool [length]: False for those of a prompt.
+
+        The first token of a sequence without a prompt is True: to drop it is the trainer's task,
+        and one that forgets it trains the token before, of another sequence.
+        """
+        has_prompt = not bool(self.trained[1:].all())
+        return self.trained if has_prompt else torch.ones_like(self.trained)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

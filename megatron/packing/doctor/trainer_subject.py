@@ -186,7 +186,7 @@ class _Passes:
             self.batch(
                 [sample.tokens for sample in pack],
                 0,
-                [torch.where(sample.trained, sample.tokens, IGNORED) for sample in pack],
+                [torch.where(sample.mask(), sample.tokens, IGNORED) for sample in pack],
             ).inputs
             for pack in packs
         ]

@@ -118,6 +118,8 @@ def setup_model_and_optimizer(args):
         sequence_parallel=args.tensor_model_parallel_size > 1,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=args.pipeline_model_parallel_size > 1,
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
     )

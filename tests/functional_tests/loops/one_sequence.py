@@ -11,4 +11,6 @@ def joined(params, only_last=False):
         return params
     changed = copy.copy(params)
     changed.padded_lengths = (sum(params.padded_lengths),)
+    changed.max_seqlen_q = changed.max_seqlen_kv = sum(params.padded_lengths)
+    changed.cu_seqlens_q = changed.cu_seqlens_kv = params.cu_seqlens_q[[0, -1]]
     return changed

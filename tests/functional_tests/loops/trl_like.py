@@ -84,7 +84,7 @@ def train_step(model: Toy, batches: list[dict[str, Tensor]]) -> float:
 
 def subject(model: Toy) -> Subject:
     def batch_of(pack):
-        return collate([Example(one.tokens.tolist(), one.trained.tolist()) for one in pack])
+        return collate([Example(one.tokens.tolist(), one.mask().int().tolist()) for one in pack])
 
     def logits(sequences, fill):
         batch = collate([Example(one.tolist(), [1] * len(one)) for one in sequences])
