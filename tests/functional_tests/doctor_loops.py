@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.packing.doctor.scripts import run_script
-from megatron.sft.model import mcore_fixes
+from megatron.sft.model import cpu_support, mcore_fixes
 from tests.functional_tests.oracle import _keep_double
 from tests.functional_tests.ranks import run_ranks
 
@@ -80,7 +80,7 @@ LOOP_CASES = (
     LoopCase(
         "positions run on",
         _TRL,
-        ("attention forgets borders",),
+        ("attention forgets borders", "label across a border"),
         "position_ids = torch.cat([torch.arange(len(one.input_ids)) for one in examples])",
         "position_ids = torch.arange(len(input_ids))",
     ),
@@ -280,7 +280,9 @@ def examine_script(case: LoopCase, dtype: str) -> tuple[list[str], str]:
         stack.enter_context(mock.patch.object(dist, "init_process_group", lambda *_, **__: None))
         if dtype == "float64" and SCRIPTS[case.script][1] > 1:
             torch.set_default_dtype(torch.float64)
+            cpu_support.install()
             _keep_double()
+            stack.enter_context(mock.patch.object(cpu_support, "install"))
         diagnosis, _ = run_script(script, options)
     return [finding.name for finding in diagnosis.faults], diagnosis.text()
 

@@ -113,9 +113,7 @@ def subject_from_plugin(script: PluginScript) -> Subject:
     )
 
 
-def _train(
-    script: PluginScript, packs: Sequence[Sequence[Sample]], loads_data: bool
-) -> Trained:
+def _train(script: PluginScript, packs: Sequence[Sequence[Sample]], loads_data: bool) -> Trained:
     """Runs the passes of one step, as the plug-in runs them: samples in, packs by the scheduler."""
     samples = [sample for of_pack in packs for sample in of_pack]
     rank = parallel_state.get_data_parallel_rank()

@@ -203,9 +203,7 @@ class _Passes:
         total = torch.zeros((), device=self._trainer.args.device)
         for one in inputs:
             with self._trainer.compute_loss_context_manager():
-                part = self._trainer.compute_loss(
-                    self._model, dict(one), num_items_in_batch=count
-                )
+                part = self._trainer.compute_loss(self._model, dict(one), num_items_in_batch=count)
             # As `training_step` does for models that ignore the number of tokens.
             total = total + (part if self._is_scaled(count) else part / len(inputs))
         return total

@@ -1,7 +1,7 @@
 """A loop as Megatron-LM's pretrain_gpt has it, trained packed by the plug-in.
 
-    torchrun --nproc-per-node 2 -m megatron.sft doctor --script
-        tests/functional_tests/loops/megatron_lm_like.py -- --context-parallel-size 2
+torchrun --nproc-per-node 2 -m megatron.sft doctor --script
+    tests/functional_tests/loops/megatron_lm_like.py -- --context-parallel-size 2
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A loop as TRL's SFTTrainer has it: best-fit packs, restarting positions, a mean over the step.
 
-    megatron-sft doctor --script tests/functional_tests/loops/trl_like.py
+megatron-sft doctor --script tests/functional_tests/loops/trl_like.py
 """
 
 import argparse
