@@ -194,9 +194,10 @@ class _Passes:
         rows = logits.reshape(-1, logits.shape[-1])[:, : self._script.vocab_size]
         return rows.detach().float().cpu() if rows.dtype == torch.bfloat16 else rows.detach().cpu()
 
-    def backward(self, sequences: Sequence[Tensor], index: int) -> None:
-        """Runs the pack, and goes back from the logits of one sequence."""
-        mine = torch.isin(self.shards(sequences)[0], self.places(sequences)[index])
+    def backward(self, sequences: Sequence[Tensor], index: int, only_last: bool) -> None:
+        """Runs the pack, and goes back from the logits of one sequence, or of its last token."""
+        places = self.places(sequences)[index]
+        mine = torch.isin(self.shards(sequences)[0], places[-1:] if only_last else places)
 
         def pull(logits: Tensor) -> Tensor:
             rows = logits.reshape(-1, logits.shape[-1])[mine.to(logits.device)].float()

@@ -134,9 +134,10 @@ class Subject:
     """Takes the same sequences. Returns the rows that this rank holds, int64 [rows], in each order
     in which tensors here have them (default: all rows, in order).
     """
-    backward: Callable[[Sequence[Tensor], int], None] | None = None
-    """Takes sequences and the index of one. Packs and runs them, and then backward from a sum of
-    that one's logits in which each has its own weight (default: by autograd, from `logits`).
+    backward: Callable[[Sequence[Tensor], int, bool], None] | None = None
+    """Takes sequences, the index of one, and whether only its last token counts. Packs and runs
+    them, and then backward from a sum of that one's logits in which each has its own weight
+    (default: by autograd, from `logits`).
     """
     ranks: Ranks | None = None
     """The processes that hold parts of it; None for this one alone."""
