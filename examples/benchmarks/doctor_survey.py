@@ -215,7 +215,8 @@ def page_lines(
     yield (
         "A small model of each decoder type, in the default configuration of the type, is fed a "
         "pack of three sequences. One is changed; the logits of the others are *separate* (the "
-        "same to the bit, but for how products of experts round), or the pack *leaks* without a word, or the model *raises*. "
+        "same to the bit, but for how products of experts round), or the pack *leaks* without a "
+        "word, or the model *raises*. "
         "*Not judged* are models whose logits are not finite here or depend on the run before."
     )
     yield ""

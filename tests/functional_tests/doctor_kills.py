@@ -99,7 +99,7 @@ SELECTIONS = {
     "convolution runs over borders": _DELTA,
     "state of delta nets is kept": _DELTA,
     "further predictions run over borders": f"{_UNIT}/model/loss/test_packed_roll.py",
-    "positions run on": f"{_UNIT}/batch/test_microbatches.py",
+    "positions run on": _layout("tp2-pp1-cp1-dp1-learned-plain-dp_balanced"),
     "last target is lost": f"{_UNIT}/model/loss/test_head.py",
     "labels are the tokens themselves": f"{_UNIT}/model/test_get_batch.py",
     "padding is trained": f"{_UNIT}/batch/test_microbatches.py",

@@ -90,7 +90,10 @@ SOUND: list[Case] = [
     ("experts", "", "float32", "--moe-aux-loss-coeff 0.01"),
     ("experts", "", "float32", "--moe-grouped-gemm --moe-permute-fusion"),
     ("grouped", "", "float32", "--logits-of-masked-tokens"),
-    *(("grouped", layout, "float32", "") for layout in LAYOUTS if layout != "ep2"),
+    *(
+        ("grouped", layout, "float32", "")
+        for layout in ("tp2", "tp2-sp", "pp2", "pp2-interleaved", "cp2", "dp2", "dp2-sharded")
+    ),
     *(("gemma", layout, "float32", "") for layout in ("tp2-sp", "pp2", "cp2")),
     *(("qwen3.5", layout, "float32", "") for layout in ("pp2", "cp2", "ep2")),
     *(("experts", layout, "float32", "") for layout in ("cp2", "dp2-sharded", "ep2")),

@@ -150,8 +150,8 @@ OTHERS = (
         property="backward",
         applies=lambda e: bool(e.lost),
         text=lambda e: (
-            f"The last token of a sequence sees its tokens {', '.join(map(str, e.lost))} of another "
-            "rank, but no gradient comes back to them."
+            f"The last token of a sequence sees its tokens {', '.join(map(str, e.lost))} on "
+            "another rank, but no gradient comes back to them."
         ),
         mend="Sum the gradients of keys and values over context-parallel ranks: a reduce-scatter "
         "belongs to the all-gather of the forward pass.",

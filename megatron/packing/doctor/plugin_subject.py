@@ -1,11 +1,10 @@
 """mcore. A script that trains packed by the plug-in, as a subject: its own forward step, model and
 optimizer, and the plug-in's scheduler.
 
-    examine_here(
-        lambda: subject_from_plugin(
-            PluginScript(model=[model], optimizer=optimizer, forward_step=forward_step, vocab_size=V)
-        )
-    )  # in front of the loop, on all ranks
+    script = PluginScript(
+        model=[model], optimizer=optimizer, forward_step=forward_step, vocab_size=1000
+    )
+    examine_here(lambda: subject_from_plugin(script))  # in front of the loop, on all ranks
 """
 
 from __future__ import annotations
