@@ -31,6 +31,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.packing import plugin
+from megatron.packing.doctor.hook import examine_here
+from megatron.packing.doctor.plugin_subject import PluginScript, subject_from_plugin
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
 from megatron.packing.model.layer_spec import packed_block_spec
 from megatron.sft.model import cpu_support
@@ -79,6 +81,13 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     return total, num_tokens.int(), {"lm loss": torch.stack((total.detach(), num_tokens))}
 
 
+def mean_loss(losses: list[dict[str, Tensor]]) -> float:
+    """The loss of a step, over all ranks."""
+    total = torch.stack([loss["lm loss"] for loss in losses]).sum(0)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--train-iters", type=int, default=10)
@@ -121,6 +130,17 @@ def main() -> None:
     )
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, min_lr=0.0), [model])
     config.grad_scale_func = optimizer.scale_loss
+    examine_here(  # plug-in 5: `megatron-sft doctor --script` ends here, a plain run does not
+        lambda: subject_from_plugin(
+            PluginScript(
+                model=[model],
+                optimizer=optimizer,
+                vocab_size=VOCAB_SIZE,
+                forward_step=partial(forward_step, packing=True),
+                report_loss=mean_loss,
+            )
+        )
+    )
     data = samples(seed=dist.get_rank())
     for iteration in range(1, arguments.train_iters + 1):
         model.zero_grad_buffer()
@@ -134,14 +154,10 @@ def main() -> None:
             micro_batch_size=1,
         )
         optimizer.step()
-        total = torch.stack([loss["lm loss"] for loss in losses]).sum(0)
-        dist.all_reduce(total)
+        loss = mean_loss(losses)
         if dist.get_rank() == 0:
-            print(
-                f"step {iteration} loss {total[0] / total[1]:.6f} microbatches {len(losses)}",
-                flush=True,
-            )
-    # plug-in 5: ends what prepares batches ahead, with --prefetch-global-batches
+            print(f"step {iteration} loss {loss:.6f} microbatches {len(losses)}", flush=True)
+    # plug-in 6: ends what prepares batches ahead, with --prefetch-global-batches
     plugin.uninstall()
     dist.destroy_process_group()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.packing.doctor.examine import examine
 from tests.functional_tests.doctor_cases import CASES, DTYPES, Case, subject_of
+from tests.functional_tests.doctor_loops import LOOP_CASES, SCRIPTS, LoopCase, wrong_of_script
 
 
 def wrong(case: Case, dtype: str) -> str:
@@ -26,6 +28,44 @@ def wrong(case: Case, dtype: str) -> str:
     return ""
 
 
+class Rows(NamedTuple):
+    """Rows of one table of the page."""
+
+    lines: list[str]
+    failures: list[str]
+
+
+def examined_cases(
+    cases: Sequence[Any], judge: Callable[[Any, str], str], dtypes: Sequence[str], label: str
+) -> Rows:
+    """Returns a row for each case, and what the doctor says wrongly.
+
+    Args:
+        cases: Case or LoopCase.
+        judge: takes a case and a precision; returns what is wrong, or "".
+        dtypes: precisions. Steps are examined in float32 and float64: bfloat16 rounds what is
+            measured.
+        label: what stands before the name of a case in messages.
+    """
+    lines, failures = [], []
+    for case in cases:
+        of_step = case.of_step if isinstance(case, LoopCase) else case.loss.step is not None
+        answers = {
+            dtype: judge(case, dtype) for dtype in dtypes if dtype != "bfloat16" or not of_step
+        }
+        for dtype, text in answers.items():
+            if text:
+                failures.append(f"{label}{case.name}, {dtype}: {text}")
+                print(failures[-1], flush=True)
+        marks = " | ".join(
+            "" if dtype not in answers else "WRONG" if answers[dtype] else "named"
+            for dtype in dtypes
+        )
+        first = f"{case.script} | " if isinstance(case, LoopCase) else ""
+        lines.append(f"| {first}{case.name} | {', '.join(case.expected) or 'sound'} | {marks} |")
+    return Rows(lines, failures)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Examines all cases, and writes the page of results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -34,46 +74,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows, failures = [], []
-    start = time.process_time()
-    for case in CASES:
-        if options.only not in case.name:
-            continue
-        # Steps are examined in float32 and float64: bfloat16 rounds what is measured.
-        dtypes = [d for d in options.dtypes if d != "bfloat16" or case.loss.step is None]
-        answers = {dtype: wrong(case, dtype) for dtype in dtypes}
-        for dtype, text in answers.items():
-            if text:
-                failures.append(f"{case.name}, {dtype}: {text}")
-                print(failures[-1], flush=True)
-        marks = " | ".join(
-            "" if dtype not in answers else "WRONG" if answers[dtype] else "named"
-            for dtype in options.dtypes
-        )
-        rows.append(f"| {case.name} | {', '.join(case.expected) or 'sound'} | {marks} |")
-    seconds = time.process_time() - start
-    print(f"{len(rows)} cases, {len(failures)} wrong, {seconds:.1f} CPU seconds")
+    start = os.times()
+    cases = [case for case in CASES if options.only in case.name]
+    toy = examined_cases(cases, wrong, options.dtypes, "")
+    scripts = [case for case in LOOP_CASES if options.only in f"{case.script}: {case.name}"]
+    loops = examined_cases(scripts, wrong_of_script, options.dtypes, "script: ")
+    end = os.times()
+    seconds = sum(end[:4]) - sum(start[:4])
+    num_wrong = len(toy.failures) + len(loops.failures)
+    num_cases = len(toy.lines) + len(loops.lines)
+    print(f"{num_cases} cases, {num_wrong} wrong, {seconds:.1f} CPU seconds")
     if options.write is not None:
-        options.write.write_text("\n".join(page(rows, options.dtypes, seconds)) + "\n")
-    sys.exit(bool(failures))
+        lines = page(toy.lines, loops.lines, options.dtypes, seconds)
+        options.write.write_text("\n".join(lines) + "\n")
+    sys.exit(bool(num_wrong))
 
 
-def page(rows: Sequence[str], dtypes: Sequence[str], seconds: float) -> Iterator[str]:
+def page(
+    toy: Sequence[str], scripts: Sequence[str], dtypes: Sequence[str], seconds: float
+) -> Iterator[str]:
     """Yields the page of results."""
     num_faults = sum(case.is_fault for case in CASES)
+    num_patched = sum(bool(case.expected) for case in LOOP_CASES)
     yield "# Faults of packing put back, and what the doctor calls them"
     yield ""
     yield (
-        f"torch {torch.__version__}, CPU, one thread: {seconds:.0f} CPU seconds. {num_faults} "
-        f"faults and {len(CASES) - num_faults} trainers without one, each in {len(dtypes)} "
-        "precisions. *Named* means: just this finding and no other, born in the right module."
+        f"torch {torch.__version__}, CPU, one thread a process: {seconds:.0f} CPU seconds. "
+        f"{num_faults} faults and {len(CASES) - num_faults} trainers without one, and "
+        f"{num_patched} faults patched into {len(SCRIPTS)} training scripts, each in {len(dtypes)} "
+        "precisions. *Named* means: just this finding and no other, born in the right module. "
+        "Steps are not examined in bfloat16, which rounds what is measured."
     )
     yield ""
     yield "```\nmake doctor-faults\n```"
     yield ""
     yield f"| put back | name | {' | '.join(dtypes)} |"
     yield "|---|---|" + "---|" * len(dtypes)
-    yield from rows
+    yield from toy
+    yield ""
+    yield (
+        "Training scripts, run by `megatron-sft doctor --script`: the plug-in's example, and "
+        "loops written after what TRL, verl and Megatron-LM do. A fault is a few words of the "
+        "script, changed in a copy."
+    )
+    yield ""
+    yield f"| script | put back | name | {' | '.join(dtypes)} |"
+    yield "|---|---|---|" + "---|" * len(dtypes)
+    yield from scripts
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ MUTANTS = (
         f"{_MODEL}.parts.delta_net_module",
         "weight = copy_to_tensor_model_parallel_region(self.weight, self.tp_group)",
         "weight = self.weight",
-        _run("qwen3.5", "tp2-sp", "--expert-model-parallel-size 2"),
+        _run("qwen3.5", "tp2-sp-ep2"),
     ),
     Mutant(
         "gradient of keys over context parallel is not summed",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 
 import pytest
 
@@ -20,8 +21,10 @@ from megatron.sft.arguments.parse import parse_config
 from megatron.sft.doctor.shrink import small_run
 from tests.functional_tests.doctor_cases import CASES
 from tests.functional_tests.doctor_faults import wrong
+from tests.functional_tests.doctor_kills import SELECTIONS
+from tests.functional_tests.doctor_loops import LOOP_CASES, wrong_of_script
 from tests.functional_tests.doctor_mutants import MUTANTS
-from tests.functional_tests.doctor_runs import COMMON, answer
+from tests.functional_tests.doctor_runs import COMMON, LAYOUTS, SOUND, answer
 
 BY_NAME = {case.name: case for case in CASES}
 COVERING = {
@@ -81,11 +84,60 @@ def test_sound_runs(case):
     assert (faults, told) == ([], []), text
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("TRL-like: first label of each sequence kept", "float32"),
+        ("verl-like: mean per rank", "float64"),
+    ],
+)
+def test_scripts_with_a_fault(case, dtype):
+    """A hook that is passed without an examination, or a name that only a toy gets."""
+    (patched,) = [one for one in LOOP_CASES if f"{one.script}: {one.name}" == case]
+    assert wrong_of_script(patched, dtype) == ""
+
+
+def test_a_script_runs_by_itself(tmp_path, monkeypatch, capsys):
+    """Without the doctor a hook costs nothing and ends nothing; behind it, the script is over."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom megatron.packing.doctor.hook import examine_here\n"
+        "def subject():\n"
+        "    from tests.functional_tests.doctor_cases import CASES, subject_of\n"
+        "    import torch\n    return subject_of(CASES[0], torch.float32)\n"
+        "print(sys.argv[1:])\nexamine_here(subject)\nprint('trained')\n"
+        "if 'fails' in sys.argv:\n    raise RuntimeError('no data')\n"
+    )
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    runpy.run_path(str(script), run_name="__main__")
+    assert "trained" in capsys.readouterr().out
+    assert run_doctor(["--script", str(script), "--", "--lr", "3"], "doctor") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("['--lr', '3']\nattention: no contamination found")
+    assert "trained" not in out
+    script.write_text(script.read_text().replace("examine_here(subject)", "pass"))
+    for arguments, message in [
+        (["--script", str(script)], "ended without examine_here"),
+        (["--script", str(script), "--", "fails"], "RuntimeError: no data"),
+        (["--script", "absent.py"], "there is no such file"),
+        (["--model", "opt", "--", "--lr"], "are options of --script"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run_doctor(arguments, "doctor")
+
+
 def test_a_run_needs_packs():
     """Rows of one sequence each have nothing to find: silence would look like a sound verdict."""
     config = parse_config(f"{COMMON}".replace("--sequence-packing", "").split(), 1)
     with pytest.raises(FlagError, match="pass --sequence-packing"):
         small_run(config)
+
+
+def test_the_page_covers_what_it_says():
+    """A mutant without a test of the suite, or a layout that no run has, would be promised."""
+    assert set(SELECTIONS) == set(BY_MUTANT)
+    assert {case[1] for case in SOUND} == set(LAYOUTS)
+    assert len(LAYOUTS) >= 30
 
 
 def test_every_row_has_a_case():
@@ -97,6 +149,7 @@ def test_every_row_has_a_case():
         "packed path computes otherwise",  # gpt2 padded on the left, below
         "balancing loss",  # of the step, told of runs with one
         "copies of a parameter differ",  # of several ranks: mutants
+        "gradient is lost between ranks",
         "step is not its sequences' sum",
     }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
 from megatron.packing.doctor.collators import COLLATORS
 from megatron.packing.doctor.examine import examine
 from megatron.packing.doctor.page import write_page
 from megatron.packing.doctor.report import Diagnosis
+from megatron.packing.doctor.scripts import load_subject, run_script
 from megatron.packing.doctor.subject import Subject
 from megatron.packing.doctor.transformers_subject import small_subject
 from megatron.packing.flag_help import Command
@@ -25,6 +28,7 @@ _ABOUT = (
     "Examine whether packed sequences see one another, and whether the loss is one mean over "
     "tokens. Needs no data and no weights; exit status 1 if a fault is found."
 )
+_PATIENCE_SECONDS = 2.0
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -59,13 +63,21 @@ class DoctorOptions(ReportOptions):
     """Your own trainer instead of --model: FILE.py:FUNCTION, a function without arguments that
     returns a megatron.packing.doctor.subject.Subject.
     """
+    script: Path | None = None
+    """Your own training script instead of --model, with examine_here of
+    megatron.packing.doctor.hook in front of its loop. Its own options follow behind `--`.
+    """
     dtype: str = field(default="float32", metadata={"names": tuple(DTYPES)})
     """Precision of --model's weights: NAMES."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            when=lambda options: (options.model is None) == (options.subject is None),
-            why="pass one of {model.flag} FOLDER|TYPE and {subject.flag} FILE.py:FUNCTION",
+            when=lambda options: (
+                sum(each is not None for each in (options.model, options.subject, options.script))
+                != 1
+            ),
+            why="pass one of {model.flag} FOLDER|TYPE, {subject.flag} FILE.py:FUNCTION and "
+            "{script.flag} FILE.py",
         ),
         *(
             Rule(
@@ -92,23 +104,49 @@ def run_doctor(arguments: Sequence[str], program: str) -> int:
         ValueError: for a mistake in the options, or a subject that cannot be run.
     """
     usage = "--model FOLDER|TYPE [--collator NAME] [--attention NAME]"
+    own, of_script = _split(arguments)
     (options,) = parse_flags(
-        (DoctorOptions,), arguments, Command(program=program, about=_ABOUT, usage=usage)
+        (DoctorOptions,), own, Command(program=program, about=_ABOUT, usage=usage)
     )
-    diagnosis, is_first = diagnose(options)
-    return report(diagnosis, options) if is_first else int(not diagnosis.is_sound)
+    if of_script and options.script is None:
+        raise ValueError(f"{' '.join(of_script)} behind -- are options of --script; pass it, too")
+    if options.script is not None:
+        diagnosis, is_first = run_script(options.script, of_script)
+    else:
+        diagnosis, is_first = diagnose(options)
+    return report_once(diagnosis, options, is_first)
 
 
-def report(diagnosis: Diagnosis, options: ReportOptions) -> int:
-    """Prints the report, writes it to files, and returns the exit status."""
-    print(diagnosis.text(), end="")
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the options in front of `--` and those behind it."""
+    if "--" not in arguments:
+        return list(arguments), []
+    at = list(arguments).index("--")
+    return list(arguments[:at]), list(arguments[at + 1 :])
+
+
+def report_once(diagnosis: Diagnosis, options: ReportOptions, is_first: bool) -> int:
+    """Reports on the first of several processes, for which the others wait, and returns the exit
+    status: a launcher ends all processes as soon as one has a status that is not 0.
+    """
+    if is_first:
+        report(diagnosis, options)
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+    elif not is_first and not diagnosis.is_sound:  # a script that took its process group back
+        time.sleep(_PATIENCE_SECONDS)
+    return 0 if diagnosis.is_sound else 1
+
+
+def report(diagnosis: Diagnosis, options: ReportOptions) -> None:
+    """Prints the report, and writes it to files."""
+    print(diagnosis.text(), end="", flush=True)
     if options.json is not None:
         options.json.write_text(diagnosis.json(), encoding="utf-8")
         print(f"wrote {options.json}")
     if options.html is not None:
         write_page(diagnosis, options.html)
-        print(f"wrote {options.html}")
-    return 0 if diagnosis.is_sound else 1
+        print(f"wrote {options.html}", flush=True)
 
 
 def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
@@ -129,46 +167,26 @@ def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
         subject = small_subject(
             options.model, options.collator, options.attention, DTYPES[options.dtype]
         )
+    return diagnose_subject(subject)
+
+
+def diagnose_subject(subject: Subject) -> tuple[Diagnosis, bool]:
+    """Examines a subject. Returns whether this process reports, too.
+
+    Raises:
+        ValueError: if it raises; with its own reason.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            is_first = subject.ranks is None or subject.ranks.is_first
-            return examine(subject), is_first
+            diagnosis = examine(subject)
     except Exception as error:  # of anybody's model
         lines = str(error).strip().splitlines() or [""]
         raise ValueError(
             f"{subject.name} does not run on the doctor's pack: {type(error).__name__}: "
             f"{lines[0]}; it fails aloud, so nothing is contaminated in silence"
         ) from error
-
-
-def load_subject(text: str) -> Subject:
-    """Returns the subject that a function in a Python file makes.
-
-    Raises:
-        ValueError: if there is no such file or function, or it returns something else.
-    """
-    file, _, name = text.rpartition(":")
-    path = Path(file)
-    if not file or not path.is_file():
-        raise ValueError(
-            f"--subject {text}: there is no file {file or text}; pass FILE.py:FUNCTION"
-        )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"--subject {text}: {file} is not a Python file; pass FILE.py:FUNCTION")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        make = getattr(module, name, None)
-        subject = make() if callable(make) else None
-    except (Exception, SystemExit) as error:  # of anybody's code
-        raise ValueError(f"--subject {text}: {type(error).__name__}: {error}") from error
-    if not callable(make):
-        raise ValueError(f"--subject {text}: {file} has no function {name}")
-    if not isinstance(subject, Subject):
-        raise ValueError(
-            f"--subject {text}: {name} returned {type(subject).__name__}, not a "
-            "megatron.packing.doctor.subject.Subject"
-        )
-    return subject
+    if subject.ranks is not None:
+        return diagnosis, subject.ranks.is_first
+    # Of processes that examine by themselves the first reports, and each that finds a fault.
+    return diagnosis, os.environ.get("RANK", "0") == "0" or not diagnosis.is_sound

@@ -64,7 +64,7 @@ def _crossing(sentence: str) -> Callable[[Evidence], str]:
     def text(e: Evidence) -> str:
         m = e.mixing
         seen = ""
-        if m:
+        if m and m.sources:  # else its rows could not be told apart
             seen = (
                 f" {len(m.targets)} of {m.length_changed} tokens of sequence {m.changed} see "
                 f"{len(m.sources)} of {m.length_disturbed} of sequence {m.disturbed}."

@@ -145,6 +145,17 @@ OTHERS = (
         ),
         mend="The backward kernel is called without the borders.",
     ),
+    Row(
+        name="gradient is lost between ranks",
+        property="backward",
+        applies=lambda e: bool(e.lost),
+        text=lambda e: (
+            f"The last token of a sequence sees its tokens {', '.join(map(str, e.lost))} on "
+            "another rank, but no gradient comes back to them."
+        ),
+        mend="Sum the gradients of keys and values over context-parallel ranks: a reduce-scatter "
+        "belongs to the all-gather of the forward pass.",
+    ),
 )
 
 

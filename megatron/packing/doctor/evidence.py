@@ -167,6 +167,10 @@ class Evidence:
     """Change of the logits with another token in padding slots; None if there are none."""
     backward: float | None = None
     """Largest gradient of one sequence's logits at another's embeddings, relative to its own."""
+    lost: tuple[int, ...] = ()
+    """Tokens of the middle sequence that its last one sees, on ranks to which no gradient of it
+    comes back.
+    """
     mixing: Mixing | None = None
     """The module in which the first crossing is born."""
     crossing_layers: tuple[str, ...] = ()

@@ -49,7 +49,12 @@ def examine(subject: Subject, lengths: Sequence[int] = LENGTHS) -> Diagnosis:
             "tokens"
         )
     probe = Probe(subject)
-    evidence = Evidence(subject=subject.name, lengths=tuple(lengths), reduction=subject.reduction)
+    evidence = Evidence(
+        subject=subject.name,
+        lengths=tuple(lengths),
+        reduction=subject.reduction,
+        notes=list(subject.notes),
+    )
     examination = Examination(probe, lengths)
     examination.repeat(evidence)
     if evidence.keeps_state():
@@ -85,10 +90,9 @@ def _examine_logits(
     if not only_equal_shapes:
         examination.alone(evidence)
         examination.moved(evidence)
-    name = find_birth(examination, evidence)
-    if name and _is_rounding_of_experts(examination, evidence, name):
+    if is_rounding_of_experts(examination, evidence):
         evidence.exact = max(evidence.across, *evidence.early)
-        name = find_birth(examination, evidence)
+    name = find_birth(examination, evidence)
     if name:
         evidence.mixing = describe(examination, evidence, name)
     if evidence.crossings:
@@ -101,13 +105,15 @@ def _examine_logits(
         examine_step(examination, evidence, draw_step(subject))
 
 
-def _is_rounding_of_experts(examination: Examination, evidence: Evidence, name: str) -> bool:
+def is_rounding_of_experts(examination: Examination, evidence: Evidence) -> bool:
     """Returns whether what crosses is how the products of experts round: by their number of rows,
     which is another where tokens are routed otherwise.
     """
-    kind = kind_of(name, class_of(examination.probe, name))
     largest = max(evidence.across, *evidence.early)
-    return kind == "experts" and largest <= EXPERT_ULPS * torch.finfo(examination.dtype).eps
+    if not 0 < largest <= EXPERT_ULPS * torch.finfo(examination.dtype).eps:
+        return False
+    name = find_birth(examination, evidence)
+    return name is not None and kind_of(name, class_of(examination.probe, name)) == "experts"
 
 
 def _diagnose(examination: Examination, evidence: Evidence) -> Diagnosis:

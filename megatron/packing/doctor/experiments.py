@@ -52,7 +52,7 @@ class Examination:
         )
         self.logits: list[Tensor] = []
         self.scale = 1.0
-        self.repeats_seeded = True
+        self.gradients_of_ranks: list[list[float]] = []
 
     def disturbed(self, index: int) -> list[Tensor]:
         """Returns the pack with other tokens from the middle of one sequence on."""
@@ -156,15 +156,44 @@ class Examination:
     def backward(self, evidence: Evidence) -> None:
         """Sends a gradient back from the middle sequence's logits to all embeddings."""
         middle = len(self.pack) // 2
-        largest = self._embedding_gradients(evidence, middle)
-        if largest is None:
+        of_ranks = self._embedding_gradients(evidence, middle)
+        if of_ranks is None:
             return
+        largest = [max(values) for values in zip(*of_ranks)]
         own = largest[middle]
         if own > 0:
             evidence.backward = max(largest[:middle] + largest[middle + 1 :]) / own
+        if self.subject.ranks is not None and self.subject.backward is not None:
+            evidence.lost = tuple(self._lost(evidence, middle))
 
-    def _embedding_gradients(self, evidence: Evidence, index: int) -> list[float] | None:
-        """Returns the largest gradient of one sequence's logits at the embeddings of each."""
+    def _lost(self, evidence: Evidence, index: int) -> list[int]:
+        """Returns the tokens of a sequence, of all on a rank, that its last one sees, though no
+        gradient of that one comes back to that rank.
+        """
+        of_ranks = self._embedding_gradients(evidence, index, only_last=True)
+        places = self.subject.rows(self.pack)[index]
+        here = torch.isin(places, self.subject.orders(self.pack)[0]).nonzero().flatten().tolist()
+        parts = zip(self.probe.gather(here), self.gradients_of_ranks)
+        found: set[int] = set()
+        for tokens, largest in parts if of_ranks is not None else ():
+            if largest and tokens and largest[index] == 0.0 and tokens[-1] != len(places) - 1:
+                found |= {*tokens}
+        if not found:
+            return []
+        at = torch.tensor(sorted(found))
+        pack = list(self.pack)
+        pack[index] = pack[index].clone()
+        pack[index][at] = draw_other(pack[index][at], self.subject.vocab_size)
+        changed = self.probe.logits(pack)[index][-1:]
+        sees = difference([self.logits[index][-1:]], [changed], self.scale) > evidence.tolerance
+        return sorted(found) if sees else []
+
+    def _embedding_gradients(
+        self, evidence: Evidence, index: int, *, only_last: bool = False
+    ) -> list[list[float]] | None:
+        """Returns the largest gradient of one sequence's logits at the embeddings of each, for each
+        rank that has some; those of all ranks are in `gradients_of_ranks`.
+        """
         outputs: list[Tensor] = []
         embedding = self.subject.embeds()
         if embedding is None and self.subject.ranks is None:
@@ -184,7 +213,7 @@ class Examination:
             self.probe.num_backwards += 1
             if self.subject.backward is not None:
                 self.probe.num_forwards += 1
-                self.subject.backward(self.pack, index)
+                self.subject.backward(self.pack, index, only_last)
             else:
                 logits = self.probe.run(self.pack)[index]
                 weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(6))
@@ -199,11 +228,12 @@ class Examination:
             float(rows.abs().nan_to_num(nan=torch.inf).max()) if len(rows) else 0.0
             for rows in parts or ()
         ]
-        gathered = [values for values in self.probe.gather(largest) if values]
+        self.gradients_of_ranks = self.probe.gather(largest)
+        gathered = [values for values in self.gradients_of_ranks if values]
         if not gathered:
             evidence.notes.append("backward pass: no gradient reaches the embeddings")
             return None
-        return [max(values) for values in zip(*gathered)]
+        return gathered
 
     def by_sequence(self, tensor: Tensor) -> list[Tensor] | None:
         """Returns the rows of each sequence in a tensor over the stream of tokens, those that this

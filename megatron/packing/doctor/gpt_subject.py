@@ -68,6 +68,10 @@ class GPTScript:
     """Takes the results of the passes, and returns the loss that the script reports. Collective."""
     windows: Sequence[int] = ()
     """Tokens that each layer of the model sees, itself included; 0 for all (default: unknown)."""
+    schedule: Callable[[], Callable[..., Any]] | None = None
+    """Returns megatron-core's forward-backward function, as the script has it (default: without
+    what a plug-in put around it, as packs are made already).
+    """
     takes_weights: bool = True
     balances: bool = False
     has_further_losses: bool = False
@@ -190,9 +194,10 @@ class _Passes:
         rows = logits.reshape(-1, logits.shape[-1])[:, : self._script.vocab_size]
         return rows.detach().float().cpu() if rows.dtype == torch.bfloat16 else rows.detach().cpu()
 
-    def backward(self, sequences: Sequence[Tensor], index: int) -> None:
-        """Runs the pack, and goes back from the logits of one sequence."""
-        mine = torch.isin(self.shards(sequences)[0], self.places(sequences)[index])
+    def backward(self, sequences: Sequence[Tensor], index: int, only_last: bool) -> None:
+        """Runs the pack, and goes back from the logits of one sequence, or of its last token."""
+        places = self.places(sequences)[index]
+        mine = torch.isin(self.shards(sequences)[0], places[-1:] if only_last else places)
 
         def pull(logits: Tensor) -> Tensor:
             rows = logits.reshape(-1, logits.shape[-1])[mine.to(logits.device)].float()
@@ -203,7 +208,9 @@ class _Passes:
             for chunk in self._script.model:
                 stack.enter_context(chunk.no_sync())  # type: ignore[operator]
             stack.enter_context(mock.patch.object(self._config, "no_sync_func", None))
-            stack.enter_context(mock.patch.object(self._config, "finalize_model_grads_func", None))
+            stack.enter_context(
+                mock.patch.object(self._config, "finalize_model_grads_func", _leave_gradients)
+            )
             self._run(sequences, 0, pull, forward_only=False)
         for chunk in self._script.model:
             chunk.zero_grad_buffer()  # type: ignore[operator]
@@ -234,7 +241,7 @@ class _Passes:
 
         chunks = self._script.model
         with _without_labels(self.gpts), mock.patch.object(self._config, "moe_aux_loss_coeff", 0.0):
-            _schedule()(
+            (self._script.schedule or _schedule)()(
                 forward_step_func=step,
                 data_iterator=batches.data_iterator,
                 model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -243,6 +250,10 @@ class _Passes:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+
+
+def _leave_gradients(*_: Any, **__: Any) -> None:
+    """Stands in for what sums gradients over ranks."""
 
 
 def _schedule() -> Callable[..., Any]:

@@ -23,7 +23,9 @@ WINDOW = 6
 """Tokens that windowed layers see; less than any of the doctor's sequences has."""
 _SIZES: dict[str, int | None] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "embedding_size", "word_embed_proj_dim", "lru_width"), 32),
+    **dict.fromkeys(
+        ("hidden_size", "embedding_size", "embedding_dim", "word_embed_proj_dim", "lru_width"), 32
+    ),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "n_inner", "dff", "shared_expert_intermediate_size"), 48
     ),
@@ -59,6 +61,13 @@ _SIZES: dict[str, int | None] = {
 """Field of a configuration -> its small value, where it has that field and a number in it."""
 _KINDS = {name: ["conv", "full_attention"] for name in ("lfm2", "lfm2_moe")}
 """Model type -> its kinds of layers, where the default configuration has not all of them."""
+_STATE_WIDTH = 8
+_STATE_HEADS = (
+    ("num_heads", "head_dim", "expand"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+)
+"""Fields of state-space layers: heads times their width is the hidden size times a factor."""
 _RATES = ("dropout", "pdrop", "drop")
 
 
@@ -109,6 +118,21 @@ def _shrink(config: Any) -> None:
             _set(config, name, _SIZES[name])
     if heads == kv_heads and isinstance(kv_heads, int):  # some attention allows no groups
         _set(config, "num_key_value_heads", _SIZES["num_attention_heads"])
+    for count, width, factor in _STATE_HEADS:
+        if all(isinstance(getattr(config, name, None), int) for name in (count, width, factor)):
+            _set(config, width, _STATE_WIDTH)
+            _set(config, count, getattr(config, factor) * config.hidden_size // _STATE_WIDTH)
+            if getattr(config, "attention_hidden_size", None) is not None:  # of zamba2
+                _set(config, "attention_hidden_size", 2 * config.hidden_size)
+                _set(
+                    config,
+                    "attention_head_dim",
+                    2 * config.hidden_size // config.num_attention_heads,
+                )
+    if getattr(config, "num_experts_per_tok", 0) is None:
+        _set(config, "num_experts_per_tok", _SIZES["num_experts_per_tok"])
+    if getattr(config, "languages", None) and hasattr(config, "default_language"):  # of xmod
+        _set(config, "default_language", config.languages[0])
     _shorten(config, fields)
 
 
@@ -132,6 +156,11 @@ def _shorten(config: Any, fields: set[str]) -> None:
         if isinstance(value, (list, tuple)) and len(value) == count and count > 1:
             _set(config, name, [value[index] for index in keep])
     config.num_hidden_layers = len(keep)
+    if isinstance(getattr(config, "num_blocks", None), int):  # of xlstm, the same number
+        _set(config, "num_blocks", len(keep))
+    if isinstance(getattr(config, "hybrid_layer_ids", None), list):  # of zamba2
+        hybrids = [place for place, old in enumerate(keep) if kinds and kinds[old] == "hybrid"]
+        _set(config, "hybrid_layer_ids", hybrids)
 
 
 def _build(config: Any, options: dict[str, Any]) -> nn.Module:

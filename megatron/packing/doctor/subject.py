@@ -8,6 +8,7 @@ the logits of each sequence. All else is optional, and lets the doctor see more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,15 @@ class Sample:
     """True for tokens that are targets, bool [length]; the first token never is one."""
     weight: float = 1.0
     """Factor of its tokens' losses in the step's sum; the number that is divided by has none."""
+
+    def mask(self) -> Tensor:
+        """Returns what a data set says of the tokens, bool [length]: False for those of a prompt.
+
+        The first token of a sequence without a prompt is True: to drop it is the trainer's task,
+        and one that forgets it trains the token before, of another sequence.
+        """
+        has_prompt = not bool(self.trained[1:].all())
+        return self.trained if has_prompt else torch.ones_like(self.trained)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +134,18 @@ class Subject:
     """Takes the same sequences. Returns the rows that this rank holds, int64 [rows], in each order
     in which tensors here have them (default: all rows, in order).
     """
-    backward: Callable[[Sequence[Tensor], int], None] | None = None
-    """Takes sequences and the index of one. Packs and runs them, and then backward from a sum of
-    that one's logits in which each has its own weight (default: by autograd, from `logits`).
+    backward: Callable[[Sequence[Tensor], int, bool], None] | None = None
+    """Takes sequences, the index of one, and whether only its last token counts. Packs and runs
+    them, and then backward from a sum of that one's logits in which each has its own weight
+    (default: by autograd, from `logits`).
     """
     ranks: Ranks | None = None
     """The processes that hold parts of it; None for this one alone."""
     num_copies: Mapping[str, int] = field(default_factory=dict)
     """Words for a wrong factor of the loss -> number, such as {"context-parallel ranks": 2}."""
+
+    notes: Sequence[str] = ()
+    """What this subject cannot show, for the report."""
 
     def rows(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Returns the rows of each sequence in the flattened stream, int64 [length]."""
@@ -179,6 +193,8 @@ def draw_other(tokens: Tensor, vocab_size: int, seed: int = 2) -> Tensor:
     return low + (tokens - low + shift) % (vocab_size - low)
 
 
+_WIDTH = 128
+"""Inputs of a layer up to which `draw_weights` draws with the same deviation."""
 _AS_INITIALISED = ("a_log", "dt_", "decay", "time_", ".d", "a_param", "lambda", "inv_freq", "alpha")
 """Parts of the names of parameters that make states decay: other values would hide them."""
 
@@ -195,9 +211,11 @@ def draw_weights(model: nn.Module, seed: int = 0, std: float = 0.2) -> None:
         lowered = f".{name.lower()}"
         if any(part in lowered for part in _AS_INITIALISED):
             continue
+        if not parameter.is_floating_point():  # quantized
+            continue
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() >= 2:
-            value = std * noise
+        if parameter.dim() >= 2:  # of wide layers smaller ones, or logits saturate
+            value = std * min(1.0, math.sqrt(_WIDTH / parameter.shape[-1])) * noise
         elif lowered.endswith("weight"):  # of a norm
             value = 1 + 0.05 * noise
         else:

@@ -56,7 +56,7 @@ def subject_from_transformers(
         total = torch.zeros(())
         for pack in packs:
             tokens = [sample.tokens for sample in pack]
-            labels = [torch.where(sample.trained, sample.tokens, IGNORED) for sample in pack]
+            labels = [torch.where(sample.mask(), sample.tokens, IGNORED) for sample in pack]
             batch = collate(tokens, labels, 0)
             total = total + forward(batch, num_items_in_batch=torch.tensor(count)).loss
         return total

@@ -21,13 +21,14 @@ from megatron.sft.environment import (
 )
 from megatron.sft.options.config import GROUPS, SFTConfig
 
-_OTHERS = ("--model", "--subject")
+_OTHERS = ("--model", "--subject", "--script")
 
 
 def main(arguments: Sequence[str], program: str) -> None:
     """Examines a trainer, and prints the report; status 1 if a fault is found, 2 for a mistake."""
     outlive_output()
-    names = {argument.partition("=")[0] for argument in arguments}
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments  # not a script's
+    names = {argument.partition("=")[0] for argument in own}
     is_of_run = "--config" in names or "--pretrained-checkpoint" in names
     try:
         if is_of_run and not names & {*_OTHERS}:
@@ -48,7 +49,7 @@ def _examine_run(arguments: Sequence[str], program: str) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: others may use the GPUs
     silence_warnings(rank)
     with quick_imports():
-        from megatron.packing.doctor.command import ReportOptions, report
+        from megatron.packing.doctor.command import ReportOptions, report_once
         from megatron.packing.doctor.examine import examine
         from megatron.sft.distributed import process_groups
         from megatron.sft.doctor.shrink import small_run
@@ -66,7 +67,7 @@ def _examine_run(arguments: Sequence[str], program: str) -> int:
     small.check(world_size)
     with process_groups(small) as device:
         diagnosis = examine(subject_of_run(small, device))
-    return report(diagnosis, options) if rank == 0 else int(not diagnosis.is_sound)
+        return report_once(diagnosis, options, rank == 0)
 
 
 def _without_data(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,233 @@
+"""tensor. transformers' Trainer, and those made of it (TRL's SFTTrainer), as a subject: its own
+collator, its own loss and its own step.
+
+    from megatron.packing.doctor.hook import examine_here
+    from megatron.packing.doctor.trainer_subject import subject_from_trainer
+
+    examine_here(lambda: subject_from_trainer(trainer))
+    trainer.train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.packing.doctor.collators import IGNORED
+from megatron.packing.doctor.subject import LENGTHS, Sample, Step, Subject, draw_pack, draw_weights
+
+
+def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
+    """Draws random weights, and returns a Trainer as a subject.
+
+    Random weights stay in the model. Samples go into the trainer's `data_collator` as its data set
+    would give them, so that what makes the data set is not examined.
+
+    Raises:
+        ValueError: for a trainer whose collator makes no rows of the doctor's sequences, or whose
+            ranks hold parts of the model.
+    """
+    if getattr(trainer, "is_fsdp_enabled", False) or getattr(
+        trainer, "is_deepspeed_enabled", False
+    ):
+        raise ValueError(
+            f"{name}: ranks hold parts of the model (FSDP, DeepSpeed); run the script in one "
+            "process, without them, on a small model"
+        )
+    draw_weights(trainer.model)
+    trainer.model.train()
+    passes = _Passes(trainer, name)
+    passes.check()
+    config = trainer.model.config.get_text_config()
+    is_plain = _is_cross_entropy(trainer)
+    notes = []
+    if not is_plain:
+        notes.append("loss and step: this trainer's loss is no plain cross entropy")
+    if trainer.args.world_size > 1:
+        notes.append("ranks with unlike numbers of tokens: each rank was given the same samples")
+    return Subject(
+        name=name,
+        model=trainer.model,
+        vocab_size=config.vocab_size,
+        logits=passes.logits,
+        places=lambda sequences: passes.batch(sequences, 0).rows,
+        num_slots=lambda sequences: passes.batch(sequences, 0).inputs["input_ids"].numel(),
+        loss=passes.loss if is_plain else None,
+        embedding=trainer.model.get_input_embeddings(),
+        head=trainer.model.get_output_embeddings(),
+        step=passes.step if is_plain else None,
+        balances=bool(getattr(trainer, "aux_loss_enabled", False))
+        or bool(getattr(config, "output_router_logits", False)),
+        notes=tuple(notes),
+    )
+
+
+def _is_cross_entropy(trainer: Any) -> bool:
+    return (
+        getattr(trainer.args, "loss_type", None) in (None, "nll", "chunked_nll")
+        and not trainer.args.label_smoothing_factor
+        and getattr(trainer, "compute_loss_func", None) is None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    inputs: dict[str, Any]
+    """As the collator makes them, on the trainer's device."""
+    rows: list[Tensor]
+    """Rows of each sequence in the flattened tokens, int64 [length]."""
+
+
+class _Called(Exception):
+    """Ends a loss at its call of the model."""
+
+
+class _Passes:
+    """Passes of a Trainer on the doctor's sequences."""
+
+    def __init__(self, trainer: Any, name: str) -> None:
+        self._trainer, self._name = trainer, name
+        self._model = trainer.model_wrapped
+        self._takes_packs = bool(getattr(trainer.args, "packing", False))
+
+    def check(self) -> None:
+        """Raises ValueError if sequences cannot be found in what the collator makes."""
+        self.batch(draw_pack(self._vocab_size(), LENGTHS), 0)
+
+    def _vocab_size(self) -> int:
+        return int(self._trainer.model.config.get_text_config().vocab_size)
+
+    def batch(
+        self, sequences: Sequence[Tensor], fill: int, labels: Sequence[Tensor] | None = None
+    ) -> _Batch:
+        """Returns one batch of the sequences by the trainer's own collator.
+
+        Args:
+            sequences: token ids.
+            fill: token to put into padding slots.
+            labels: of the tokens, not shifted; None takes the tokens.
+        """
+        targets = sequences if labels is None else labels
+        made = self._collate(sequences, targets)
+        inputs = dict(made)
+        rows = self._rows(inputs["input_ids"], sequences)
+        tokens = inputs["input_ids"].clone().flatten()
+        padding = torch.ones(tokens.numel(), dtype=torch.bool)
+        padding[torch.cat(rows)] = False
+        tokens[padding] = fill
+        inputs["input_ids"] = tokens.reshape(inputs["input_ids"].shape)
+        return _Batch(inputs=self._trainer._prepare_inputs(inputs), rows=rows)
+
+    def _collate(self, sequences: Sequence[Tensor], labels: Sequence[Tensor]) -> Mapping[str, Any]:
+        if not self._takes_packs:
+            return self._trainer.data_collator(
+                [
+                    {"input_ids": tokens.tolist(), "labels": targets.tolist()}
+                    for tokens, targets in zip(sequences, labels)
+                ]
+            )
+        one_row = {  # TRL packs its data set: a sample of it is a row of several sequences
+            "input_ids": torch.cat(list(sequences)).tolist(),
+            "labels": torch.cat(list(labels)).tolist(),
+            "seq_lengths": [len(tokens) for tokens in sequences],
+        }
+        return self._trainer.data_collator([one_row])
+
+    def _rows(self, tokens: Tensor, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Finds each sequence in the flattened tokens of a batch."""
+        stream, rows, start = tokens.flatten().tolist(), [], 0
+        for sequence in sequences:
+            wanted = sequence.tolist()
+            places = range(start, len(stream) - len(wanted) + 1)
+            at = next((i for i in places if stream[i : i + len(wanted)] == wanted), None)
+            if at is None:
+                raise ValueError(
+                    f"{self._name}: its collator gives input_ids {list(tokens.shape)} in which the "
+                    "doctor's sequences are not found; write logits yourself, see "
+                    "megatron.packing.doctor.subject"
+                )
+            rows.append(torch.arange(at, at + len(wanted)))
+            start = at + len(wanted)
+        return rows
+
+    def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments with which the trainer's loss calls the model, for logits."""
+        found: dict[str, Any] = {}
+
+        def stop(_: Any, args: Any, kwargs: Any) -> None:
+            found.update(kwargs)
+            raise _Called
+
+        handle = self._model.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+        try:
+            self._trainer.compute_loss(self._model, dict(inputs))
+        except _Called:
+            pass
+        finally:
+            handle.remove()
+        # Without labels a fused head puts out logits.
+        for name in ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head"):
+            found.pop(name, None)
+        return found
+
+    def logits(self, sequences: Sequence[Tensor], fill: int) -> list[Tensor]:
+        batch = self.batch(sequences, fill)
+        with self._trainer.compute_loss_context_manager():
+            output = self._model(**self._arguments(batch.inputs))
+        rows = output.logits.flatten(0, 1)
+        return [rows[places] for places in batch.rows]
+
+    def _labelled(self, packs: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
+        return [
+            self.batch(
+                [sample.tokens for sample in pack],
+                0,
+                [torch.where(sample.mask(), sample.tokens, IGNORED) for sample in pack],
+            ).inputs
+            for pack in packs
+        ]
+
+    def _counted(self, packs: Sequence[Sequence[Sample]]) -> tuple[list[dict[str, Any]], Any]:
+        """Returns batches, and the number of tokens as the trainer counts them."""
+        inputs = self._labelled(packs)
+        trainer = self._trainer
+        trainer.current_gradient_accumulation_steps = len(inputs)
+        return trainer.get_batch_samples(iter(inputs), len(inputs), trainer.args.device)
+
+    def loss(self, packs: Sequence[Sequence[Sample]]) -> Tensor:
+        inputs, count = self._counted(packs)
+        total = torch.zeros((), device=self._trainer.args.device)
+        for one in inputs:
+            with self._trainer.compute_loss_context_manager():
+                part = self._trainer.compute_loss(self._model, dict(one), num_items_in_batch=count)
+            # As `training_step` does for models that ignore the number of tokens.
+            total = total + (part if self._is_scaled(count) else part / len(inputs))
+        return total
+
+    def _is_scaled(self, count: Any) -> bool:
+        trainer = self._trainer
+        if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:
+            return bool(trainer.loss_is_scaled_for_ga)
+        takes_count = bool(trainer.model_accepts_loss_kwargs) and count is not None
+        return takes_count or getattr(trainer, "compute_loss_func", None) is not None
+
+    def step(self, packs: Sequence[Sequence[Sample]]) -> Step:
+        """Runs the trainer's own training steps, without its optimizer."""
+        inputs, count = self._counted(packs)
+        model = self._trainer.model
+        model.zero_grad(set_to_none=True)
+        losses = [
+            self._trainer.training_step(self._model, dict(one), num_items_in_batch=count)
+            for one in inputs
+        ]
+        change = {
+            name: parameter.grad.detach().clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+        model.zero_grad(set_to_none=True)
+        return Step(change=change, loss=float(sum(losses)))
