@@ -264,9 +264,9 @@ served: $(VENV)/.dev $(SERVED)/.installed .released-tokenizers/.$(TOKENIZERS)
 
 $(SERVED)/.installed: Makefile
 	for reader in old new vllm; do $(PYTHON) -m venv $(SERVED)/$$reader || exit; done
-	$(SERVED)/old/bin/pip install --quiet $(TORCH_ASKED) jinja2 $(SERVED_OLD)
-	$(SERVED)/new/bin/pip install --quiet $(TORCH_ASKED) jinja2 $(SERVED_NEW)
-	$(SERVED)/vllm/bin/pip install --quiet $(TORCH_ASKED) $(SERVED_VLLM)
+	$(SERVED)/old/bin/pip install --quiet '$(TORCH_ASKED)' jinja2 $(SERVED_OLD)
+	$(SERVED)/new/bin/pip install --quiet '$(TORCH_ASKED)' jinja2 $(SERVED_NEW)
+	$(SERVED)/vllm/bin/pip install --quiet '$(TORCH_ASKED)' $(SERVED_VLLM)
 	$(SERVED)/vllm/bin/pip download --quiet --no-deps --dest $(SERVED) vllm==$(VLLM)
 	$(SERVED)/vllm/bin/python -m zipfile -e $(SERVED)/vllm-$(VLLM)-*.whl $(SERVED)/source && rm $(SERVED)/*.whl
 	echo '{"transformers 5.24.0": ["transformers", "$(SERVED)/new/bin/python", ""],' \

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from megatron.sft.model.lora.peft_folder import notes_on_adapter
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.preference import PreferenceConfig
 
@@ -22,6 +23,7 @@ def value_notes(config: SFTConfig) -> list[str]:
         *_notes_on_rope(config),
         *_notes_on_exits(config),
         *_notes_on_kernels(config),
+        *_notes_on_adapter(config),
     ]
 
 
@@ -89,6 +91,11 @@ def _notes_on_exits(config: SFTConfig) -> Iterator[str]:
     }
     for flag in [flag for flag, is_given in early.items() if is_given and not config.output.save]:
         yield f"note: {flag} may end the run without a checkpoint to continue from; pass --save"
+
+
+def _notes_on_adapter(config: SFTConfig) -> list[str]:
+    folder = config.lora.lora_adapter
+    return [] if folder is None else [f"note: {note}" for note in notes_on_adapter(folder)]
 
 
 def _notes_on_kernels(config: SFTConfig) -> Iterator[str]:

@@ -49,7 +49,7 @@ from megatron.sft.model.huggingface.quantized.pairs import describe
 from megatron.sft.model.huggingface.refusals import check_weights
 from megatron.sft.model.huggingface.served_files import read_object
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
-from megatron.sft.model.lora.peft_folder import options_of_adapter
+from megatron.sft.model.lora.peft_folder import notes_on_adapter, options_of_adapter
 from megatron.sft.options.data_paths import expanded
 from megatron.sft.options.hub_names import check_hub_name
 
@@ -199,6 +199,7 @@ def _adapter(folder: Path) -> Iterator[str]:
         yield f"  trains     no: {failure}"
     else:
         yield f"  continue with --lora --lora-adapter {folder}"
+        yield from (f"  {note}" for note in notes_on_adapter(folder))
 
 
 def _checkpoints(folder: Path) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
     content that is the JSON text of a list of parts, or of a text in quotes
     nulls of calls and tools that stay, and null arguments of a table that are left out
+    keys that are null in every record
     times as tables spell them, or spelled in several ways; numbers where a schema says text
+    columns of text that are all such times
 
 Up to 512 records are read, from both ends of each source: tables are damaged from some row on. They
 are fewer where they are long. Their texts are not tokenized.
@@ -21,6 +23,7 @@ from megatron.blending.formats.json_forms import JsonObject
 from megatron.blending.formats.record import Record, RecordError, planned_read, read_records
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chats import ChatLoad, of_parts, of_row
+from megatron.sft.data.column_notes import ColumnTally, is_respelled, spelling_of_time
 from megatron.sft.data.records.content import Answers, Content, Conversation, said_in
 
 MAX_RECORDS = 512
@@ -30,7 +33,6 @@ _READ_AT_ONCE = 16
 _MIN_QUOTED = 2
 _PARTS = re.compile(r"\s*\[\s*\{\s*['\"](type|role|from)['\"]\s*:")
 """Beginning of the text of a list of parts or turns."""
-_TIME = re.compile(r"\d{4}-\d\d-\d\d([T ])\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d(:?\d\d)?)?")
 _NAMED = 3
 """Arguments that a note names."""
 
@@ -56,7 +58,10 @@ def notes_on_records(sources: Sequence[SourceDataset]) -> list[str]:
 def _add(record: Record, load: ChatLoad, tally: _Tally) -> None:
     with suppress(Exception):  # a broken record is reported when training comes to it
         tally.add(load.read(record).content)
-        if load.content is of_row:
+        is_row = load.content is of_row
+        whole = of_parts(record) if is_row else load.content(record)
+        tally.columns.add(whole, load.encoder.columns)
+        if is_row:
             tally.add_nulls_left_out(load.encoder.read(of_parts(record)).content)
 
 
@@ -95,6 +100,7 @@ class _Tally:
         self._spellings: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """Times by argument and spelling."""
         self._examples: dict[str, str] = {}
+        self.columns = ColumnTally()
 
     def add(self, content: Content) -> None:
         """Counts a record."""
@@ -136,12 +142,10 @@ class _Tally:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             is_float = isinstance(value, float) and kind == "integer"
             self._numbers[name] += is_float or (is_number and kind == "string")
-        match = _TIME.fullmatch(value) if isinstance(value, str) else None
-        if match is not None:
-            separator, seconds, fraction, zone, _ = match.groups()
-            kind = f"{separator}{len(seconds or '')}{len(fraction or '')}{(zone or '-')[0]}"
+        kind = spelling_of_time(value)
+        if kind:
             self._spellings[name][kind] += 1
-            self._examples.setdefault(name + kind, match.group())
+            self._examples.setdefault(name + kind, value)
 
     def notes(self) -> Iterator[str]:
         """Yields a line for each kind that was seen."""
@@ -174,7 +178,7 @@ class _Tally:
                 "keep the column as string or integer"
             )
         for name, counts in self._spellings.items():
-            if len(counts) > 1 or next(iter(counts)).startswith(" 3"):
+            if is_respelled(counts):
                 spelled = ", ".join(
                     f"{count:,} as {self._examples[name + kind]}"
                     for kind, count in counts.most_common(_NAMED)
@@ -184,6 +188,7 @@ class _Tally:
                     f"several ways ({spelled}), and trained so; if a table respelled them, keep "
                     "the column as string"
                 )
+        yield from self.columns.notes(self._num_records)
 
     def _named(self, counts: Counter[str]) -> str:
         described = [

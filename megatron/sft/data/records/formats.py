@@ -190,6 +190,9 @@ def _conversations(fields: Mapping[str, Any], found: Paths) -> Conversation | An
 
 def _prompt_and_completion(fields: Mapping[str, Any], turn_keys: Keys) -> _Found:
     prompt, completion = fields["prompt"], fields["completion"]
+    for name in ("prompt", "completion"):
+        if isinstance(fields[name], (int, float)):  # "must be turns" would mislead
+            text_of(fields[name], name)
     if isinstance(prompt, str) and isinstance(completion, str):
         return _Found(
             Passage(text_of(prompt, "prompt"), text_of(completion, "completion")),

@@ -33,7 +33,13 @@ def is_empty(value: object) -> bool:
 def text_of(text: object, where: str) -> str:
     """Returns `text`, which must be a string that UTF-8 can encode."""
     if not isinstance(text, str):
-        raise SampleError(f"{where} must be a string, but is {shown(text)}")
+        is_number = isinstance(text, (int, float)) and not isinstance(text, bool)
+        way_out = (
+            "; tables make numbers of text and of times, so keep the column as string"
+            if is_number
+            else ""
+        )
+        raise SampleError(f"{where} must be a string, but is {shown(text)}{way_out}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

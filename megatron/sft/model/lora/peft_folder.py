@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ _MUST_BE_EMPTY = (
         "use_bdlora",
         "fan_in_fan_out",
         "lora_bias",
-        "rank_pattern",
-        "alpha_pattern",
     ),
     *(
         "trainable_token_indices",
@@ -47,6 +45,12 @@ _KINDS: Mapping[Kind, str] = {
     (list, str): "target_modules",
 }
 """Types of values that are read here."""
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Keys that give some modules another rank or alpha. Of those without effect a note is made."""
+_NAME = re.compile(r"[\w.]+")
+"""A pattern that is a name, or the end of one. Others are expressions, which are not evaluated:
+one from a stranger may take for ever.
+"""
 OF_SOME_LAYERS = "adapters of some layers alone are not supported: merge it with peft"
 """Advice for an adapter that lacks layers."""
 _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -131,6 +135,12 @@ def options_of_adapter(folder: str | Path, flag: str = "--lora-adapter") -> dict
         raise ValueError(
             f"{where} has {name} {shown(config.get(name))}, but only plain LoRA is supported"
         )
+    for name, effect in _effects(config, folder, flag).items():
+        if effect:
+            raise ValueError(
+                f"{where} has {name} {shown(config[name])}, by which {effect}, but only adapters "
+                "with one rank and one alpha are supported; merge it into its model with peft"
+            )
     parameters = config.get("target_parameters") or []
     for parameter in (one for one in parameters if one not in STACKED):
         raise ValueError(
@@ -159,6 +169,58 @@ def options_of_adapter(folder: str | Path, flag: str = "--lora-adapter") -> dict
             {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}
         ),
     }
+
+
+def notes_on_adapter(folder: str | Path) -> list[str]:
+    """Returns a line for each pattern of an adapter that changes none of its modules.
+
+    peft ignores such a pattern. Price: a header is read again.
+    """
+    config = read_adapter_config(folder)
+    return [
+        f"{Path(folder) / CONFIG}: {name} {shown(config[name])} has no effect: all adapters "
+        f"have r {shown(config.get('r'))} and lora_alpha {shown(config.get('lora_alpha'))}, as "
+        "peft ignores names that match no module; if others were meant, mend the names and train "
+        "the adapter again"
+        for name, effect in _effects(config, folder, "").items()
+        if not effect
+    ]
+
+
+def _effects(config: Mapping[str, Any], folder: str | Path, flag: str) -> dict[str, str]:
+    """Returns for each pattern of a config a module that it changes, in words; "" if none."""
+    effects = {}
+    for name in _PATTERNS:
+        pattern = config.get(name)
+        if not pattern:
+            continue
+        tensors = open_adapter(folder, flag=flag).tensors
+        ranks = {
+            key.split(".lora_A.")[0].removeprefix(PREFIX): stored.shape[0]
+            for key, stored in tensors.items()
+            if ".lora_A." in key and stored.shape
+        }
+        if not isinstance(pattern, dict):
+            effects[name] = "what it changes is not known"
+        elif name == "rank_pattern":  # the weights show it
+            others = [module for module, rank in ranks.items() if rank != config.get("r")]
+            effects[name] = f"{others[0]} has rank {ranks[others[0]]}" if others else ""
+        else:
+            effects[name] = _effect_on_alpha(pattern, ranks, config.get("lora_alpha"))
+    return effects
+
+
+def _effect_on_alpha(pattern: Mapping[str, Any], modules: Iterable[str], alpha: object) -> str:
+    for key, value in pattern.items():
+        if value == alpha:
+            continue
+        if not _NAME.fullmatch(key):
+            return f"modules like {shown(key)} may have alpha {shown(value)}"
+        for module in modules:
+            # As peft matches, for whom a point is any character.
+            if re.fullmatch(rf"(.*\.)?{key}", module):
+                return f"{module} has alpha {shown(value)}"
+    return ""
 
 
 def _dropout(config: Mapping[str, Any], where: Path) -> float:

@@ -65,6 +65,21 @@ PARTS = '[{"type":"text","text":"hi"}]'
         ),
         ([calling({"n": 3.0}, {"n": NUMBER})], ["1 arguments are numbers where the tool's schema"]),
         (["{", chat()], []),
+        (
+            [{**chat(), "weight": None, "system": None}] * 2,
+            ["weight, system: null in all of 2 records read, and trained as if absent. If a"],
+        ),
+        ([{**chat(), "weight": None}, {**chat(), "weight": 0.5}], []),
+        ([{**chat(), "date": None}] * 2, []),
+        (
+            [{"prompt": "when", "completion": "2024-01-02 03:04:05"}] * 2,
+            ["completion is a time in all of 2 records read, spelled as tables spell them"],
+        ),
+        ([{"prompt": "when", "completion": "2024-01-02T03:04:05Z"}] * 2, []),
+        (
+            [{"prompt": "q", "completion": text} for text in ("2024-01-02 03:04:05", "never")],
+            [],
+        ),
     ],
 )
 def test_each_kind_is_one_line(tmp_path, records, starts):
@@ -87,6 +102,21 @@ def test_nulls_of_a_table_that_a_schema_names(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     (note,) = notes_on_records([opened(tmp_path / "a.parquet")])
     assert note.startswith("1 arguments are null in a table and left out (x of f), as a table")
+
+
+def test_keys_of_turns_that_are_null_everywhere(tmp_path):
+    """Thoughts that a join lost: a run would train answers without them, and nothing would say."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    text, rows = pyarrow.string(), [chat(), chat()]
+    for row in rows:
+        row["messages"][1]["reasoning_content"] = None
+    turn = pyarrow.struct({"role": text, "content": text, "reasoning_content": text})
+    schema = pyarrow.schema({"messages": pyarrow.list_(turn)})
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), tmp_path / "a.parquet")
+    (note,) = notes_on_records([opened(tmp_path / "a.parquet")])
+    assert note.startswith("reasoning_content of messages: null in all of 2 records read")
 
 
 def test_the_ends_of_a_source_are_read(tmp_path, monkeypatch):

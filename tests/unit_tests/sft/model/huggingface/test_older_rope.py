@@ -36,6 +36,27 @@ DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
                 "rope_local_base_freq": 1e4,
             },
         ),
+        (
+            {
+                "model_type": "olmo3",
+                "rope_parameters": {
+                    "full_attention": YARN | {"rope_theta": 5e5},
+                    "sliding_attention": DEFAULT,
+                },
+            },
+            {"rope_theta": 5e5, "rope_scaling": YARN},
+        ),
+        (  # two bases have no older spelling
+            {
+                "model_type": "olmo3",
+                "rope_parameters": {
+                    "full_attention": YARN | {"rope_theta": 1e6},
+                    "sliding_attention": DEFAULT,
+                },
+            },
+            {},
+        ),
+        ({"model_type": "qwen3_moe", "num_local_experts": 8}, {"num_experts": 8}),
         ({"rope_theta": 1e4, "rope_scaling": None, "rope_parameters": DEFAULT}, {}),
         ({"rope_scaling": YARN}, {}),
     ],

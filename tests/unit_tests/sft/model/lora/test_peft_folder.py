@@ -16,6 +16,7 @@ from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import (
     CONFIG,
     WEIGHTS,
+    notes_on_adapter,
     open_adapter,
     options_of_adapter,
     write_adapter_config,
@@ -97,8 +98,10 @@ def test_modules_may_be_a_pattern_or_whole_names(adapter):
         {"peft_type": "IA3"},
         {"use_dora": True},
         {"bias": "all"},
-        {"rank_pattern": {"q_proj": 8}},
         {"alpha_pattern": {"q_proj": 8}},
+        {"alpha_pattern": {"self_attn.q_proj": 8}},
+        {"alpha_pattern": {".*": 8}},
+        {"rank_pattern": ["q_proj"]},
         {"target_parameters": ["7.mlp.experts.gate_up_proj"]},
         {"layer_replication": [[0, 2]]},
         {"init_lora_weights": "pissa"},
@@ -112,6 +115,35 @@ def test_what_is_computed_otherwise_is_refused(adapter, changes):
         ValueError, match=rf"adapter_config.json has {next(iter(changes))} .* (is|are) supported"
     ):
         options_of_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("rank_pattern", {"attn.q_proj": 8}),
+        ("alpha_pattern", {"attn.q_proj": 8, "q_proj": 6}),
+        ("rank_pattern", {".*": 8}),
+    ],
+)
+def test_patterns_that_change_no_module_are_noted(adapter, name, pattern):
+    """peft 0.21.2 ignores attn.q_proj, as names match from a point on, and its folder then has one
+    rank: it was refused, though it is plain.
+    """
+    change(adapter, **{name: pattern})
+    assert options_of_adapter(adapter)["lora_rank"] == 3
+    (note,) = notes_on_adapter(adapter)
+    assert f"{name} {pattern} has no effect: all adapters have r 3 and lora_alpha 6, as" in note
+
+
+def test_patterns_that_change_a_module_are_refused_by_its_name(adapter):
+    """Its updates would be scaled by the rank of the others."""
+    change(adapter, r=2, rank_pattern={"q_proj": 3})
+    with pytest.raises(
+        ValueError, match=r"by which model.layers.0.mlp.down_proj has rank 3, but only"
+    ):
+        options_of_adapter(adapter)
+    change(adapter, r=3, rank_pattern={})
+    assert notes_on_adapter(adapter) == []
 
 
 @pytest.mark.parametrize(
