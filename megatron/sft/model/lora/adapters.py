@@ -154,7 +154,9 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
         for parameter in part.parameters:
             is_meant = parameter.takes_adapter and parameter.linear == linear_name
             if is_meant and parameter.sharding != "columns":  # of which each rank has all rows
-                named = {**part.of(config).sizes(), "hidden": config.hidden_size}
+                described = part.of(config)
+                named = {**described.sizes(), "hidden": config.hidden_size}
+                groups = described.num_groups
                 sizes = tuple(named[size] for size in parameter.shape[0].split(","))
                 sharding = parameter.sharding
     # Of a layer with more sections than modules, the first module has those beyond one for each.
