@@ -99,9 +99,9 @@ class Part(Protocol):
         return self.parameters
 
     @property
-    def num_groups(self) -> int:
-        """Groups of heads that its parameters cut by heads have."""
-        return 1
+    def num_groups(self) -> int | None:
+        """Groups of heads of its parameters that are cut by heads; None without such."""
+        return None
 
     def rotary_channels(self) -> int | None:
         """Returns the width of what its rotary embedding turns; None for the model's heads."""

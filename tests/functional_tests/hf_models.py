@@ -213,6 +213,10 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _WINDOWS | {"head_dim": 16, "query_pre_attn_scalar": 20, "rope_parameters": _BASES},
     ),
     "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4-unified": (
+        "gemma4_unified_text",
+        _GEMMA4 | {"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    ),
     "gemma4-moe": (
         "gemma4_text",
         _GEMMA4

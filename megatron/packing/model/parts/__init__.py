@@ -44,6 +44,13 @@ def parts_in(options: Any) -> list[type[Part]]:
     return [part for part in PARTS if any(part.is_in(options, layer) for layer in layers)]
 
 
+def fewest_groups(options: Any) -> int:
+    """Returns the groups of heads that the fewest of any layer's parameters cut by heads have."""
+    groups = [part.of(options).num_groups for part in parts_in(options)]
+    of_attention = options.num_query_groups or options.num_attention_heads
+    return min([of_attention, *(one for one in groups if one is not None)])
+
+
 def check_parts(options: Any, **known: Any) -> None:
     """Raises ValueError where a rule of a part that some layer has refuses the run.
 

@@ -115,10 +115,12 @@ class GlobalAttention(Part):
         Rule(
             when=lambda options, layout: (
                 options.global_kv_channels is not None
+                # More ranks than groups may share them, if each group has equally many ranks.
                 and GlobalAttention.of(options).num_groups % layout.tensor
+                and layout.tensor % GlobalAttention.of(options).num_groups
             ),
             why="the groups of heads of global attention ({global_num_query_groups.flag}) must be "
-            "a multiple of {tensor}",
+            "a multiple of {tensor}, or divide it",
             way_out="lower {tensor.flag}",
         ),
     )

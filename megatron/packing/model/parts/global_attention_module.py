@@ -6,7 +6,9 @@
     keys -> a norm without weights -> values
     queries, keys, values -> core attention -> linear_proj
 
-Tensor parallel: heads. Context parallel: as in all layers, keys and values are gathered.
+Tensor parallel: heads. Where there are more ranks than groups, ranks gather all queries and keys,
+and each takes its own queries and their key, as megatron-core does. Context parallel: keys and
+values are gathered, as in all layers.
 
 Heads of more than 256 channels have no variable-length kernel: on CUDA torch's
 `scaled_dot_product_attention` computes them sequence by sequence, see `attention.kernels`.
@@ -19,6 +21,9 @@ from typing import Any
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -124,10 +129,17 @@ class GlobalSelfAttention(MegatronModule):
         part, size = self.part, self.tp_group.size()
         per_group = part.num_attention_heads // part.num_groups
         made, _ = self.linear_qk(hidden_states)
+        is_shared = size > part.num_groups
+        if is_shared:  # backward, ranks' gradients of a key are summed
+            made = all_gather_last_dim_from_tensor_parallel_region(made, group=self.tp_group)
         # 4 heads in 2 groups    ->    q0 q1 k0 | q2 q3 k1
-        made = made.unflatten(-1, (part.num_groups // size, per_group + 1, part.global_kv_channels))
+        made = made.unflatten(-1, (-1, per_group + 1, part.global_kv_channels))
         query, key = made.tensor_split((per_group,), dim=-2)
         query, key = query.flatten(-3, -2), key.flatten(-3, -2)
+        if is_shared:
+            num_heads = part.num_attention_heads // size
+            first = self.tp_group.rank() * num_heads
+            query, key = query.narrow(-2, first, num_heads), key.narrow(-2, first // per_group, 1)
         value = key
         if self.has_value_norm:
             value = plain_rms_norm(value, self.config.layernorm_epsilon)

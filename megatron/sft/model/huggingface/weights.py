@@ -121,7 +121,7 @@ class Weights:
         else:
             kind = self._kinds[place.layer]
             sizes, mixer = self._sizes_of_kinds[kind], kind.mixer
-            groups = kind.num_query_groups if mixer is None else mixer.num_groups
+            groups = kind.num_query_groups if mixer is None else mixer.num_groups or 1
             prefix = f"{self.prefix.body}layers.{place.layer}."
         sources = row.sources(sizes) if row.sources else (Source(),) * len(row.tensors)
         parts = []

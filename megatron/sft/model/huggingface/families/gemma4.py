@@ -1,4 +1,4 @@
-"""pure. Gemma 4: dense (31B), and with experts beside a dense MLP (26B-A4B).
+"""pure. Gemma 4: dense (12B, 31B), and with experts beside a dense MLP (26B-A4B).
 
 Layers with a window have plain attention, the others `parts.global_attention`. The edge models
 (E2B, E4B) have embeddings of their own for each layer and are refused.
@@ -7,6 +7,7 @@ Layers with a window have plain attention, the others `parts.global_attention`. 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.packing.model.parts import global_attention
@@ -94,6 +95,12 @@ def _options(config: ConfigFields) -> dict[str, Any]:
         **_global_heads(config, has_window),
         **_experts(config),
     }
+
+
+def _unified_options(config: ConfigFields) -> dict[str, Any]:
+    ignored = ("enable_moe_block", "hidden_size_per_layer_input")  # its class has neither
+    values = {name: value for name, value in config.values.items() if name not in ignored}
+    return _options(ConfigFields(values, config.where))
 
 
 def _has_window(config: ConfigFields) -> tuple[int, ...]:
@@ -190,6 +197,15 @@ def _experts_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""Released folders may leave these out of their text_config."""
 GEMMA4 = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
@@ -199,15 +215,7 @@ GEMMA4 = Family(
     activation_field="hidden_activation",
     unsupported=("attention_bias", "rope_scaling"),
     reads_per_layer_config=True,
-    defaults={
-        "vocab_size": 262144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_size_per_layer_input": 256,
-    },
+    defaults={**_DEFAULTS, "hidden_size_per_layer_input": 256},
     run_defaults={"moe_router_dtype": "fp32"},
     options=_options,
     config=_config,
@@ -215,3 +223,13 @@ GEMMA4 = Family(
     names=(("mlp.experts.", "experts."),),
     within={"gemma4": Prefix("model.language_model.", "lm_head.")},
 )
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    model_type="gemma4_unified_text",
+    architecture="Gemma4UnifiedForCausalLM",
+    defaults={**_DEFAULTS, "sliding_window": 1024},
+    run_defaults={},
+    options=_unified_options,
+    within={"gemma4_unified": Prefix("model.language_model.", "lm_head.")},
+)
+"""The 12B model, whose class has no experts and whose images and sounds have no towers."""

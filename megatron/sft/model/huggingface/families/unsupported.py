@@ -17,9 +17,9 @@ _NEEDS = (
         "gemma3n gemma3n_text",
     ),
     (
-        "a towerless wrapper of Gemma 4 with images and sound in its text",
+        "a model that drafts for another, or answers by diffusion",
         "gemma4_text",
-        "gemma4_unified gemma4_unified_text gemma4_assistant diffusion_gemma",
+        "gemma4_assistant gemma4_unified_assistant diffusion_gemma",
     ),
     ("short convolutions", "qwen3", "lfm2 lfm2_moe lfm2_vl"),
     (

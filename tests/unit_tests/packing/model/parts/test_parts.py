@@ -14,6 +14,7 @@ MEGATRON = Path(__file__).resolve().parents[5] / "megatron"
 # The doctor makes small models of transformers, and of runs, by the names of their configs.
 FAMILIES = {
     "delta_net": {"qwen3_next.py", "small_models.py", "shrink.py"},
+    "global_attn": {"gemma4.py", "shrink.py"},
     "latent_attn": {"latent.py", "glm.py", "mistral.py", "small_models.py"},
 }
 """Part -> the families that have it, and who knows its names."""
