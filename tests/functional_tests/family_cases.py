@@ -87,7 +87,7 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("gemma4-moe", "ep2", 1, {"target_modules": [*_ATTENTION, "up_proj"]}),
     (
         "gemma4-moe",
-        "tp2-sp-ep2",
+        "ep2",
         1,
         {"target_modules": ["o_proj"], "target_parameters": _GEMMA_EXPERTS},
     ),

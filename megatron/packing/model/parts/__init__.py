@@ -40,7 +40,7 @@ def part_in(options: Any, layer: int) -> type[Part] | None:
 
 def parts_in(options: Any) -> list[type[Part]]:
     """Returns the parts that any layer has."""
-    layers = range(options.num_layers or 0)
+    layers = range(getattr(options, "num_layers", None) or 0)
     return [part for part in PARTS if any(part.is_in(options, layer) for layer in layers)]
 
 

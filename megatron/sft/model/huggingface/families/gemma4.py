@@ -216,7 +216,6 @@ GEMMA4 = Family(
     unsupported=("attention_bias", "rope_scaling"),
     reads_per_layer_config=True,
     defaults={**_DEFAULTS, "hidden_size_per_layer_input": 256},
-    run_defaults={"moe_router_dtype": "fp32"},
     options=_options,
     config=_config,
     rows=_ROWS,
@@ -228,7 +227,6 @@ GEMMA4_UNIFIED = replace(
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
     defaults={**_DEFAULTS, "sliding_window": 1024},
-    run_defaults={},
     options=_unified_options,
     within={"gemma4_unified": Prefix("model.language_model.", "lm_head.")},
 )
