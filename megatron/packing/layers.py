@@ -98,6 +98,15 @@ class Part(Protocol):
         """Returns the parameters of a layer with these options."""
         return self.parameters
 
+    @property
+    def num_groups(self) -> int | None:
+        """Groups of heads of its parameters that are cut by heads; None without such."""
+        return None
+
+    def rotary_channels(self) -> int | None:
+        """Returns the width of what its rotary embedding turns; None for the model's heads."""
+        return None
+
     def key_value_size(self) -> int:
         """Returns the channels of a token's keys and values over all heads, which nodes of trees
         copy; 0 for a part without keys.

@@ -31,6 +31,7 @@ _BASES = (
     *("granite", "olmo2", "glm4", "gemma2", "gemma3", "olmo3", "exaone4", "ministral3"),
     *("minimax-m2", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gpt-oss", "phi3-long"),
     *("deepseek-v3", "deepseek-v2", "glm4-moe-lite"),
+    *("gemma4", "gemma4-moe", "gemma4-unified"),
 )
 _VISION: dict[str, dict[str, Any]] = {
     "gemma3": {

@@ -29,6 +29,10 @@ MORE_STEPS = (
     ("glm4-moe-lite", "PP2"),
     ("mistral4", "CP2"),
     ("mistral4", "DP2"),
+    ("gemma4", "PP2"),
+    ("gemma4", "CP2"),
+    ("gemma4-moe", "TP2"),
+    ("gemma4-moe", "DP2"),
 )
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _TIED = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
@@ -36,6 +40,7 @@ _DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 _LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 _PARTS = ["q_proj", "v_proj", "up_proj"]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+_GEMMA_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("llama3", "tp2-sp", 2, {"target_modules": "all-linear", **_TIED}),
     (
@@ -77,6 +82,15 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         1,
         {"target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     ),
+    ("gemma4", "tp2-sp", 2, {"target_modules": "all-linear"}),
+    ("gemma4", "pp2", 2, {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
+    ("gemma4-moe", "ep2", 1, {"target_modules": [*_ATTENTION, "up_proj"]}),
+    (
+        "gemma4-moe",
+        "ep2",
+        1,
+        {"target_modules": ["o_proj"], "target_parameters": _GEMMA_EXPERTS},
+    ),
     ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
     ("deepseek-v3", "tp2-pp2-ep2-sp", 2, {"target_modules": _LATENT}),
     ("glm4-moe-lite", "pp2", 2, {"target_modules": ["q_proj", *_LATENT[2:]]}),
@@ -101,6 +115,7 @@ ALONE = ("ministral3",)
 """Families with a mechanism that no model of `layouts.MECHANISMS` has."""
 WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"),
+    "gemma4_text",
     *("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "mistral4"),
     *("qwen3_5_moe_text", "qwen3_next", "gpt_oss", "qwen3_vl_moe_text"),
 )
@@ -155,6 +170,8 @@ EXAMPLES = {
     "glm4": "GLM-4-0414, Z1",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3",
+    "gemma4_text": "Gemma 4 31B, 26B-A4B",
+    "gemma4_unified_text": "Gemma 4 12B",
     "olmo3": "OLMo 3",
     "exaone4": "EXAONE 4",
     "ministral3": "Ministral 3",

@@ -141,6 +141,15 @@ _LATENT = {
 }
 _SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 48}
 _AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_GEMMA4 = _WINDOWS | {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+}
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": ("smollm3", {}),
@@ -202,6 +211,21 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
         _WINDOWS | {"head_dim": 16, "query_pre_attn_scalar": 20, "rope_parameters": _BASES},
+    ),
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4-unified": (
+        "gemma4_unified_text",
+        _GEMMA4 | {"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        _GEMMA4
+        | {
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
     ),
     "olmo3": (
         "olmo3",

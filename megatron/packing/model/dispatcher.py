@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from megatron.packing.device import takes_triton
+from megatron.packing.model.layers.branches import ScaledRouter
 
 
 def gather_tokens(model: torch.nn.Module) -> None:
@@ -40,7 +41,7 @@ def _may_gather(layer: Any) -> bool:
         return False
     config = layer.config
     return (
-        type(layer.router) is TopKRouter
+        type(layer.router) in (TopKRouter, ScaledRouter)
         and not getattr(config, "moe_enable_routing_replay", False)
         and config.moe_expert_capacity_factor is None
         and not config.moe_router_padding_for_quantization

@@ -26,6 +26,7 @@ from megatron.packing.layers import Part
 from megatron.packing.model.attention.core_attention import PackedDotProductAttention
 from megatron.packing.model.attention.self_attention import PackedSelfAttention
 from megatron.packing.model.get_batch import transformer_engine_installed
+from megatron.packing.model.layers.branches import branched_experts
 from megatron.packing.model.layers.norms import TorchNorm, WholeWidthNorm
 from megatron.packing.model.layers.residual import ResidualAdd
 from megatron.packing.model.parts import part_in, parts_in
@@ -82,6 +83,7 @@ def need_local_layers(config: TransformerConfig, options: Any) -> bool:
     """
     has_other_residuals = (
         getattr(options, "norm_position", "before") != "before"
+        or getattr(options, "layer_scalar", False)
         or getattr(options, "residual_multiplier", 1.0) != 1.0
     )
     engine = Engine(config.context_parallel_size, is_te_min_version)
@@ -156,13 +158,17 @@ def _residual_form(layer: ModuleSpec, config: TransformerConfig, options: Any) -
     """Returns a local layer with norms where the model has them, and a factor of what is added."""
     position = getattr(options, "norm_position", "before")
     factor = getattr(options, "residual_multiplier", 1.0)
+    has_scalar = getattr(options, "layer_scalar", False)
     changes: dict[str, Any] = {}
     if position == "behind":
         changes |= {"input_layernorm": IdentityOp, "pre_mlp_layernorm": IdentityOp}
-    if position != "before" or factor != 1.0:
+    if position != "before" or factor != 1.0 or has_scalar:
         params = {"config": config, "has_norm": position != "before", "factor": factor}
-        added = ModuleSpec(module=ResidualAdd, params=params)
-        changes |= {"self_attn_bda": added, "mlp_bda": added}
+        changes["self_attn_bda"] = ModuleSpec(module=ResidualAdd, params=params)
+        params = {**params, "has_scalar": has_scalar}
+        changes["mlp_bda"] = ModuleSpec(module=ResidualAdd, params=params)
+    if getattr(options, "moe_branch_norms", False):
+        changes |= {"pre_mlp_layernorm": IdentityOp, "mlp": branched_experts(layer.submodules.mlp)}
     return replace(layer, submodules=replace(layer.submodules, **changes))
 
 

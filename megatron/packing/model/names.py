@@ -33,12 +33,17 @@ _MODULES = {
     "mlp.experts.linear_fc1": "experts.fc1",
     "mlp.experts.linear_fc2": "experts.fc2",
     "mlp.router": "router",
+    "mlp.shared_norm": "shared_norm",
+    "mlp.shared_norm_behind": "shared_norm_behind",
+    "mlp.experts_norm": "experts_norm",
+    "mlp.experts_norm_behind": "experts_norm_behind",
     "mlp.linear_fc1": "mlp.fc1",
     "mlp.linear_fc2": "mlp.fc2",
     "input_layernorm": "mixer_norm",
     "pre_mlp_layernorm": "mlp_norm",
     "self_attn_bda.norm": "mixer_norm_behind",
     "mlp_bda.norm": "mlp_norm_behind",
+    "mlp_bda": "layer",
 }
 _ALIASES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),

@@ -55,6 +55,19 @@ def _absent_recomputed_module(options: Any) -> dict[str, str]:
     return {"module": absent[0]} if absent else {}
 
 
+def _unsupported_branches(options: Any) -> dict[str, str]:
+    reasons = {
+        "needs experts in all layers": 0 in options.moe_layer_freq,
+        "needs norms before and behind (norm_position both)": options.norm_position != "both",
+        "is not supported with a gate of the shared expert": options.moe_shared_expert_gate,
+        "needs shares of a softmax": options.moe_router_score_function != "softmax",
+        "is not supported with biases": not options.disable_bias_linear,
+        "is not supported with multi-token prediction": options.mtp_num_layers is not None,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    return {"reason": found[0]} if options.moe_branch_norms and found else {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ModelShape):
     """Model: all that decides what is computed for a token, and how."""
@@ -80,6 +93,8 @@ class Architecture(ModelShape):
     """Norms of queries and keys."""
     qk_layernorm_over_heads: bool = False
     """Let --qk-layernorm take the channels of all heads together, instead of each head's."""
+    value_layernorm: bool = False
+    """Norms of values, which have no weights."""
     norm_position: Literal["before", "behind", "both"] = "before"
     """Norms before attention and MLP, behind them (before their output is added), or both."""
     no_rope_freq: tuple[int, ...] = field(
@@ -108,6 +123,10 @@ class Architecture(ModelShape):
     """Multiply embeddings by this."""
     residual_multiplier: float = 1.0
     """Multiply what attention and MLP add to the residual stream by this."""
+    layer_scalar: bool = False
+    """Multiply the residual stream behind each layer by a number of the layer's, which is not
+    trained.
+    """
     logits_scaling: float = 1.0
     """Divide logits by this."""
     activation_func_clamp_value: float | None = field(
@@ -126,6 +145,10 @@ class Architecture(ModelShape):
     """Softmax over all experts, before the choice of the best, instead of over the chosen ones."""
     moe_shared_expert_gate: bool = False
     """Gate the shared expert's output per token."""
+    moe_branch_norms: bool = False
+    """Give the shared expert and the routed ones norms of their own, before and behind, and the
+    router the layer's input, normed and scaled, and a factor per expert.
+    """
     moe_router_score_function: Literal["softmax", "sigmoid"] = field(
         default="softmax", metadata={"idle_without": "num_experts"}
     )
@@ -198,6 +221,12 @@ class Architecture(ModelShape):
         ),
         belong_together("moe_router_num_groups", "moe_router_group_topk", "pass both"),
         *needs("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+        *needs("moe_branch_norms", "moe_shared_expert_intermediate_size"),
+        Rule(
+            when=_unsupported_branches,
+            why="{moe_branch_norms.flag} {reason}",
+            way_out="drop it, or change that",
+        ),
     )
     kernel_rules: ClassVar[Mapping[str, tuple[Rule, ...]]] = {
         "bias_swiglu_fusion": (

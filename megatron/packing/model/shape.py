@@ -18,6 +18,7 @@ from megatron.packing.layers import (
 )
 from megatron.packing.model.parts import check_options, part_in
 from megatron.packing.model.parts.delta_net import DeltaNetOptions
+from megatron.packing.model.parts.global_attention import GlobalAttentionOptions
 from megatron.packing.model.parts.latent_attention import LatentAttentionOptions
 from megatron.packing.rules import Rule, at_least, check_rules, exclude, needs, rules_of
 
@@ -78,7 +79,7 @@ def _wrong_value_of_layers(options: Any) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape(LatentAttentionOptions, DeltaNetOptions, TransformerShape):
+class ModelShape(GlobalAttentionOptions, LatentAttentionOptions, DeltaNetOptions, TransformerShape):
     """Model: what decides the FLOPs of a token, parts of layers included. What the planner may
     leave open is None.
     """

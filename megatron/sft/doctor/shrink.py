@@ -113,6 +113,11 @@ def _small_model(model: ModelConfig, parallel: ParallelConfig, *, keeps_depth: b
         changes |= _small_experts(model, parallel)
     if model.linear_attention_freq:
         changes |= _small_delta_net(model, tensor * parallel.context_parallel_size)
+    if model.global_kv_channels is not None:
+        changes |= {
+            "global_kv_channels": 2 * _HEAD,
+            "global_num_query_groups": groups if groups % tensor else tensor,
+        }
     if model.recompute_num_layers is not None and not keeps_depth:
         changes["recompute_num_layers"] = 1
     return replace(model, **changes)

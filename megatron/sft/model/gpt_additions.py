@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,8 +24,15 @@ from megatron.sft.options.rope_scaling import factor_of_turns, parse_rope_scalin
 def prepare_config(transformer_config: TransformerConfig, model: ModelConfig) -> None:
     """Sets fields of megatron-core's config that its constructor has no argument for, or refuses:
     the factor of cosines and sines of yarn and longrope, which it reads by name except in fused
-    kernels, and the softmax over one chosen expert.
+    kernels, the softmax over one chosen expert, and the options of parts.
     """
+    for part in parts_in(model):
+        for option in fields(part):  # type: ignore[arg-type]
+            if not hasattr(transformer_config, option.name):
+                setattr(transformer_config, option.name, getattr(model, option.name))
+    if len({kind.mixer for kind in model.layer_kinds()}) > 1:
+        # Layers differ in the shapes of tensors of one name: checkpoints must number them.
+        transformer_config.hetereogenous_dist_checkpoint = True
     scaling = None if model.rope_scaling is None else parse_rope_scaling(model.rope_scaling)
     if scaling is not None and scaling.rope_type in ("yarn", "longrope"):
         transformer_config.yarn_rotary_scaling_factor = scaling.factor  # type: ignore[attr-defined]
@@ -70,7 +78,10 @@ def arguments_of_attention(model: ModelConfig) -> Callable[[int], dict[str, Any]
     """Returns the function from a layer, numbered over the whole model, to the arguments of its
     `PackedSelfAttention`.
     """
-    shared: dict[str, Any] = {"has_proj_bias": model.add_proj_bias}
+    shared: dict[str, Any] = {
+        "has_proj_bias": model.add_proj_bias,
+        "has_value_norm": model.value_layernorm,
+    }
     if model.query_scale_beta is not None:
         assert model.rope_scaling is not None
         length = parse_rope_scaling(model.rope_scaling).original_max_position_embeddings
@@ -81,24 +92,31 @@ def arguments_of_attention(model: ModelConfig) -> Callable[[int], dict[str, Any]
 
 def _rotary_of_layers(model: ModelConfig) -> tuple[LayerRotary | None, ...]:
     """Layers with a window may have a base of their own; layers without rotary embedding none.
-    Latent attention always has one.
+    Parts that ask for one always have one, which layers of a kind share.
     """
-    dim = int(model.resolved_kv_channels * model.rotary_percent)
-    if any("rotary" in part.attention_arguments for part in parts_in(model)):
-        return (_rotary_of_model(model, dim),) * model.num_layers
-    if model.window_rotary_base is None:
-        return (None,) * model.num_layers
-    rotary = LayerRotary(
-        plain_frequencies(dim, model.window_rotary_base), is_interleaved=model.rotary_interleaved
-    )
+    of_windows = None
+    if model.window_rotary_base is not None:
+        dim = int(model.resolved_kv_channels * model.rotary_percent)
+        frequencies = plain_frequencies(dim, model.window_rotary_base)
+        of_windows = LayerRotary(frequencies, is_interleaved=model.rotary_interleaved)
+    kinds = model.layer_kinds()
+    of_mixers = {
+        mixer: _rotary_of_model(model, mixer.rotary_channels() or model.resolved_kv_channels)
+        for mixer in {kind.mixer for kind in kinds}
+        if mixer is not None and "rotary" in mixer.attention_arguments
+    }
     skipped = model.no_rope_freq or (0,) * model.num_layers
     return tuple(
-        rotary if kind.window is not None and not without else None
-        for kind, without in zip(model.layer_kinds(), skipped)
+        of_mixers.get(kind.mixer)
+        if kind.mixer is not None
+        else (of_windows if kind.window is not None and not without else None)
+        for kind, without in zip(kinds, skipped)
     )
 
 
-def _rotary_of_model(model: ModelConfig, dim: int) -> LayerRotary:
+def _rotary_of_model(model: ModelConfig, width: int) -> LayerRotary:
+    """Returns the model's rotary embedding for heads of that width."""
+    dim = int(width * model.rotary_percent)
     if model.rope is None:
         frequencies, scale = plain_frequencies(dim, model.rotary_base), 1.0
     else:

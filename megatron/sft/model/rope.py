@@ -24,6 +24,10 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling, seq_length:
 
     seq_length: the longest sequence of the run, by which longrope takes one of its two lists.
     """
+    if scaling.rope_type == "proportional":
+        num_rotated = int(scaling.partial_rotary_factor * dim // 2)
+        rotated = 1.0 / base ** (torch.arange(0, 2 * num_rotated, 2, dtype=torch.float32) / dim)
+        return torch.nn.functional.pad(rotated, (0, dim // 2 - num_rotated)) / scaling.factor
     wavelengths = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if scaling.rope_type == "linear":
         return 1.0 / wavelengths / scaling.factor

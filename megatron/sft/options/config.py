@@ -16,6 +16,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import FlagError, flag_of
 from megatron.packing.model.layout_rules import check_layout
 from megatron.packing.model.options import refused_kernels
+from megatron.packing.model.parts import fewest_groups
 from megatron.packing.rules import Layout, check_rules
 from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.sft.options.data import DataConfig
@@ -140,8 +141,7 @@ class SFTConfig:
             )
             if self.lora.lora:
                 model, tensor = self.model, self.parallel.tensor_model_parallel_size
-                groups = model.num_query_groups or model.num_attention_heads
-                self.lora.check_layout(tensor, groups)
+                self.lora.check_layout(tensor, fewest_groups(model))
             for name, why in self.refused_kernels().items():
                 if getattr(self.kernels, name):
                     raise ValueError(f"{flag_of(name)} {why}")

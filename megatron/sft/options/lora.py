@@ -31,6 +31,7 @@ LINEARS: dict[str, tuple[str, ...]] = {
     "q_down": ("q_a_proj",),
     "q_up": ("q_b_proj",),
     "q": ("q_proj",),
+    "qk": ("q_proj", "k_proj"),
     "kv_down": ("kv_a_proj_with_mqa",),
     "kv_up": ("kv_b_proj",),
 }

@@ -51,7 +51,8 @@ class ModelConfig(Architecture):
         default=None, metadata={"idle_without": "position_embedding_type=rope"}
     )
     """Rotary embeddings for longer contexts, as in a HuggingFace config.json, such as
-    {"rope_type": "linear", "factor": 2}; of types linear, dynamic, llama3, yarn and longrope."""
+    {"rope_type": "linear", "factor": 2}; of types linear, dynamic, llama3, yarn, longrope
+    and proportional."""
     rotary_percent: float = field(
         default=1.0, metadata={"idle_without": "position_embedding_type=rope"}
     )

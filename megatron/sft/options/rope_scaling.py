@@ -16,6 +16,7 @@ from megatron.packing.user_files import parse_json
 _NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor", "original_max_position_embeddings"),
+    "proportional": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": (
@@ -37,7 +38,8 @@ class RopeScaling(NamedTuple):
     """`linear`: positions divided by the factor; `llama3`: only slow frequencies, with a smooth
     border; `yarn`: slow ones too, and attention scores raised (arXiv 2309.00071); `longrope`: each
     by a factor of its own, of one of two lists (arXiv 2402.13753); `dynamic`: not at all up to the
-    original length, beyond which it changes with each sequence and is refused.
+    original length, beyond which it changes with each sequence and is refused;
+    `proportional`: as linear, of the first pairs of a head alone, where the others stay.
     """
     factor: float
     original_max_position_embeddings: float = 0.0
@@ -57,6 +59,8 @@ class RopeScaling(NamedTuple):
     """What longrope multiplies each pair's wavelength by, up to the original length."""
     long_factor: tuple[float, ...] = ()
     """The same for longer sequences."""
+    partial_rotary_factor: float = 1.0
+    """Share of a head's pairs that proportional rotates, of frequencies of the whole head."""
 
     def is_long(self, seq_length: int) -> bool:
         """Returns whether longrope takes the list for long sequences. All samples of a run have
@@ -115,6 +119,8 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
             f"{where} has rope_type {shown(kind)}, but only default, "
             f"{', '.join(_NEEDED)} are supported"
         )
+    if kind == "proportional":
+        fields = {"factor": 1.0, **fields}
     missing = [name for name in _NEEDED[kind] if fields.get(name) is None]
     if missing:
         raise ValueError(
@@ -148,6 +154,13 @@ def _scaling_of(kind: str, fields: Mapping[str, Any], where: str) -> RopeScaling
         for name in RopeScaling._fields
         if fields.get(name) is not None and name not in ("rope_type", "attention_factor")
     }
+    if kind != "proportional":  # elsewhere it is the model's --rotary-percent
+        known.pop("partial_rotary_factor", None)
+    elif known.get("partial_rotary_factor", 1.0) > 1:
+        raise ValueError(
+            f"{where} must have a partial_rotary_factor of at most 1, but it is "
+            f"{shown(known['partial_rotary_factor'])}"
+        )
     lists = {name: known.pop(name) for name in _LISTS if name in known}
     for name, value in lists.items():
         if not (isinstance(value, list) and value and all(map(is_positive, value))):

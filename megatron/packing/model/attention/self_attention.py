@@ -26,6 +26,7 @@ from megatron.packing.model.attention.rotary import (
 )
 from megatron.packing.model.attention.tree_keys import depths_of
 from megatron.packing.model.attention.zigzag import padded_lengths
+from megatron.packing.model.layers.norms import plain_rms_norm
 
 
 class PackedSelfAttention(SelfAttention):
@@ -34,7 +35,8 @@ class PackedSelfAttention(SelfAttention):
 
     rotary: the rotary embedding of this layer, in place of the model's one, for rows of a batch as
     for packs. query_scale: what queries are multiplied by after that. has_proj_bias: the output
-    projection has a bias, whatever the config says of all layers.
+    projection has a bias, whatever the config says of all layers. has_value_norm: values have a
+    norm without weights.
     """
 
     _turned_by: tuple[Tensor | None, Any] | None = None
@@ -46,6 +48,7 @@ class PackedSelfAttention(SelfAttention):
         rotary: LayerRotary | None = None,
         query_scale: QueryScale | None = None,
         has_proj_bias: bool = False,
+        has_value_norm: bool = False,
         **options: Any,
     ) -> None:
         config = options["config"]
@@ -58,6 +61,7 @@ class PackedSelfAttention(SelfAttention):
         finally:
             config.add_bias_linear = has_biases
         self.rotary, self.query_scale = rotary, query_scale
+        self.has_value_norm = has_value_norm
 
     def forward(
         self,
@@ -100,6 +104,9 @@ class PackedSelfAttention(SelfAttention):
         parts = super().get_query_key_value_tensors(*arguments, **options)
         if len(parts) == 4:
             parts = (*parts[:3], self._cut_gates(parts[0], parts[3]))
+        if self.has_value_norm:
+            value = plain_rms_norm(parts[2], self.config.layernorm_epsilon)
+            parts = (*parts[:2], value, *parts[3:])
         if self._turned_by is None:
             return parts  # called by others than `forward`
         query, key, *others = parts

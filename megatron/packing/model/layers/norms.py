@@ -38,6 +38,11 @@ class TorchNorm:
         return norm
 
 
+def plain_rms_norm(x: Tensor, epsilon: float) -> Tensor:
+    """Returns `x` over the root mean square of its last dimension: a norm without weights."""
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), eps=epsilon)
+
+
 class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
     """An RMSNorm that multiplies by one plus its weight, at least in float32, and rounds once."""
 

@@ -2,7 +2,7 @@
 
 megatron-core's layers call `self_attn_bda` and `mlp_bda` for that. A `ResidualAdd` in their place
 gives the models that have norms behind their branches (Gemma 2 and 3, GLM-4, OLMo 2, EXAONE 4) and
-those that multiply what branches add (Granite):
+those that multiply what branches add (Granite), or all that leaves a layer (Gemma 4):
 
     ModuleSpec(ResidualAdd, params={"config": config, "has_norm": True})
 """
@@ -21,16 +21,25 @@ Added = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 class ResidualAdd(torch.nn.Module):
-    """residual + factor * dropout(norm(branch + bias)).
+    """scalar * (residual + factor * dropout(norm(branch + bias))).
 
-    The norm is of the config's kind, and its gradients are summed under sequence parallel as those
-    of the norms before the branch are.
+    The scalar is a buffer, which checkpoints hold and no optimizer moves. The norm is of the
+    config's kind, and its gradients are summed under sequence parallel as those of the norms before
+    the branch are.
     """
 
     def __init__(
-        self, config: TransformerConfig, has_norm: bool = False, factor: float = 1.0
+        self,
+        config: TransformerConfig,
+        has_norm: bool = False,
+        factor: float = 1.0,
+        has_scalar: bool = False,
     ) -> None:
         super().__init__()
+        self.scalar: Tensor | None
+        self.register_buffer(
+            "scalar", torch.ones(1, dtype=config.params_dtype) if has_scalar else None
+        )
         self.factor = factor
         self.norm: torch.nn.Module | None = None
         if has_norm:
@@ -50,6 +59,7 @@ class ResidualAdd(torch.nn.Module):
                 branch = self.norm(branch)
             if dropout and is_training:
                 branch = torch.nn.functional.dropout(branch, dropout)
-            return torch.add(residual.to(branch.dtype), branch, alpha=self.factor)
+            out = torch.add(residual.to(branch.dtype), branch, alpha=self.factor)
+            return out if self.scalar is None else out * self.scalar
 
         return added

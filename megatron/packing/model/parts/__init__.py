@@ -3,6 +3,7 @@ options, rules, parameters, costs, module. A part's file is pure and names its m
 asked for; what needs torch stands beside it under its name.
 
     delta_net           gated delta net in place of self-attention
+    global_attention    other heads in layers without a window
     latent_attention    latent attention in place of self-attention
 
 All who build, save, count or refuse layers ask these; a new part is its file and a line here.
@@ -16,10 +17,11 @@ from typing import Any
 from megatron.packing.layers import Parameter, Part
 from megatron.packing.model.parts import attention
 from megatron.packing.model.parts.delta_net import DeltaNet
+from megatron.packing.model.parts.global_attention import GlobalAttention
 from megatron.packing.model.parts.latent_attention import LatentAttention
 from megatron.packing.rules import check_rules
 
-PARTS: tuple[type[Part], ...] = (DeltaNet, LatentAttention)
+PARTS: tuple[type[Part], ...] = (DeltaNet, LatentAttention, GlobalAttention)
 """Every part; at most one is in a layer, in place of self-attention."""
 
 
@@ -38,8 +40,15 @@ def part_in(options: Any, layer: int) -> type[Part] | None:
 
 def parts_in(options: Any) -> list[type[Part]]:
     """Returns the parts that any layer has."""
-    layers = range(options.num_layers or 0)
+    layers = range(getattr(options, "num_layers", None) or 0)
     return [part for part in PARTS if any(part.is_in(options, layer) for layer in layers)]
+
+
+def fewest_groups(options: Any) -> int:
+    """Returns the groups of heads that the fewest of any layer's parameters cut by heads have."""
+    groups = [part.of(options).num_groups for part in parts_in(options)]
+    of_attention = options.num_query_groups or options.num_attention_heads
+    return min([of_attention, *(one for one in groups if one is not None)])
 
 
 def check_parts(options: Any, **known: Any) -> None:

@@ -77,8 +77,11 @@ def _unsupported_beside(options: Any) -> dict[str, str]:
         "softmax_type": getattr(options, "softmax_type", "vanilla") != "vanilla",
         "attn_logit_softcapping": getattr(options, "attn_logit_softcapping", None) is not None,
         **{
-            name: getattr(options, name, False)
-            for name in ("attention_output_gate", "add_qkv_bias")
+            name: bool(getattr(options, name, False))
+            for name in (
+                *("attention_output_gate", "add_qkv_bias"),
+                *("value_layernorm", "global_kv_channels"),
+            )
         },
     }
     return next(({"other": flag_of(name)} for name, is_on in has.items() if is_on), {})

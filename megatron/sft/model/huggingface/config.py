@@ -95,7 +95,7 @@ def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
         fields.require(family.activation_field, *family.activations, default=family.activations[0])
     if family.needs_key_value_heads and "num_key_value_heads" not in config:
         raise ValueError(f"{where} lacks num_key_value_heads; add it")
-    fields.refuse(*_UNSUPPORTED, *family.unsupported)
+    fields.refuse(*family.unsupported, *(() if family.reads_per_layer_config else _UNSUPPORTED))
     if config.get("is_causal", True) is not True:
         raise ValueError(
             f"{where} has is_causal {shown(config['is_causal'])}, with which transformers lets "

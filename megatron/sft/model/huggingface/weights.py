@@ -120,7 +120,8 @@ class Weights:
             groups = 1
         else:
             kind = self._kinds[place.layer]
-            sizes, groups = self._sizes_of_kinds[kind], kind.num_query_groups
+            sizes, mixer = self._sizes_of_kinds[kind], kind.mixer
+            groups = kind.num_query_groups if mixer is None else mixer.num_groups or 1
             prefix = f"{self.prefix.body}layers.{place.layer}."
         sources = row.sources(sizes) if row.sources else (Source(),) * len(row.tensors)
         parts = []
@@ -153,6 +154,9 @@ def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
     holds = {
         "always": True,
         "norms_before": model.norm_position != "behind",
+        "norm_before_mlp": model.norm_position != "behind" and not model.moe_branch_norms,
+        "branch_norms": has_experts and model.moe_branch_norms,
+        "layer_scalar": model.layer_scalar,
         "norms_behind": model.norm_position != "before",
         "dense": not has_experts,
         "dense_bias": biases and not has_experts,

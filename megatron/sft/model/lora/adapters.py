@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron.packing.layers import Sharding
 from megatron.packing.model.names import linear_of, logical_name
-from megatron.packing.model.parts import parts_in
+from megatron.packing.model.parts import fewest_groups, parts_in
 from megatron.packing.model.sections import by_section
 from megatron.sft.model.huggingface.read import global_name
 from megatron.sft.model.huggingface.tensors import Part, Tensors, Weight
@@ -57,7 +57,7 @@ def add_adapters(
         tensors: table of the HuggingFace tensors of each layer; None for a Llama.
     """
     config = gpt.config
-    lora.check_layout(config.tensor_model_parallel_size, config.num_query_groups)
+    lora.check_layout(config.tensor_model_parallel_size, fewest_groups(config))
     if config.mtp_num_layers:
         raise ValueError(
             "--lora must not be used with --mtp-num-layers, whose layers have no adapters; drop one"
@@ -154,7 +154,9 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
         for parameter in part.parameters:
             is_meant = parameter.takes_adapter and parameter.linear == linear_name
             if is_meant and parameter.sharding != "columns":  # of which each rank has all rows
-                named = {**part.of(config).sizes(), "hidden": config.hidden_size}
+                described = part.of(config)
+                named = {**described.sizes(), "hidden": config.hidden_size}
+                groups = described.num_groups or 1
                 sizes = tuple(named[size] for size in parameter.shape[0].split(","))
                 sharding = parameter.sharding
     # Of a layer with more sections than modules, the first module has those beyond one for each.

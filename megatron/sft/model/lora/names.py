@@ -20,8 +20,8 @@ from megatron.sft.options.lora import LINEARS, LoraConfig
 
 PREFIX = "base_model.model."
 """Prefix of all names in a PEFT folder."""
-STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""Names in PEFT of the stacked parameters of a layer's experts, in order."""
+STACKED = ("experts.gate_up_proj", "experts.down_proj")
+"""Ends of names in PEFT of the stacked parameters of a layer's experts, in order."""
 _WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT}
 
 
@@ -113,13 +113,13 @@ class AdapterWeights:
     def target_parameters(self) -> list[str]:
         """Returns PEFT's `target_parameters`: stacked experts with adapters."""
         stacked = {
-            linear
+            linear: re.sub(r".*\.layers\.\d+\.", "", weight.parts[0].name)
             for weight in self._weights.all()
             if weight.parts[0].view.expert is not None
             and self._lora.covers(weight.part)
             and self._lora.targets_in(linear := _linear(weight))
         }
-        return [name for number, name in enumerate(STACKED, 1) if f"fc{number}" in stacked]
+        return [stacked[linear] for linear in ("fc1", "fc2") if linear in stacked]
 
     def _of_layer(self, weight: Weight, which: str) -> Weight:
         """Returns the weight of A or of B (`which`) of a layer's modules with adapters."""

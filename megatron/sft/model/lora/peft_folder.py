@@ -142,15 +142,16 @@ def options_of_adapter(folder: str | Path, flag: str = "--lora-adapter") -> dict
                 "with one rank and one alpha are supported; merge it into its model with peft"
             )
     parameters = config.get("target_parameters") or []
-    for parameter in (one for one in parameters if one not in STACKED):
+    known = [name for one in STACKED for name in (f"mlp.{one}", one)]
+    for parameter in (one for one in parameters if one not in known):
         raise ValueError(
             f"{where} has target_parameters {shown(parameter)}, but only adapters of all layers, "
-            f"{' or '.join(STACKED)}, are supported"
+            f"{' or '.join(known)}, are supported"
         )
     modules = {
         name.split(".lora_A.")[0].rsplit(".", 1)[-1]
         for name in open_adapter(folder, flag=flag).tensors
-        if "lora_A" in name and not (parameters and ".mlp.experts." in name)
+        if "lora_A" in name and not (parameters and ".experts." in name)
     }
     for module in sorted(modules - MODULES):
         raise ValueError(
@@ -240,6 +241,9 @@ def _experts_of(folder: str | Path) -> str:
     names = "".join(open_adapter(folder).tensors)
     is_routed = re.search(r"\.experts\.", names) is not None
     is_shared = re.search(r"\.shared_experts?\.", names) is not None
+    # Gemma 4 has experts beside an MLP, which stands for their shared one; others below it.
+    if not is_routed or re.search(r"\.layers\.\d+\.experts\.", names):
+        is_shared |= re.search(r"\.mlp\.(gate|up|down)_proj\.", names) is not None
     if is_routed == is_shared:
         return "all"
     return "routed" if is_routed else "shared"

@@ -32,13 +32,14 @@ ACT_ALONE = """
     logits_of_masked_tokens keep_logits deterministic_mode seed eval_iters exit_interval
     exit_duration_in_mins skip_nan_steps lora save load pretrained_checkpoint save_hf dry_run
     log_interval run_dir tensorboard_dir wandb_project gradient_accumulation_fusion
-    cross_entropy_loss_fusion loss kv_lora_rank
+    cross_entropy_loss_fusion loss kv_lora_rank global_kv_channels layer_scalar value_layernorm
 """.split()
 """Options that need none."""
 CHECKED_ELSEWHERE = """
     num_query_groups group_query_attention moe_layer_freq moe_shared_expert_intermediate_size
     window_attn_skip_freq qk_layernorm_over_heads window_rotary_base query_scale_beta
-    moe_shared_expert_gate moe_router_enable_expert_bias recompute_method recompute_num_layers
+    moe_shared_expert_gate moe_branch_norms moe_router_enable_expert_bias
+    recompute_method recompute_num_layers
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers expert_model_parallel_size
     overlap_param_gather blend_mode blend_weight_schedule blend_weights_by chat_template

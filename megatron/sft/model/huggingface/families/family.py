@@ -66,6 +66,8 @@ class Family:
     """True if released files have experts in MXFP4. They are exported in the type of the other
     weights.
     """
+    reads_per_layer_config: bool = False
+    """True if `options` reads `per_layer_config`: sizes of single layers. Others refuse it."""
     unsupported: tuple[str, ...] = ()
     """Keys that transformers reads and the product does not. They must be missing, null or off."""
     reads_attention_dropout: bool = True

@@ -12,6 +12,7 @@ from megatron.sft.model.huggingface.families.ernie import ERNIE4_5
 from megatron.sft.model.huggingface.families.exaone4 import EXAONE4
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.families.gemma import GEMMA, GEMMA2, GEMMA3
+from megatron.sft.model.huggingface.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from megatron.sft.model.huggingface.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from megatron.sft.model.huggingface.families.gpt_oss import GPT_OSS
 from megatron.sft.model.huggingface.families.granite import GRANITE
@@ -33,7 +34,7 @@ _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     *(SEED_OSS, SMOLLM3, ERNIE4_5, GLM4_MOE, PHI3, GRANITE, OLMO2, GLM4),
     *(DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, DEEPSEEK_V2),
-    *(GEMMA2, GEMMA3, OLMO3, EXAONE4, MINISTRAL3, MINIMAX_M2),
+    *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO3, EXAONE4, MINISTRAL3, MINIMAX_M2),
     *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GPT_OSS),
     *(QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE),
 )
@@ -46,6 +47,8 @@ _WITHIN = {outer: family for family in _ALL for outer in family.within}
 
 _TIED_WITHIN = {
     "gemma3": True,
+    "gemma4": True,
+    "gemma4_unified": True,
     "qwen3_5": False,
     "qwen3_5_moe": False,
     "qwen3_vl": False,

@@ -12,9 +12,14 @@ _NEEDS = (
         "deepseek_v32 deepseek_v4 kimi_k25 kimi_linear glm_moe_dsa minicpm3 longcat_flash",
     ),
     (
-        "layers of different widths, and keys that are values",
-        "gemma3_text",
-        "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified",
+        "embeddings of each layer, and layers that take keys and values of earlier ones",
+        "gemma4_text",
+        "gemma3n gemma3n_text",
+    ),
+    (
+        "a model that drafts for another, or answers by diffusion",
+        "gemma4_text",
+        "gemma4_assistant gemma4_unified_assistant diffusion_gemma",
     ),
     ("short convolutions", "qwen3", "lfm2 lfm2_moe lfm2_vl"),
     (

@@ -45,6 +45,13 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+GEMMA4 = {
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
@@ -532,6 +539,8 @@ def test_defaults_are_those_of_transformers(kind):
         changes = {"num_local_experts": 8, "num_experts_per_tok": 2}
     if FAMILIES[kind].rows[: len(LATENT_ROWS)] == LATENT_ROWS:
         changes = {"num_key_value_heads": SMALL["num_attention_heads"], "num_experts_per_tok": 8}
+    if kind.startswith("gemma4"):
+        changes = {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
     missing: dict[str, Any] = {"model_type": kind, **SMALL, **changes}
     if "_vl_" in kind:  # nobody has the text part alone
         missing = {"model_type": kind.removesuffix("_text"), "text_config": missing}
@@ -581,6 +590,13 @@ def test_defaults_are_those_of_transformers(kind):
         ("deepseek_v2", LATENT | {"q_lora_rank": None, "n_shared_experts": 2}),
         ("glm4_moe_lite", LATENT | {"mlp_layer_types": ["dense", "sparse"] * 2}),
         ("mistral4", LATENT | {"rope_parameters": MINISTRAL_ROPE}),
+        ("gemma4_text", GEMMA4 | {"global_head_dim": 24}),
+        (
+            "gemma4_text",
+            GEMMA4
+            | {"num_global_key_value_heads": 1, "enable_moe_block": True, "top_k_experts": 2}
+            | EXPERTS,
+        ),
     ],
 )
 def test_options_and_config_say_the_same(tmp_path, kind, changes):
@@ -630,6 +646,39 @@ def test_a_width_that_no_layer_has_does_not_count():
     assert (config["model_type"], config["intermediate_size"]) == ("mixtral", 32)
     with pytest.raises(ValueError, match=r"qwen3_moe, differs in --qk-layernorm \(there True\)$"):
         config_of(replace(model, moe_layer_freq=(0, 1)), 100)
+
+
+WIDE = {"head_dim": 24, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "embeddings of each layer.*gemma4_text without"),
+        ({"num_kv_shared_layers": 2}, "keys and values of earlier ones"),
+        ({"attention_k_eq_v": False}, "attention_k_eq_v False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
+        ({"per_layer_config": {"1": WIDE}}, "per_layer_config .* each layer without a window"),
+        ({"per_layer_config": {"1": WIDE, "3": {}}}, "per_layer_config"),
+        ({"per_layer_config": {"0": WIDE, "1": WIDE, "3": WIDE}}, "per_layer_config"),
+    ],
+)
+def test_layers_of_gemma4_that_would_be_others_are_refused(changes, named):
+    """Edge models and other widths would be trained as what is left of them, in silence."""
+    with pytest.raises(ValueError, match=named):
+        options_of({"model_type": "gemma4_text", **SMALL, **GEMMA4, **changes})
+
+
+def test_widths_by_layer_are_read_as_releases_have_them():
+    """transformers 5 writes them for each layer, and reads them before the two keys of releases;
+    its last layer has no window, whatever is written.
+    """
+    common = {"model_type": "gemma4_text", **SMALL, **GEMMA4}
+    of_release = {"global_head_dim": 24, "num_global_key_value_heads": 1}
+    written = {"per_layer_config": {"1": WIDE, "3": WIDE}, "global_head_dim": 40}
+    assert options_of(common | of_release) == options_of(common | written)
+    windows = {"layer_types": ["sliding_attention"] * 4}
+    assert options_of(common | windows)["window_attn_skip_freq"] == (1, 1, 1, 0)
 
 
 @pytest.mark.parametrize(("changes", "expected"), [({}, True), ({"rope_interleave": None}, False)])
