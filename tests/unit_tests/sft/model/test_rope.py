@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -105,5 +106,8 @@ def test_yarn_is_not_fused():
     """
     config = SimpleNamespace(apply_rope_fusion=True)
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    prepare_config(config, SimpleNamespace(moe_router_topk=2, rope_scaling=json.dumps(scaling)))  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(
+        moe_router_topk=2, rope_scaling=json.dumps(scaling), layer_kinds=list
+    )
+    prepare_config(config, model)  # type: ignore[arg-type]
     assert (config.apply_rope_fusion, config.yarn_rotary_scaling_factor) == (False, 4.0)

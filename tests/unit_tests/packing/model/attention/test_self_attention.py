@@ -33,7 +33,7 @@ def test_each_rank_has_the_gates_of_its_own_heads(monkeypatch, num_gates):
     parts = (torch.zeros(1, 1, 2, 1), *torch.zeros(2, 1, 1, 1, 1), gates[:, :, -num_gates:])
     monkeypatch.setattr(SelfAttention, "get_query_key_value_tensors", lambda *_, **__: parts)
     layer = PackedSelfAttention.__new__(PackedSelfAttention)
-    layer.__dict__["_turned_by"] = None
+    layer.__dict__ |= {"_turned_by": None, "has_value_norm": False}
     layer.__dict__["pg_collection"] = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 1))
     *_, gate = layer.get_query_key_value_tensors(None)
     assert gate.flatten().tolist() == [2.0, 3.0]
