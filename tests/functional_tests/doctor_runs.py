@@ -210,7 +210,11 @@ def _work(
     for mutant in MUTANTS:
         if only in mutant.name:
             yield f"mutant {mutant.name}", partial(_examined, mutant.case, mutant)
-            yield f"killer {mutant.name}", lambda mutant=mutant: [killer(mutant), ""]
+            yield f"killer {mutant.name}", partial(_killed, mutant)
+
+
+def _killed(mutant: Mutant) -> list[Any]:
+    return [killer(mutant), ""]
 
 
 def _examined(case: Case, mutant: Mutant | None) -> list[Any]:
