@@ -36,6 +36,11 @@ SMALL = {
     "linear_value_head_dim": 16,
     "num_experts_per_tok": 2,
     "query_pre_attn_scalar": 16,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
     "vocab_size": 320,
 }
 ONE_PROCESS = {
@@ -59,6 +64,8 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     """
     text = config.get("text_config", config)
     small = {**text, **{name: value for name, value in SMALL.items() if name in text}}
+    if "kv_lora_rank" in text:  # heads have no groups there
+        small["num_key_value_heads"] = small["num_attention_heads"]
     if "layer_types" in text:  # of models with several kinds the last layers are of both
         small["layer_types"] = text["layer_types"][-SMALL["num_hidden_layers"] :]
     return small
