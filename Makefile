@@ -27,10 +27,11 @@
 # make doctor-sound  sound runs of ours in layouts, none of which megatron-sft doctor may blame, and mutants of packing code (make test: a part)
 # make doctor-survey  which ways of packing keep sequences apart, for every decoder type of transformers; says what changed
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
-# make tables  records as datasets, pandas, polars and DuckDB write them, beside what they were (600 MB to install)
+# make tables  records as datasets, pandas, polars, DuckDB, jq and Spark write them, beside what they were (1.2 GB to install; Java 17 for Spark)
 # make served  what transformers 4 and 5, peft, tokenizers and vLLM's readers read of the folders we write (3 GB to install)
 # make core-table  what each release of megatron-core does where this project relies on it (the other releases' wheels: 10 MB)
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred); properties with ten times the examples
+# make scale  a Parquet file of 20 GB, tars of a million samples, 100 restarts, a model of 2 GB on two ranks (30 GB of disk; an hour)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
 # make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
@@ -69,7 +70,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean
+.PHONY: run finetune finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -235,7 +236,12 @@ preference-layouts: $(VENV)/.dev
 fit-check: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.fit_check --write examples/benchmarks/results/fit_check.md
 
-TABLES = datasets==5.2.0 pandas==3.1.1 polars==2.1.0 duckdb==2.0.1 pyarrow==26.0.1
+scale: $(VENV)/.dev
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check pyarrow
+	$(VENV)/bin/python -W ignore -m examples.benchmarks.scale
+
+# Spark wants Java 17 on the path.
+TABLES = datasets==5.2.0 pandas==3.1.1 polars==2.1.0 duckdb==2.0.1 pyarrow==26.0.1 jq==1.13.0 pyspark==4.2.1
 tables: $(VENV)/.dev .venv-tables/.installed
 	rm -rf runs/tables
 	HF_HUB_OFFLINE=1 .venv-tables/bin/python examples/benchmarks/tables_written.py runs/tables

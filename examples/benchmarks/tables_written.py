@@ -2,14 +2,15 @@
 
     python tables_written.py FOLDER
 
-It needs datasets, pandas, polars and DuckDB, and imports nothing of this project: `make tables`
-runs it in an environment of its own. `KINDS` has the records, which FOLDER/records.json repeats.
-What a library cannot write is left out.
+It needs datasets, pandas, polars, DuckDB, jq, and pyspark with Java 17, and imports nothing of this
+project: `make tables` runs it in an environment of its own. `KINDS` has the records, which
+FOLDER/records.json repeats. What a library cannot write is left out.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -86,7 +87,11 @@ KINDS: dict[str, list[Record]] = {
         }
     ]
     * 2,
+    "keys in two orders": _calls({}, {"b": 1, "a": 2}, {"a": 3, "b": 4}),
+    "a key twice": _calls({}, {"b": 1, "a": 2}, {"a": 3, "b": 4}),
 }
+_TWICE = {"a key twice": ('"b"', '"a"')}
+"""Kind -> what is replaced in its lines of JSON: names of keys, so that one stands twice."""
 
 Make = Callable[[], Any]
 Write = Callable[[str], Any]
@@ -160,22 +165,64 @@ def _duckdb_ways(source: str) -> Iterator[tuple[str, Write]]:
             yield f"DuckDB, copy{name}.{kind}", partial(copy, options, kind)
 
 
+def _jq_ways(source: str) -> Iterator[tuple[str, Write]]:
+    import jq
+
+    def filtered(program: str, path: str) -> None:
+        lines = Path(source).read_text().splitlines()
+        texts = [jq.compile(program).input_text(line).text() for line in lines]
+        Path(path).write_text("".join(f"{text}\n" for text in texts))
+
+    yield "jq, the identity.jsonl", partial(filtered, ".")
+    yield "jq, a key set.jsonl", partial(filtered, '. + {source: "x"}')
+    yield "jq, walk.jsonl", partial(filtered, "walk(.)")
+
+
+def _spark_ways(source: str) -> Iterator[tuple[str, Write]]:
+    from pyspark.sql import SparkSession
+
+    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+    session = spark.config("spark.sql.shuffle.partitions", "1").getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+
+    def save(kind: str, options: Record, path: str) -> None:
+        folder = Path(f"{path}.folder")
+        frame = session.read.json(source).coalesce(1)
+        frame.write.options(**options).format(kind).save(str(folder))
+        (part,) = folder.glob("part-*")
+        part.rename(path)
+        shutil.rmtree(folder)
+
+    for kind, suffix, options in (
+        ("json", "jsonl", {}),
+        ("parquet", "parquet", {}),
+        ("csv", "csv", {"header": "true"}),
+    ):
+        yield f"Spark, read.json and write.{kind}.{suffix}", partial(save, kind, options)
+    kept = {"ignoreNullFields": "false"}
+    yield "Spark, read.json and write.json with nulls.jsonl", partial(save, "json", kept)
+
+
 def write_all(folder: Path) -> None:
     """Writes FOLDER/NUMBER/WAY.SUFFIX for each kind, by its number, and FOLDER/records.json with
     all records.
     """
     folder.mkdir(parents=True)
-    (folder / "records.json").write_text(json.dumps(KINDS))
-    for number, rows in enumerate(KINDS.values()):
+    read: dict[str, list[Record]] = {}
+    for number, (kind, made) in enumerate(KINDS.items()):
         here = folder / str(number)
         here.mkdir()
         source = folder / f"{number}.jsonl"
-        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        text = "".join(json.dumps(row) + "\n" for row in made)
+        source.write_text(text.replace(*_TWICE.get(kind, ("", ""))))
+        rows = read[kind] = [json.loads(line) for line in source.read_text().splitlines()]
         ways = [
             *_datasets_ways(rows, str(source), str(folder / "cache")),
             *_pandas_ways(rows, str(source)),
             *_polars_ways(rows, str(source)),
             *_duckdb_ways(str(source)),
+            *_jq_ways(str(source)),
+            *_spark_ways(str(source)),
         ]
         for name, write in ways:
             path = here / name
@@ -183,6 +230,8 @@ def write_all(folder: Path) -> None:
                 write(str(path))
             except BaseException:  # polars panics, which is no Exception
                 path.unlink(missing_ok=True)
+                shutil.rmtree(f"{path}.folder", ignore_errors=True)
+    (folder / "records.json").write_text(json.dumps(read))
 
 
 if __name__ == "__main__":
