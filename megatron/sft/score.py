@@ -1,8 +1,9 @@
 """pure. `megatron-sft score`: writes the log-probabilities of all records' answers under a model,
-as the reference of preference tuning.
+as the reference of preference tuning, or with --loss reward the scores of a reward model.
 
-Takes the options of training with `--reference-file FILE`, which it writes and `train` reads. It
-runs forward passes alone, on as many processes as training would.
+Takes the options of training with `--reference-file FILE`, which it writes and `train` reads, or
+with `--write-scores FILE`, a line per record. It runs forward passes alone, on as many processes as
+training would.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from megatron.sft.environment import exit_with_message
 from megatron.sft.run import main as train
 
-_FLAG, _WRITES = "--reference-file", "--write-reference-file"
+_FLAG, _WRITES, _SCORES = "--reference-file", "--write-reference-file", "--write-scores"
 
 
 def main(arguments: Sequence[str], program: str) -> None:
@@ -22,8 +23,11 @@ def main(arguments: Sequence[str], program: str) -> None:
         for each in arguments
     ]
     names = {each.split("=")[0] for each in ours}
-    if not names & {_WRITES, "--help", "-h", "--help-all"}:
-        exit_with_message(program, ValueError(f"{_FLAG} FILE is required: the file to write"))
+    if not names & {_WRITES, _SCORES, "--help", "-h", "--help-all"}:
+        failure = ValueError(
+            f"{_FLAG} FILE, or {_SCORES} FILE of a reward model, is required: the file to write"
+        )
+        exit_with_message(program, failure)
     train([*_defaults(names), *ours], program)
 
 
@@ -31,7 +35,8 @@ def _defaults(names: set[str]) -> list[str]:
     """Returns options that scoring does not read, unless a file may have them."""
     if "--config" in names:
         return []
-    found = [] if "--loss" in names else ["--loss", "dpo"]
+    loss = "reward" if _SCORES in names else "dpo"
+    found = [] if "--loss" in names else ["--loss", loss]
     if not names & {"--train-iters", "--train-epochs", "--train-samples"}:
         found += ["--train-iters", "1"]
     return found if "--lr" in names else [*found, "--lr", "0"]

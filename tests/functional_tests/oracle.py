@@ -24,6 +24,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, permutations
 from typing import Any, Literal, NamedTuple
@@ -71,6 +72,7 @@ from megatron.sft.model.forward import forward_step
 from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.lora import LoraConfig
+from megatron.sft.options.preference import PreferenceConfig
 from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, places_of, whole_of
 
 VOCAB_SIZE = 96
@@ -215,6 +217,10 @@ def _joined(samples: Sequence[Sample]) -> dict[str, Any]:
     return {**fields, "cu_seqlens": np.concatenate((ends, ends[-1:].repeat(3)))}
 
 
+SCORES = "--loss reward"
+"""Stands in the text of options for a reward model."""
+
+
 def options(text: str, batches: Sequence[Sequence[Sample]], world_size: int) -> SFTConfig:
     """The run's options; everything that the layouts share, and `text`."""
     common = (
@@ -224,7 +230,16 @@ def options(text: str, batches: Sequence[Sequence[Sample]], world_size: int) -> 
         f"720 --lr 1e-3 --adam-eps 1e-3 --lr-decay-style constant --clip-grad {CLIP_GRAD} "
         "--eval-iters 0"
     )
-    return parse_config([*common.split(), *text.split()], world_size)
+    is_reward = SCORES in text  # which the command line refuses beside mock data
+    config = parse_config([*common.split(), *text.replace(SCORES, "").split()], world_size)
+    if not is_reward:
+        return config
+    saved = ("score",) if config.lora.lora else ()
+    return replace(
+        config,
+        preference=PreferenceConfig(loss="reward"),
+        lora=replace(config.lora, lora_modules_to_save=saved),
+    )
 
 
 def train_one_by_one(
@@ -249,6 +264,8 @@ def train_one_by_one(
         if has_own_layers
         else _cores_own_gpt(config, transformer_config)
     )
+    if config.preference.scores_answers:
+        model.output_layer = Row(config.model.hidden_size)
     _set_weights([model], numbers)
     router_logits = _note_router_logits(model)
     if config.training.bf16:
@@ -310,6 +327,25 @@ def _losses_alone(model: Any, sample: Sample, **further: Tensor) -> Tensor:
     return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask, **further)
 
 
+class Row(torch.nn.Module):
+    """The score of a reward model, of every token."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, hidden_size))
+
+    def forward(self, states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return states @ self.weight.t(), None
+
+
+def scores_alone(model: Any, sample: Sample) -> Tensor:
+    """Returns the negative scores of a sequence's tokens, [1, L]."""
+    tokens, positions = (torch.from_numpy(v).unsqueeze(0) for v in (sample[0], sample[3]))
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+    found: Tensor = model(tokens, positions, mask)
+    return -found.squeeze(2)
+
+
 def _cores_own_gpt(config: SFTConfig, transformer_config: Any) -> Any:
     """megatron-core's layers, and its attention, which takes no packs."""
     block_spec = get_gpt_decoder_block_spec(
@@ -326,7 +362,9 @@ def _cores_own_gpt(config: SFTConfig, transformer_config: Any) -> Any:
         else None,
         vocab_size=padded_vocab_size(VOCAB_SIZE, config),
         max_sequence_length=config.model.seq_length,
-        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=not (
+            config.model.untie_embeddings_and_output_weights or config.preference.scores_answers
+        ),
         position_embedding_type=config.model.position_embedding_type,
     )
     mend_expert_biases(model)
@@ -644,6 +682,7 @@ def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     whole = {"embed_tokens": "embedding.word_embeddings.weight", "lm_head": "output_layer.weight"}
+    whole["score"] = whole["lm_head"]
     parameters = dict(model.named_parameters())
     for module in lora.lora_modules_to_save:
         parameters[whole[module]].requires_grad_(True)

@@ -28,11 +28,18 @@ from megatron.sft.model.build import Training
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import TemplateChoice
 from megatron.sft.options.preference import PreferenceConfig
-from megatron.sft.training.passes import Passes
+from megatron.sft.training.passes import Passes, StepObjective
 from megatron.sft.training.preference.objective import Preference
 from megatron.sft.training.preference.references import Reference
+from megatron.sft.training.preference.rewards import RewardPairs
 from megatron.sft.training.step_batches import StepBatch
-from tests.functional_tests.oracle import SEQ_LENGTH, VOCAB_SIZE, Sample
+from tests.functional_tests.oracle import (
+    SCORES,
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    Sample,
+    scores_alone,
+)
 
 BETA = 0.3
 
@@ -59,6 +66,10 @@ class Rows(NamedTuple):
     """[n, 2] sums over all tokens, the prompt's too"""
     num_whole: Tensor
     good: Tensor
+    last: Tensor
+    """[n, 2] of the last token: the score, where a reward model is trained"""
+    margins: Tensor
+    """[n]"""
     others: Tensor
     """[n] policy less reference of the answer of the record before, in marked data"""
 
@@ -72,6 +83,7 @@ class Record(NamedTuple):
     position: int = 0
     before: tuple[int, ...] = ()
     """Answer of the record before; of marked data."""
+    margin: float = 0.0
 
     def paths(self) -> list[Sample]:
         """Each answer as a sequence of its own, with its end token, which the tokenizer writes."""
@@ -102,6 +114,7 @@ def encoded(record: Record, options: PreferenceConfig) -> EncodedSample:
         is_marked=is_marked,
         trains_prompt=options.nll_of_prompt,
         has_head=options.ld_alpha is not None,
+        scores_last=options.scores_answers,
     )
     chat = ChatEncoder(TOKENIZER, SEQ_LENGTH, "error", preferences=encoder)
 
@@ -110,7 +123,7 @@ def encoded(record: Record, options: PreferenceConfig) -> EncodedSample:
         fields = (
             {"completion": texts[0], "label": record.is_good}
             if is_marked
-            else {"chosen": texts[0], "rejected": texts[1]}
+            else {"chosen": texts[0], "rejected": texts[1], "margin": record.margin}
         )
         sample = chat.encode({"prompt": prompt, **fields})
         assert isinstance(sample, EncodedSample)
@@ -155,7 +168,10 @@ class PreferencePasses:
         self._has_reference = options.needs_reference
         reference = Reference(model) if options.needs_reference else None
         training = Training(model, None, None, None, CPU)  # type: ignore[arg-type]
-        self._passes = Passes(config, training, Preference(options, reference))
+        objective: StepObjective = Preference(options, reference)
+        if options.scores_answers:
+            objective = RewardPairs(options)
+        self._passes = Passes(config, training, objective)
         self._config = get_model_config(model[0])
         self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
         self._is_first = True
@@ -212,7 +228,8 @@ class OneByOne:
             for path in paths:
                 logs = -losses_of(path._replace(loss_mask=np.ones_like(path.loss_mask)))[0]
                 start = len(record.prompt) - 1
-                sums[-1].append([logs[start:].sum(), logs[start : start + least].sum(), logs.sum()])
+                heads = logs[start : start + least].sum()
+                sums[-1].append([logs[start:].sum(), heads, logs.sum(), logs[-1]])
             counts.append([[len(a) + 1, len(record.prompt) + len(a)] for a in record.answers])
             other = record.other()
             logs = -losses_of(other._replace(loss_mask=np.ones_like(other.loss_mask)))[0]
@@ -227,6 +244,8 @@ class OneByOne:
             reference_heads=tensor[..., 1].detach(),
             whole=tensor[..., 2],
             num_whole=numbers[..., 1],
+            last=tensor[..., 3],
+            margins=torch.tensor([record.margin for record in batch]).to(tensor),
             good=torch.tensor([record.is_good for record in batch]),
             others=torch.stack(others),
         )
@@ -270,6 +289,12 @@ def _kto(rows: Rows) -> Tensor:
     return torch.where(rows.good, 1.5 * (1 - z.sigmoid()), 1 - (-z).sigmoid()).mean()
 
 
+def _reward(rows: Rows) -> Tensor:
+    chosen, rejected = rows.last.unbind(1)
+    centred = (chosen + rejected).square().mean()
+    return -logsigmoid(chosen - rejected - rows.margins).mean() + 0.1 * centred
+
+
 CASES = {
     "sigmoid": Case(PreferenceConfig(loss="dpo", beta=BETA), _dpo),
     "ipo, ld_alpha": Case(
@@ -287,6 +312,7 @@ CASES = {
     "orpo": Case(PreferenceConfig(loss="orpo", beta=BETA), _orpo),
     "simpo": Case(PreferenceConfig(loss="simpo", beta=BETA), _simpo),
     "kto": Case(PreferenceConfig(loss="kto", beta=BETA, desirable_weight=1.5), _kto),
+    "reward": Case(PreferenceConfig(loss="reward", center_rewards_coefficient=0.1), _reward),
 }
 
 
@@ -312,6 +338,7 @@ def batches_of(case: Case, num_steps: int = 2, count: int = 7) -> list[list[Reco
                     answers[:1] if is_marked else answers,
                     is_good=number % 3 != 1,
                     position=number,
+                    margin=0.25 * (number % 4),
                 )
             )
         made.append(
@@ -321,3 +348,13 @@ def batches_of(case: Case, num_steps: int = 2, count: int = 7) -> list[list[Reco
             ]
         )
     return made
+
+
+def scores_of(case: Case) -> str:
+    """The options by which the oracle builds a reward model; "" for models of words."""
+    return SCORES if case.options.scores_answers else ""
+
+
+def losses_of(case: Case) -> Callable[[Any, Sample], Tensor] | None:
+    """What the oracle takes for a sequence's losses: negative scores of a reward model."""
+    return scores_alone if case.options.scores_answers else None

@@ -25,7 +25,14 @@ from tests.functional_tests.oracle import (
     train_one_by_one,
     train_packed,
 )
-from tests.functional_tests.preference import CASES, OneByOne, PreferencePasses, batches_of
+from tests.functional_tests.preference import (
+    CASES,
+    OneByOne,
+    PreferencePasses,
+    batches_of,
+    losses_of,
+    scores_of,
+)
 from tests.functional_tests.ranks import run_ranks
 
 LIMIT = 1e-12
@@ -63,7 +70,7 @@ LAYOUTS: list[tuple[Layout, str]] = [
     (Layout(pipeline=2, context=2, data=2, model="tied", optimizer="sharded"), ""),
     (Layout(tensor=2, pipeline=2, data=2, sequence=True, model="experts", optimizer="sharded"), ""),
 ]
-LOSSES = ("sigmoid", "ipo, ld_alpha", "sigmoid, bco_pair, sft", "orpo", "kto")
+LOSSES = ("sigmoid", "ipo, ld_alpha", "sigmoid, bco_pair, sft", "orpo", "kto", "reward")
 
 
 class Row(NamedTuple):
@@ -80,7 +87,8 @@ class Row(NamedTuple):
         """Returns the largest relative difference."""
         case = CASES[self.loss]
         flags = (
-            f"{self.layout.flags} {self.layout.depth} {self.more} --max-seqlen-per-dp-cp-rank 96"
+            f"{self.layout.flags} {self.layout.depth} {self.more} --max-seqlen-per-dp-cp-rank 96 "
+            f"{scores_of(case)}"
         )
         ranks = run_ranks(
             partial(train_packed, passes=partial(PreferencePasses, case.options)),
@@ -95,7 +103,7 @@ class Row(NamedTuple):
 def _expected(model: str, loss: str) -> list[Step]:
     batches = batches_of(CASES[loss])
     objective = OneByOne(CASES[loss], batches)
-    run = partial(train_one_by_one, objective=objective)
+    run = partial(train_one_by_one, objective=objective, losses_alone=losses_of(CASES[loss]))
     found: list[Step] = run_ranks(run, 1, model, batches)[0]
     return found
 
@@ -103,7 +111,8 @@ def _expected(model: str, loss: str) -> list[Step]:
 def expected(layout: Layout, more: str, loss: str) -> list[Step]:
     """Returns the steps of answers one by one, once for each model."""
     adapters = more if more == LORA else ""
-    return _expected(f"{MODELS[layout.model]} {layout.depth} {adapters}", loss)
+    model = f"{MODELS[layout.model]} {layout.depth} {adapters} {scores_of(CASES[loss])}"
+    return _expected(model, loss)
 
 
 def measured(only: str) -> Iterator[tuple[Row, float]]:

@@ -10,7 +10,14 @@ import pytest
 
 from tests.functional_tests.layouts import MODELS, Layout
 from tests.functional_tests.oracle import assemble, assert_same, train_one_by_one, train_packed
-from tests.functional_tests.preference import CASES, OneByOne, PreferencePasses, batches_of
+from tests.functional_tests.preference import (
+    CASES,
+    OneByOne,
+    PreferencePasses,
+    batches_of,
+    losses_of,
+    scores_of,
+)
 from tests.functional_tests.ranks import run_ranks
 
 SMALL = [
@@ -21,6 +28,7 @@ SMALL = [
     ),
     (Layout(context=2, model="grouped"), "orpo", ""),
     (Layout(tensor=2, sequence=True, pipeline=2, model="grouped"), "kto", ""),
+    (Layout(tensor=2, sequence=True, model="tied"), "reward", ""),
 ]
 
 
@@ -31,12 +39,13 @@ def test_a_layout_trains_pairs_as_one_process_does(layout: Layout, name: str, mo
     """
     case = CASES[name]
     # With four records each rank's packs have some.
-    batches = batches_of(case, count=7 if layout.scheduler == "empty" else 4)
+    count, steps = (7 if layout.scheduler == "empty" else 4), (1 if name == "reward" else 2)
+    batches = batches_of(case, steps, count)
     model = f"{MODELS[layout.model]} {layout.depth} {more}"
-    reference = run_ranks(
-        partial(train_one_by_one, objective=OneByOne(case, batches)), 1, model, batches
-    )
-    flags = f"{layout.flags} {layout.depth} {more} --max-seqlen-per-dp-cp-rank 96"
+    model, alone = f"{model} {scores_of(case)}", losses_of(case)
+    run = partial(train_one_by_one, objective=OneByOne(case, batches), losses_alone=alone)
+    reference = run_ranks(run, 1, model, batches)
+    flags = f"{layout.flags} {layout.depth} {more} --max-seqlen-per-dp-cp-rank 96 {scores_of(case)}"
     passes = partial(PreferencePasses, case.options)
     ranks = run_ranks(partial(train_packed, passes=passes), layout.world_size, flags, batches)
     assert_same(assemble(ranks), reference[0], relative=1e-12)

@@ -26,6 +26,7 @@ PREFERENCE_RATES = {
     "cpo": _PAIRED,
     "kto": _PAIRED,
     "orpo": {False: 8e-6, True: 5e-5},
+    "reward": LEARNING_RATES,
 }
 """--loss -> the same for preference tuning, which those of supervised fine-tuning would ruin."""
 WARMUP_FRACTION = 0.03
@@ -87,7 +88,11 @@ def preference_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("loss", "sft") == "sft":
         return {}
     no_dropout = dict.fromkeys(("hidden_dropout", "attention_dropout", "lora_dropout"), 0.0)
-    return {"sequence_packing": True, **no_dropout}
+    implied: dict[str, Any] = {"sequence_packing": True, **no_dropout}
+    is_new = given.get("lora_adapter") is None  # whose folder says it
+    if given["loss"] == "reward" and given.get("lora") and is_new:
+        implied["lora_modules_to_save"] = ("score",)
+    return implied
 
 
 def choice_notes(given: Mapping[str, Any]) -> list[str]:

@@ -124,7 +124,7 @@ _WAYS = {
         assistant_only_loss completion_only_loss train_on_inputs train_on_prompt mask_history
         loss_scale train_on_responses_only roles_to_train train_on_eos train_on_eot
     """,
-    "pass --loss dpo, cpo, simpo, orpo or kto, and --loss-type for its variants": """
+    "pass --loss dpo, cpo, simpo, orpo, kto or reward, and --loss-type for its variants": """
         stage do_train rl task rlhf_type trainer_cls
     """,
     "drop it: the reference is what the run begins with, --pretrained-checkpoint with its "
@@ -134,8 +134,8 @@ _WAYS = {
     """,
     "pass --loss simpo or cpo, which have no reference": "reference_free",
     "drop it: dropout is off in preference tuning": "disable_dropout",
-    "drop it: reward models are not trained": """
-        reward_* center_rewards_coefficient teacher_*
+    "drop it: no reward model judges answers here; --loss reward trains one": """
+        reward_* teacher_*
     """,
     "drop it: answers are given, not generated, so that GRPO, PPO and other online methods are not "
     "here; trainers that generate (verl, NeMo-RL) can take this packing as a plug-in": """

@@ -31,6 +31,12 @@ def loss_notes(options: PreferenceConfig) -> Iterator[str]:
     """Yields a line on the loss of preference tuning, with the parameters that it reads."""
     if not options.is_on:
         return
+    if options.scores_answers:
+        centred = options.center_rewards_coefficient
+        yield "--loss reward: scores of last tokens, means over the pairs of the global batch" + (
+            f"; squared sums of a pair's scores x {centred:g}" * bool(centred)
+        )
+        return
     numbers, types = options.numbers, options.types
     names = [
         name if weight == 1 else f"{weight:g} x {name}"
@@ -43,6 +49,8 @@ def loss_notes(options: PreferenceConfig) -> Iterator[str]:
         parts.append(f"label smoothing {numbers.label_smoothing:g}")
     if options.nll_weight and "sft" not in types:
         parts.append(f"cross entropy of chosen answers x {options.nll_weight:g}")
+    if options.sft_weight is not None:
+        parts.append(f"cross entropy of plain chats x {options.sft_weight:g}")
     terms = "marked answers" if options.loss == "kto" else "pairs"
     yield (
         f"--loss {options.loss}: {' + '.join(names)}, {', '.join(parts)}; means over the {terms} "
@@ -57,12 +65,13 @@ def _notes_on_sizes(config: SFTConfig) -> Iterator[str]:
             f"note: --lr {training.lr:g} is far above what Adam trains with (1e-6 to 1e-3, about "
             "1e-5 for all weights of a released model and 1e-4 for --lora)"
         )
-    if config.preference.is_on and training.lr > MAX_PREFERENCE_LR[config.lora.lora]:
+    limit = MAX_PREFERENCE_LR[config.lora.lora]
+    if config.preference.is_on and not config.preference.scores_answers and training.lr > limit:
         yield (
             f"note: --lr {training.lr:g} is high for --loss {config.preference.loss}, which "
             "usually trains with 5e-7 to 5e-6, and adapters with ten times that"
         )
-    if training.lr == 0 and config.preference.write_reference_file is None:
+    if training.lr == 0 and not config.preference.only_scores:
         yield "note: --lr 0 trains nothing"
     if training.weight_decay > MAX_WEIGHT_DECAY:
         yield (

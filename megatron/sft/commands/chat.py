@@ -28,9 +28,11 @@ from megatron.sft.data.records.messages import Message
 from megatron.sft.data.templates.named import NamedTemplates
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
+from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.files import ADAPTER_CONFIG, some
 from megatron.sft.model.huggingface.names import wrapper_message
 from megatron.sft.model.huggingface.refusals import check_served
+from megatron.sft.model.huggingface.score_config import is_reward_model
 from megatron.sft.model.lora.peft_folder import read_adapter_config
 from megatron.sft.options.chat_template import TemplateChoice, read_variables
 from megatron.sft.options.hub_names import check_hub_name
@@ -209,6 +211,7 @@ def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
 
 def _check_files(folder: Path, is_model: bool, has_adapter: bool) -> None:
     """Raises ValueError if a folder is no model or adapter, or a run would refuse its files."""
+    _refuse_scores(folder, is_model, has_adapter)
     if is_model or not has_adapter:
         check_served(folder, folder if has_adapter else None)
         return
@@ -219,6 +222,17 @@ def _check_files(folder: Path, is_model: bool, has_adapter: bool) -> None:
         raise ValueError(
             f"{folder / ADAPTER_CONFIG} has base_model_name_or_path {shown(base)}, but no such "
             "folder is there; write the base model's folder into it"
+        )
+
+
+def _refuse_scores(folder: Path, is_model: bool, has_adapter: bool) -> None:
+    """Raises ValueError for a reward model, or the adapter of one: it has no words to say."""
+    adapter = read_adapter_config(folder) if has_adapter else {}
+    is_scored = is_model and is_reward_model(read_config(folder))
+    if is_scored or adapter.get("task_type") == "SEQ_CLS":
+        raise ValueError(
+            f"{folder} is a reward model, which scores answers and writes none; megatron-sft score "
+            "--write-scores FILE writes its scores"
         )
 
 

@@ -21,6 +21,7 @@ from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
 from megatron.sft.options.parallel import ParallelConfig
+from megatron.sft.options.preference import PreferenceConfig
 from megatron.sft.options.training import TrainingConfig
 
 
@@ -153,4 +154,5 @@ def _config(model_options: dict[str, Any]) -> SFTConfig:
         training=TrainingConfig(train_iters=1, global_batch_size=1, lr=0.0),
         # Any name: with pretrained weights the model is built without initial ones.
         output=OutputConfig(pretrained_checkpoint="of a checkpoint"),
+        preference=PreferenceConfig(loss="reward" if model_options.get("score_head") else "sft"),
     )

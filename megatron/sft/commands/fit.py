@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError
 from megatron.packing.model.parts import parts_in
 from megatron.packing.rules import Rule, at_least, check_rules, in_range
-from megatron.sft.arguments.defaults import chosen_options
+from megatron.sft.arguments.defaults import chosen_options, preference_options
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_run_options
 from megatron.sft.arguments.pretrained import implied_options
@@ -47,6 +47,10 @@ from megatron.sft.options.config import GROUPS, SFTConfig
 _SHOWN = ("Start from", "Data", "Layout")
 _BYTES_PER_PACKED_TOKEN = 5 + 8 + 8 + 4 + 8 + 1
 """A batch as it travels, and tokens, labels, mask, positions and padding of the microbatches."""
+
+
+_PAIRS = "pairs.jsonl"
+"""Stands for the data of a run of preference tuning, which are not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +142,10 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
         steps = {"train_epochs", "train_samples"} & given.keys()
         if steps:
             del ours["train_iters"]
-        if assumes_data:  # their lengths are anyway
-            ours["mock_data"] = True
-        return ours | chosen | implied_options(given)
+        if assumes_data:  # their lengths are anyway; mock data have no pairs
+            is_compared = given.get("loss", "sft") != "sft"
+            ours |= {"data_path": (_PAIRS,)} if is_compared else {"mock_data": True}
+        return ours | chosen | implied_options(given) | preference_options(given)
 
     notes: list[str] = []
     *groups, options = parse_run_options((*GROUPS, FitOptions), arguments, command, imply, notes)
@@ -148,6 +153,8 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
     if assumes_data:
         config = with_vocabulary(config)
     config.check(options.world_size)
+    if config.preference.scores_answers:  # one token of each answer
+        options = replace(options, loss_share=1 / config.model.seq_length)
     for line in notes:
         print(line)
     return config, options

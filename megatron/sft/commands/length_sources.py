@@ -199,7 +199,12 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
     pairs = None
     if options.loss != "sft":
         is_marked, has_prompt = options.loss == "kto", options.loss == "orpo"
-        pairs = PairEncoder(is_marked=is_marked, trains_prompt=has_prompt)
+        pairs = PairEncoder(
+            is_marked=is_marked,
+            trains_prompt=has_prompt,
+            scores_last=options.loss == "reward",
+            takes_plain=options.loss != "reward",
+        )
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate", columns, turns, preferences=pairs)
     reader, dropped = SampleReader(), 0
     for index in range(len(source)):

@@ -28,7 +28,7 @@ from megatron.planner.layout.times import TimeModel, reason
 from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import drawn
 from megatron.planner.sequences import Sequences
-from megatron.sft.arguments.defaults import chosen_options
+from megatron.sft.arguments.defaults import chosen_options, preference_options
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_run_options
 from megatron.sft.arguments.pretrained import implied_options
@@ -135,7 +135,10 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
         gpus_per_node=device.gpus_per_node,
     )
     candidates = fixed.matching(candidates, base.model.num_layers)
-    memory = Memory(base=base, vocab_size=vocab_size, limit=limit, loss_share=options.loss_share)
+    share = options.loss_share
+    if base.preference.scores_answers:  # one token of each answer
+        share = 1 / base.model.seq_length
+    memory = Memory(base=base, vocab_size=vocab_size, limit=limit, loss_share=share)
     measures = _measures(times, memory, partial(is_valid, base))
     found, is_whole = _searched(candidates, measures, limit, options.layouts)
     if is_whole and found.num_refused == found.num_layouts:
@@ -239,9 +242,11 @@ def _parse(
                     "lengths are missing; name a file of lengths or chats, before the options: "
                     "plan FILE --auto-layout"
                 )
-            ours["mock_data"] = assumes_data = True  # the run's data are not here
+            assumes_data = True  # the run's data are not here; mock data have no pairs
+            is_compared = given.get("loss", "sft") != "sft"
+            ours |= {"data_path": (given["source"],)} if is_compared else {"mock_data": True}
         chosen = {n: v for n, v in chosen_options(given).items() if n == "seq_length"}
-        return ours | chosen | implied_options(given)
+        return ours | chosen | implied_options(given) | preference_options(given)
 
     notes: list[str] = []
     *parts, options = parse_run_options(SEARCH_GROUPS, arguments, command, imply, notes)

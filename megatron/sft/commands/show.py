@@ -98,7 +98,8 @@ def main(arguments: Sequence[str], program: str) -> None:
         options_of_pairs = config.preference
         print(
             f"--loss {options_of_pairs.loss}: prompts once, answers as branches; what is marked "
-            "counts in the loss, of both answers"
+            + ("is scored" if options_of_pairs.scores_answers else "counts in the loss")
+            + ", of both answers"
             if options_of_pairs.is_on
             else f"--train-turns {datasets.train_turns}: {_TURNS[datasets.train_turns]}"
         )
@@ -151,7 +152,8 @@ def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfi
             implied |= {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1}
         positions = positions_of(given.get("pretrained_checkpoint"))
         implied["seq_length"] = min(_DEFAULT_SEQ_LENGTH, positions or _DEFAULT_SEQ_LENGTH)
-        implied["over_length_policy"] = "truncate"
+        # A reward model scores whole answers.
+        implied["over_length_policy"] = "drop" if given.get("loss") == "reward" else "truncate"
         assumes_truncation = "over_length_policy" not in given
         if not any(one.split("=")[0] == "--config" for one in arguments):
             # A run that trains turns as they are generated needs trees, and so packing.
@@ -229,6 +231,8 @@ def answers_of(sample: Mapping[str, Any]) -> str:
     """Returns what a sample's answers are, in the order of its branches; "" for one to imitate."""
     if "path_rank" not in sample:
         return ""
+    if sample["path_rank"][0] < 0:
+        return "; a chat to imitate"
     if "path_good" in sample:
         return f"; marked {'good' if sample['path_good'][0] else 'bad'}" + (
             ", beside the answer of another record" * (len(sample["path_rank"]) > 1)
@@ -258,6 +262,7 @@ def marked(
 
     The nodes of a tree are printed one below the other, each indented by a bar per ancestor.
     """
+    is_scored = "path_margin" in sample  # labels are the tokens themselves
     if "parents" not in sample:
         ids = [int(sample["tokens"][0]), *sample["labels"].tolist()]
         return _marked(ids, [0.0, *sample["loss_mask"].tolist()], show, begin, end)
@@ -269,7 +274,7 @@ def marked(
         # Labels, not tokens: the label of a node's last token is the first token of its branch, so
         # that a node's text begins after that token, which its parent has printed.
         ids, weights = (sample[name][start:stop].tolist() for name in ("labels", "loss_mask"))
-        if parent < 0:
+        if parent < 0 and not is_scored:
             ids, weights = [int(sample["tokens"][start]), *ids], [0.0, *weights]
         text = _marked(ids, weights, show, begin, end)
         bar = "| " * levels[-1]

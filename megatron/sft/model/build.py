@@ -54,6 +54,7 @@ from megatron.sft.model.kernels import has_fused_permutation, kernels_for
 from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.model.needs import check_needs
 from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
+from megatron.sft.model.score_head import add_score_head
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.kernels import KernelConfig
 from megatron.sft.peers import wait_for_all
@@ -103,8 +104,9 @@ def flops_of(config: SFTConfig, transformer_config: TransformerConfig, vocab_siz
         # A trained matrix costs three products: forward, gradient of its input, gradient of itself.
         # Frozen matrices lack the last.
         cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
-    if config.training.logits_of_masked_tokens:
+    if config.training.logits_of_masked_tokens or config.preference.scores_answers:
         # The output layer runs for all tokens, not only for those with loss: no term of its own.
+        # That of a reward model is one row.
         cost = replace(cost, head=0.0)
     return cost
 
@@ -291,6 +293,7 @@ def build_gpt(
     block_spec = packed_block_spec(
         transformer_config, vp_stage, model, arguments_of_attention(model)
     )
+    has_scores = config.preference.scores_answers
     gpt = GPTModel(
         config=transformer_config,
         transformer_layer_spec=block_spec,
@@ -299,7 +302,10 @@ def build_gpt(
         max_sequence_length=model.max_position_embeddings or model.seq_length,
         pre_process=stage == 0 and number == 0,
         post_process=stage == num_stages - 1 and number == (config.num_virtual_stages or 1) - 1,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        # A reward model has no output layer, which the embeddings could be.
+        share_embeddings_and_output_weights=not (
+            model.untie_embeddings_and_output_weights or has_scores
+        ),
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
@@ -319,7 +325,9 @@ def build_gpt(
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
-    if config.training.logits_of_masked_tokens:
+    if has_scores:
+        add_score_head(gpt, model.init_method_std, config.training.seed)
+    elif config.training.logits_of_masked_tokens:
         keep_other_gradients(gpt)
     else:
         num_words = vocab_size if model.mask_vocab_padding else None

@@ -60,7 +60,7 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 MODULES = frozenset((*_EVERY, *_OTHER_NAMES))
 """Names of all layers that adapters stand beside."""
-_WHOLE = ("embed_tokens", "lm_head")
+_WHOLE = ("embed_tokens", "lm_head", "score")
 
 
 def _names(option: str, listed: tuple[str, ...], known: tuple[str, ...]) -> Rule:
@@ -104,7 +104,9 @@ class LoraConfig:
     those that a router chooses (routed).
     """
     lora_modules_to_save: tuple[str, ...] = field(default=(), metadata={"only_with": "lora"})
-    """Layers that are trained as a whole: embed_tokens, lm_head, or both."""
+    """Layers that are trained as a whole: embed_tokens, lm_head, or both; of reward models score
+    (default there), and embed_tokens.
+    """
     lora_merge: bool = field(default=False, metadata={"only_with": ("lora", "save_hf")})
     """Let --save-hf write the whole model with the adapters merged in, instead of a PEFT
     adapter.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from megatron.packing.rules import Rule, above_zero, at_least, check_rules, exclude, in_range
 
-Loss = Literal["sft", "dpo", "simpo", "orpo", "cpo", "kto"]
+Loss = Literal["sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward"]
 LOSS_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "sft": (),
@@ -21,6 +21,7 @@ LOSS_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "orpo": ("orpo",),
         "cpo": ("sigmoid", "hinge", "ipo", "simpo"),
         "kto": ("kto", "apo_zero_unpaired"),
+        "reward": ("reward",),
     }
 )
 """--loss -> its values of --loss-type, the default first."""
@@ -85,7 +86,8 @@ class PreferenceConfig:
 
     loss: Loss = "sft"
     """Loss to train with. sft: cross entropy of answers; dpo, cpo, simpo, orpo: pairs of a chosen
-    and a rejected answer; kto: answers that are marked as good or bad.
+    and a rejected answer; kto: answers that are marked as good or bad; reward: a reward model, with
+    a score of each answer's last token in place of the output layer, of pairs.
     """
     loss_type: tuple[str, ...] = field(default=(), metadata={"only_with": "loss!=sft"})
     """Variants of --loss, as TRL calls them; several are added with --loss-weights (default: its
@@ -125,6 +127,16 @@ class PreferenceConfig:
     """Weight of good answers in kto."""
     undesirable_weight: float = field(default=1.0, metadata={"only_with": "loss=kto"})
     """Weight of bad answers in kto."""
+    sft_weight: float | None = field(
+        default=None, metadata={"only_with": "loss=dpo|loss=cpo|loss=simpo|loss=orpo|loss=kto"}
+    )
+    """Weight of the cross entropy of plain chats among the records, a mean over their tokens, which
+    is added to the loss (default: a record that is no pair is an error).
+    """
+    center_rewards_coefficient: float = field(default=0.0, metadata={"only_with": "loss=reward"})
+    """Weight of the squared sum of both scores of a pair, which keeps scores near 0 (0.01 is usual)
+    in reward.
+    """
     answer_tokens: Literal["turn", "trl"] = field(
         default="turn", metadata={"only_with": "loss!=sft"}
     )
@@ -139,6 +151,10 @@ class PreferenceConfig:
     """
     write_reference_file: str | None = field(default=None, metadata={"only_with": "loss!=sft"})
     """Score the answers of all records into this file and end: what megatron-sft score does."""
+    write_scores: str | None = field(default=None, metadata={"only_with": "loss=reward"})
+    """Write a reward model's scores of all records' answers into this file, as JSON lines, and end:
+    what megatron-sft score --write-scores does.
+    """
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -161,6 +177,18 @@ class PreferenceConfig:
         ),
         exclude("reference_file", "write_reference_file"),
         Rule(
+            when=lambda options: options.loss == "reward" and options.beta is not None,
+            why="{beta.flag} is not read by {loss}, whose scores have no scale to choose",
+            way_out="drop it",
+        ),
+        Rule(
+            when=lambda options: options.loss == "reward" and options.answer_tokens != "turn",
+            why="{answer_tokens.flag} is not read by {loss}: the last token of the whole rendering "
+            "is scored, as transformers does",
+            way_out="drop it",
+        ),
+        *at_least(0, "center_rewards_coefficient", "sft_weight"),
+        Rule(
             when=_wrong_type,
             why="{loss_type.flag} {name} is not offered with {loss}: {reason}",
         ),
@@ -181,7 +209,7 @@ class PreferenceConfig:
         Rule(
             when=lambda options: (
                 options.label_smoothing
-                and options.loss in ("dpo", "kto", "orpo")
+                and options.loss in ("dpo", "kto", "orpo", "reward")
                 and not {"robust", "exo_pair"} & {*options.types}
             ),
             why="{label_smoothing.flag} is read by robust, exo_pair, cpo and simpo only, as in TRL",
@@ -212,6 +240,16 @@ class PreferenceConfig:
     def is_on(self) -> bool:
         """True for any loss but sft."""
         return self.loss != "sft"
+
+    @property
+    def scores_answers(self) -> bool:
+        """True if a reward model is trained: its head gives a score in place of words."""
+        return self.loss == "reward"
+
+    @property
+    def only_scores(self) -> bool:
+        """True if the run writes scores, and trains nothing."""
+        return (self.write_reference_file or self.write_scores) is not None
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -94,6 +94,41 @@ PREFERENCE_RULES = (
         way_out="drop it",
     ),
     Rule(
+        when=lambda options: options.loss == "reward" and options.over_length_policy == "truncate",
+        why="{over_length_policy.flag} truncate cuts answers, of which {loss} scores the last "
+        "token",
+        way_out="pass {over_length_policy.flag} drop",
+    ),
+    Rule(
+        when=lambda options: (
+            options.loss == "reward"
+            and options.lora
+            and "score" not in options.lora_modules_to_save
+        ),
+        why="{lora_modules_to_save.flag} must have score with {loss}, whose head has no adapter",
+        way_out="add it, or merge the adapter of {lora_adapter.flag} into its model first",
+    ),
+    Rule(
+        when=lambda options: options.loss == "reward" and "lm_head" in options.lora_modules_to_save,
+        why="{lora_modules_to_save.flag} must not have lm_head with {loss}, whose head is score",
+        way_out="take it out",
+    ),
+    Rule(
+        when=lambda options: options.loss != "reward" and "score" in options.lora_modules_to_save,
+        why="{lora_modules_to_save.flag} score is the head of reward models",
+        way_out="pass {loss.flag} reward, or take it out",
+    ),
+    Rule(
+        when=lambda options: options.loss == "reward" and options.sample_prompts is not None,
+        why="{sample_prompts.flag} needs a model that generates, but {loss} trains one of scores",
+        way_out="drop it",
+    ),
+    Rule(
+        when=lambda options: options.loss == "reward" and options.doctor,
+        why="{doctor.flag} examines losses of words, but {loss} trains scores",
+        way_out="drop it",
+    ),
+    Rule(
         when=_dropout_of_pairs,
         why="{loss} compares with a reference without dropout, so that {flag} must be 0",
         way_out="pass {flag} 0",

@@ -168,7 +168,15 @@ DRAWN = (
     ),
 )
 """Columns that are sent to boards (TensorBoard, Weights & Biases)."""
-IN_LINES = {"rewards/accuracies": ".1%", "rewards/margins": ".4f", "kl": ".4f"}
+IN_LINES = {
+    "rewards/accuracies": ".1%",
+    "rewards/margins": ".4f",
+    "kl": ".4f",
+    "sft_loss": ".4f",  # of chats beside pairs
+    "accuracy": ".1%",
+    "margin": ".4f",
+    "mean_reward": ".4f",  # of reward models
+}
 """Figures that log lines show, and their format."""
 DRAWN_OF_EVALUATIONS = ("loss", "perplexity", "token_accuracy")
 

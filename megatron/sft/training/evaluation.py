@@ -92,7 +92,12 @@ class Evaluator:
         batches.close()
         objective = self._passes.objective
         reduced = Reduction(
-            losses, False, batches.counts, self._device, sums=objective.sums
+            losses,
+            False,
+            batches.counts,
+            self._device,
+            sums=objective.sums,
+            maxima=objective.maxima,
         ).result()
         check_loss(reduced, losses, names, f"split {split} after step {iteration}")
         return Evaluation(

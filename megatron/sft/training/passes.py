@@ -22,6 +22,8 @@ class StepObjective(Objective, Protocol):
 
     sums: Sequence[str]
     """Names of the "sums" of its log."""
+    maxima: Sequence[str]
+    """Names of the "maxima" of its log."""
 
     def prepare(self, batch: StepBatch, passes: Passes) -> None:
         """Does what comes before the passes of a global batch: counts over ranks, passes of other
@@ -29,13 +31,14 @@ class StepObjective(Objective, Protocol):
         """
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns the figures of a step or an evaluation, from sums over all ranks."""
+        """Returns the figures of a step or an evaluation, from sums and maxima over all ranks."""
 
 
 class ImitationObjective(CrossEntropy):
     """Supervised fine-tuning: nothing is needed before a step."""
 
     sums: Sequence[str] = ()
+    maxima: Sequence[str] = ()
 
     def prepare(self, batch: StepBatch, passes: Passes) -> None:
         pass

@@ -52,6 +52,8 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
         **datasets.vocabulary(),
         "use_distributed_optimizer": sharded,
     }
+    if config.preference.scores_answers:
+        options["score_head"] = True
     if not sharded:  # sharded, the state is float32 in both precisions, under the same keys
         options["bf16"] = config.training.bf16
     options |= config.lora.identity(

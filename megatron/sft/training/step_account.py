@@ -53,7 +53,7 @@ class Reduced(NamedTuple):
     num_terms: int = -1
     """Terms of the loss: pairs in preference tuning; -1 if they are tokens."""
     sums: Mapping[str, float] = MappingProxyType({})
-    """Further sums that the objective logs, by name."""
+    """Further sums and maxima that the objective logs, by name."""
 
     @property
     def loss(self) -> float:
@@ -128,6 +128,7 @@ class Reduction:
         num_padded_tokens: int = 0,
         figures: StepFigures = NO_FIGURES,
         sums: Sequence[str] = (),
+        maxima: Sequence[str] = (),
     ) -> None:
         """Starts the reduction with this rank's parts.
 
@@ -139,8 +140,10 @@ class Reduction:
             num_padded_tokens: tokens that this context-parallel rank computed without packing.
             figures: this rank's part of the figures of `FIGURES`.
             sums: names of the objective's sums, which `losses` have.
+            maxima: names of its maxima, which `losses` have, too.
         """
-        self._shape, self._figures, self._names = counts.table.shape, figures, tuple(sums)
+        self._shape, self._figures = counts.table.shape, figures
+        self._names = (*sums, *maxima)
         num_sources, padded = len(counts.table), 0
         table = np.zeros(self._shape)
         if counts_samples():
@@ -149,6 +152,7 @@ class Reduction:
         names = ("loss_sum", "num_terms", "num_loss_tokens", "right_tokens")
         loss: dict[str, Value] = dict.fromkeys(names, 0.0)
         logged: Value = np.zeros(len(sums))
+        largest: Value = np.full(len(maxima), -np.inf)
         by_source: Value = np.zeros(2 * num_sources if num_sources > 1 else 0)
         if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
             # Only the last pipeline stage has losses. Its tensor-parallel ranks have equal copies,
@@ -159,6 +163,8 @@ class Reduction:
             loss["num_loss_tokens"] = torch.stack(tokens).double().sum()
             if sums:
                 logged = torch.stack([each["sums"] for each in losses]).sum(0)
+            if maxima:
+                largest = torch.stack([each["maxima"] for each in losses]).amax(0)
             right = [each.get("right tokens") for each in losses]
             # NaN on one rank makes the sum NaN: the accuracy is known for all tokens or not at all.
             is_known = all(each is not None for each in right)
@@ -174,7 +180,10 @@ class Reduction:
             "sums": logged,
             "counts": table,
         }
-        self._slots = SlotReduction({**slots, **figures.sums}, figures.maxima, device)
+        of_objective: dict[str, Value] = {"maxima": largest} if maxima else {}
+        self._slots = SlotReduction(
+            {**slots, **figures.sums}, {**figures.maxima, **of_objective}, device
+        )
 
     def result(self) -> Reduced:
         """Returns the values over all ranks."""
@@ -190,8 +199,10 @@ class Reduction:
             num_padded_tokens=int(slots["padded_tokens"].item()),
             num_right_tokens=slots["right_tokens"].item(),
             figures={name: slots[name].item() for name in figures},
-            num_terms=int(slots["num_terms"].item()),
-            sums=dict(zip(self._names, slots["sums"].tolist())),
+            num_terms=round(slots["num_terms"].item()),
+            sums=dict(
+                zip(self._names, [*slots["sums"].tolist(), *slots.get("maxima", np.empty(0))])
+            ),
         )
 
 

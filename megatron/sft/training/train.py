@@ -30,6 +30,7 @@ from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.model.checkpoints.delayed import restored_queue
 from megatron.sft.model.huggingface.companions import Companions
+from megatron.sft.model.huggingface.pretrained import note_on_head
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.model.lora.names import summary_of_adapters
 from megatron.sft.options.config import SFTConfig
@@ -40,6 +41,7 @@ from megatron.sft.training.figures import figures_of
 from megatron.sft.training.finite import NonFiniteError
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.preference.objective import objective_of
+from megatron.sft.training.preference.reward_scores import write_reward_scores
 from megatron.sft.training.preference.scoring import write_reference
 from megatron.sft.training.saved_run import SavedRun
 from megatron.sft.training.step_account import (
@@ -101,6 +103,8 @@ class Trainer:
             check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
+        if config.preference.scores_answers and dist.get_rank() == 0:
+            print(note_on_head(pretrained), flush=True)
         # Before a checkpoint is loaded: the reference of preference tuning is the weights that the
         # run began with.
         self._objective = objective_of(config, self._training)
@@ -185,11 +189,11 @@ class Trainer:
         self._batches.limit_data_wait()
 
     def score(self, header: Mapping[str, Any]) -> None:
-        """Writes --write-reference-file, in place of training; collective."""
+        """Writes --write-reference-file or --write-scores, in place of training; collective."""
         self._batches.settle()
-        line = write_reference(
-            self._config, self._model_config, self._datasets, self._share, self._passes, header
-        )
+        given = (self._config, self._model_config, self._datasets, self._share, self._passes)
+        is_reward = self._config.preference.scores_answers
+        line = write_reward_scores(*given) if is_reward else write_reference(*given, header)
         self._batches.close()
         if line:
             print(line, flush=True)
@@ -346,6 +350,7 @@ class Trainer:
             num_padded_tokens=batch.num_padded_tokens,
             figures=figures_of(batch),
             sums=self._objective.sums,
+            maxima=self._objective.maxima,
         )
         say = (lambda line: None) if log is None else log.say
         result = self._updater.update_weights(iteration, reduction, losses, say)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,24 @@ import numpy.typing as npt
 from megatron.packing.batch.paths import merge_with_fields
 from megatron.packing.batch.tree import MergedPaths, Path, TreeError
 from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
-from megatron.sft.data.preference.records import read_preference
+from megatron.sft.data.preference.records import (
+    Preference,
+    PreferenceReading,
+    read_preference,
+)
 from megatron.sft.data.preference.score_file import key_of
+from megatron.sft.data.preference.sides import (
+    Side,
+    are_same,
+    common,
+    cut,
+    first_trained,
+    plain_sides,
+    rendered,
+    scored_side,
+    side_of,
+    tokens_of,
+)
 from megatron.sft.data.records.content import Answers, Conversation, Passage
 from megatron.sft.data.records.formats import Reading
 from megatron.sft.data.records.turns import within
@@ -31,6 +47,9 @@ from megatron.sft.data.records.values import SampleError
 RANK, WEIGHT, GOOD = "path_rank", "path_weight", "path_good"
 ANSWER_TOKENS, HEAD_TOKENS = "path_answer_tokens", "path_head_tokens"
 REFERENCE, REFERENCE_HEAD = "path_reference", "path_reference_head"
+MARGIN = "path_margin"
+PLAIN = -1
+"""Rank of the paths of a chat to imitate, which are no answers to compare."""
 ANSWER_INDEX = "answer_index"
 KEYS = ("path_key_low", "path_key_high", "path_head_key_low", "path_head_key_high")
 """Keys of `score_file`, in what `megatron-sft score` reads: of the answer, and of its head."""
@@ -47,14 +66,6 @@ class Lookup(Protocol):
 
     def head(self, path: Path, is_answer: npt.NDArray[np.bool_], count: int) -> float:
         """Returns the sum over the first `count` of them."""
-
-
-class _Side(NamedTuple):
-    """A path, and which of its labels belong to the answer."""
-
-    path: Path
-    is_answer: npt.NDArray[np.bool_]
-    """[L]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +87,14 @@ class PairEncoder:
     """Log-probabilities of the reference, by the tokens of a path."""
     has_keys: bool = False
     """True to give each path the key of its log-probability."""
+    scores_last: bool = False
+    """True if the last token of each path is scored (reward models), which then alone counts."""
+    takes_plain: bool = False
+    """True to take chats to imitate among the records (--sft-weight)."""
 
     def read(self, record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
         """Returns the content of a record."""
-        content, weight, unread = read_preference(record, columns, is_marked=self.is_marked)
+        content, weight, unread = self._read(record, columns)
         return Reading(Answers(content.paths, [1.0] * len(content.paths)), weight, unread)
 
     def encode(
@@ -88,42 +103,46 @@ class PairEncoder:
         """Returns the tree of a record's answers, each of which counts `weight` times the record's
         weight in the loss.
         """
-        content, own_weight, unread = read_preference(
-            record, chat.columns, is_marked=self.is_marked
-        )
+        content, own_weight, unread = self._read(record, chat.columns)
         chat.log_unread(unread)
-        paths, is_good = content
-        sides = self._sides([_tokens(path, chat) for path in paths])
+        if content.is_plain:
+            sides = plain_sides(content.paths[0], chat)
+            sides = [side for side in sides if side.is_answer.any()]
+            if not sides:
+                return Dropped("no loss token")
+        else:
+            sides = self._sides_of(content.paths, chat)
         if not all(side.is_answer.any() for side in sides):
             return Dropped("empty answer")
         kept = self._within(sides, chat)
         if isinstance(kept, Dropped):
             return kept
-        if not self.is_marked and _same(kept[0], kept[1:]):
+        if not (self.is_marked or content.is_plain) and are_same(kept[0], kept[1:]):
             return Dropped("equal answers")
         is_cut = any(len(a.is_answer) < len(b.is_answer) for a, b in zip(kept, sides))
-        return self._merged(kept, chat, weight * own_weight, is_good, is_cut)
+        return self._merged(kept, chat, weight * own_weight, content, is_cut)
 
-    def _sides(self, tokens: Sequence[ChatTokens]) -> list[_Side]:
-        first = min(_first_trained(each) for each in tokens)
-        return [self._side(each, first) for each in tokens]
+    def _read(self, record: Mapping[str, Any], columns: Mapping[str, str]) -> PreferenceReading:
+        return read_preference(
+            record,
+            columns,
+            is_marked=self.is_marked,
+            has_margin=self.scores_last,
+            takes_plain=self.takes_plain,
+        )
 
-    def _side(self, tokens: ChatTokens, first: int) -> _Side:
-        """Returns a path that ends with its answer's last token.
+    def _sides_of(self, paths: Sequence[Conversation | Passage], chat: ChatEncoder) -> list[Side]:
+        if self.scores_last:
+            return [scored_side(rendered(path, chat), chat.tokenizer.pad) for path in paths]
+        return self._sides([tokens_of(path, chat) for path in paths])
 
-        first: number of the first token that is trained in any of the record's paths.
-        """
-        counts = tokens.weights > 0
-        if self.answer_tokens == "trl" and counts.any():
-            counts = np.arange(len(counts)) >= first
-        # What a template writes behind the answer's last token predicts nothing that counts.
-        end = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else len(counts)
-        is_answer = counts[1:end]
-        trained = np.ones_like(is_answer) if self.trains_prompt else is_answer
-        path = Path(tokens.ids[: end - 1], tokens.ids[1:end], trained.astype(np.float32))
-        return _Side(path, is_answer)
+    def _sides(self, tokens: Sequence[ChatTokens]) -> list[Side]:
+        first = None
+        if self.answer_tokens == "trl":  # all behind the prompt, also the user's later turns
+            first = min(first_trained(each) for each in tokens)
+        return [side_of(each, first, trains_prompt=self.trains_prompt) for each in tokens]
 
-    def _within(self, sides: Sequence[_Side], chat: ChatEncoder) -> list[_Side] | Dropped:
+    def _within(self, sides: Sequence[Side], chat: ChatEncoder) -> list[Side] | Dropped:
         """Returns the paths, within --seq-length and together within a pack, or why not."""
         limit, policy = chat.seq_length, chat.over_length_policy
         longest = max(len(side.is_answer) for side in sides)
@@ -133,7 +152,7 @@ class PairEncoder:
             if within(ids, mask, limit, policy, "an answer and its prompt are") is None:
                 return Dropped("over length")
         while True:
-            kept = [_cut(side, limit) for side in sides]
+            kept = [cut(side, limit) for side in sides]
             if not all(side.is_answer.any() for side in kept):
                 return Dropped("no loss token left after truncation")
             over = self._num_over(kept)
@@ -150,27 +169,27 @@ class PairEncoder:
             # All answers are cut alike: the longest give way first.
             limit = max(len(side.is_answer) for side in kept) - max(1, over // len(sides))
 
-    def _num_over(self, sides: Sequence[_Side]) -> int:
+    def _num_over(self, sides: Sequence[Side]) -> int:
         """Returns how many tokens the paths together have over a pack's capacity, padding included;
         at most 0 if they fit.
         """
         if self.capacity is None:
             return 0
-        shared = _common([side.path for side in sides])
+        shared = common([side.path for side in sides])
         lengths = [shared, *(len(side.is_answer) - shared for side in sides)]
         return sum(-(-length // self.unit) * self.unit for length in lengths) - self.capacity
 
     def _merged(
         self,
-        sides: Sequence[_Side],
+        sides: Sequence[Side],
         chat: ChatEncoder,
         weight: float,
-        is_good: bool | None,
+        content: Preference,
         is_cut: bool,
     ) -> EncodedSample:
         try:
             fields = merge_with_fields(
-                [side.path for side in sides], **self._fields(sides, weight, is_good)
+                [side.path for side in sides], **self._fields(sides, weight, content)
             )
         except TreeError:
             raise SampleError(
@@ -194,87 +213,54 @@ class PairEncoder:
         )
 
     def _fields(
-        self, sides: Sequence[_Side], weight: float, is_good: bool | None
+        self, sides: Sequence[Side], weight: float, content: Preference
     ) -> dict[str, npt.NDArray[Any]]:
         """Returns the fields per path, without their prefix, in the order of the sides."""
         counts = np.array([np.count_nonzero(side.is_answer) for side in sides], np.int32)
+        if self.scores_last:  # tokens of each branch, though one alone is scored
+            shared = common([side.path for side in sides])
+            counts = np.array([len(side.is_answer) - shared for side in sides], np.int32)
         fields: dict[str, npt.NDArray[Any]] = {
             "number": np.arange(len(sides)),
-            "rank": np.arange(len(sides), dtype=np.int32),
+            "rank": np.full(len(sides), PLAIN, np.int32)
+            if content.is_plain
+            else np.arange(len(sides), dtype=np.int32),
             "weight": np.full(len(sides), weight, np.float32),
             "answer_tokens": counts,
         }
         if self.is_marked:
-            fields["good"] = np.full(len(sides), bool(is_good), np.int32)
+            fields["good"] = np.full(len(sides), bool(content.is_good), np.int32)
+        if self.scores_last:
+            fields["margin"] = np.array([0.0, *content.margins], np.float64)
         if self.has_head:
-            if len(sides) != 2:
+            if len(sides) != 2 and not content.is_plain:
                 raise SampleError(
                     "has several rejected answers, which --ld-alpha does not take; give each pair "
                     "as a record"
                 )
-            fields["head_tokens"] = np.full(2, counts.min(), np.int32)
+            fields["head_tokens"] = np.full(len(sides), counts.min(), np.int32)
         if self.has_keys:
             keys = [key_of(*side) for side in sides]
             heads_of = [key.of_head(int(counts.min())) for key in keys]
             for name, of_sides in (("key", keys), ("head_key", heads_of)):
                 fields[f"{name}_low"], fields[f"{name}_high"] = np.array(of_sides, np.int64).T
         if self.scores is not None:
-            totals = [self.scores.of(*side) for side in sides]
-            fields["reference"] = np.array(totals, np.float64)
+            # Chats to imitate are not compared.
+            known = [] if content.is_plain else sides
+            totals, heads = np.zeros((2, len(sides)))
+            totals[: len(known)] = [self.scores.of(*side) for side in known]
+            fields["reference"] = totals
             if self.has_head:
-                heads = [self.scores.head(*side, int(counts.min())) for side in sides]
-                fields["reference_head"] = np.array(heads, np.float64)
+                least = int(counts.min())
+                heads[: len(known)] = [self.scores.head(*side, least) for side in known]
+                fields["reference_head"] = heads
         return fields
-
-
-def _tokens(path: Conversation | Passage, chat: ChatEncoder) -> ChatTokens:
-    """Returns the tokens of one path, with weights on its answer.
-
-    An answer of one turn stands behind what it is generated from. One of several turns is rendered
-    once with its prompt.
-    """
-    if isinstance(path, Passage):
-        return chat.tokenizer.encode_passage(path)
-    if chat.tokenizer.contexts == "differ":
-        turns = chat.tokenizer.encode_turns(path)
-        if len(turns) == 1:
-            return turns[0]
-    return chat.tokenizer.encode_chat(path)
-
-
-def _first_trained(tokens: ChatTokens) -> int:
-    return int((tokens.weights > 0).argmax()) if tokens.weights.any() else len(tokens.ids)
-
-
-def _cut(side: _Side, limit: int) -> _Side:
-    path = Path(*(values[:limit] for values in side.path))
-    return _Side(path, side.is_answer[:limit])
-
-
-def _same(chosen: _Side, rejected: Sequence[_Side]) -> bool:
-    return any(
-        np.array_equal(chosen.path.tokens, side.path.tokens)
-        and np.array_equal(chosen.path.labels, side.path.labels)
-        for side in rejected
-    )
-
-
-def _common(paths: Sequence[Path]) -> int:
-    """Returns how many tokens, with their labels, all paths begin with."""
-    if len(paths) == 1:
-        return 0
-    size = min(len(path.tokens) for path in paths)
-    differs = np.zeros(size, np.bool_)
-    for path in paths[1:]:
-        differs |= path.tokens[:size] != paths[0].tokens[:size]
-        differs |= path.labels[:size] != paths[0].labels[:size]
-    return int(differs.argmax()) if differs.any() else size
 
 
 def _answer_index(
     tree: MergedPaths,
     first_path: npt.NDArray[np.int32],
-    sides: Sequence[_Side],
+    sides: Sequence[Side],
     order: npt.NDArray[Any],
 ) -> npt.NDArray[np.int32]:
     """Returns for each token how many of its path's answer come before it; -1 where its label is

@@ -29,6 +29,8 @@ def preferences_of(config: SFTConfig) -> PairEncoder | None:
         unit=config.alignment.sequence,
         scores=None if options.reference_file is None else ScoreFile.read(options.reference_file),
         has_keys=options.write_reference_file is not None,
+        scores_last=options.scores_answers,
+        takes_plain=options.sft_weight is not None,
     )
 
 
@@ -38,8 +40,10 @@ def identity_of(options: PreferenceConfig) -> dict[str, str]:
     """
     if not options.is_on:
         return {}
+    plain = {} if options.sft_weight is None else {"plain_chats": "imitated"}
     return {
-        "preference": "marked" if options.loss == "kto" else "pairs",
+        **plain,
+        "preference": {"kto": "marked", "reward": "scored"}.get(options.loss, "pairs"),
         "answer_tokens": options.answer_tokens,
     }
 

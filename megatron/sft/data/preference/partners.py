@@ -22,13 +22,22 @@ from megatron.blending.streams.node import Ints, Plan, PlanBatch, SavableDataset
 from megatron.packing.batch.paths import merge_with_fields
 from megatron.packing.batch.tree import MergedPaths, Path
 from megatron.sft.data.chat_encoder import EncodedSample
-from megatron.sft.data.preference.encode import ANSWER_TOKENS, GOOD, REFERENCE, WEIGHT
+from megatron.sft.data.preference.encode import (
+    ANSWER_TOKENS,
+    GOOD,
+    PLAIN,
+    RANK,
+    REFERENCE,
+    WEIGHT,
+)
 
 Made = tuple[int, EncodedSample]
 
 
 class PartnersDataset(SavableDataset[Made]):
-    """Each sample of the child, with the answer of the one before it in the global batch."""
+    """Each sample of the child, with the answer of the one before it in the global batch. A chat to
+    imitate has no second answer, and gives none.
+    """
 
     preserves_outputs = True
 
@@ -74,7 +83,8 @@ class _Plan:
 
 
 def _is_made(value: Any) -> bool:
-    return type(value) is tuple and len(value) == 2 and isinstance(value[1], EncodedSample)
+    is_made = type(value) is tuple and len(value) == 2 and isinstance(value[1], EncodedSample)
+    return is_made and value[1].fields[RANK][0] != PLAIN
 
 
 def with_answer_of(own: EncodedSample, other: EncodedSample, limit: int) -> EncodedSample:

@@ -16,6 +16,7 @@
       + response1 | response_1, ...
     prompt | messages + answer + label      KTO: one answer, marked as good or bad
       | kto_tag
+    ... + margin                            TRL: least difference of scores, of reward models
 
 `rejected` may hold several answers: each makes a pair with the chosen one. A record becomes one of
 `prompt` and `responses`, as SFT has it, so that turns, tools, calls and template variables are read
@@ -25,6 +26,7 @@ by the same code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 from megatron.packing.quoting import shown
@@ -43,6 +45,12 @@ _IGNORED = (
     *("chosen_rating", "rejected_rating", "chosen_model", "rejected_model", "prompt_id", "source"),
 )
 """Fields beside pairs that say nothing of their text."""
+_PAIR_NAMES = {
+    *("chosen", "rejected", "completions", *_REJECTED, *_MARKS),
+    *(name for names in _RESPONSES for name in names),
+}
+"""Fields by which a record is one of pairs, or is refused among them."""
+_MARK_NAMES = {*_MARKS, "chosen", "rejected"}
 _TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 _FORMS = (
     "prompt + chosen + rejected, chosen + rejected, messages + rejected_response, "
@@ -58,6 +66,10 @@ class Preference(NamedTuple):
     """The chosen answer, then those that are rejected; in marked data one answer."""
     is_good: bool | None = None
     """The mark of KTO's data; None in pairs."""
+    margins: tuple[float, ...] = ()
+    """Least difference of scores that each rejected answer asks for; () if they were not read."""
+    is_plain: bool = False
+    """True for a chat to imitate, which has one path."""
 
 
 class PreferenceReading(NamedTuple):
@@ -69,25 +81,64 @@ class PreferenceReading(NamedTuple):
 
 
 def read_preference(
-    record: Mapping[str, Any], columns: Mapping[str, str], *, is_marked: bool
+    record: Mapping[str, Any],
+    columns: Mapping[str, str],
+    *,
+    is_marked: bool,
+    has_margin: bool = False,
+    takes_plain: bool = False,
 ) -> PreferenceReading:
     """Returns the content of a record. Raises SampleError if it has none of the forms above.
 
     Args:
         columns: as `records.formats.read_record` takes them.
         is_marked: reads one answer with its mark (KTO), not a pair.
+        has_margin: reads `margin`, too: a number, or one for each rejected answer (reward models).
+        takes_plain: reads records without answers to compare as chats to imitate.
     """
     fields = rename_fields(record, columns)
     of_turns = {column: name for column, name in columns.items() if name in ("role", "content")}
     is_good = None
+    if takes_plain and not fields.keys() & (_MARK_NAMES if is_marked else _PAIR_NAMES):
+        return _plain(read_record(fields, of_turns))
     if is_marked:
         rest, is_good = _marked(fields)
     else:
         rest = _as_responses(fields)
     reading = read_record(rest, of_turns)
-    return PreferenceReading(
-        Preference(_paths(reading, is_marked), is_good), reading.weight, reading.unread
-    )
+    paths = _paths(reading, is_marked)
+    margins = _margins(fields.get("margin"), len(paths) - 1) if has_margin else ()
+    return PreferenceReading(Preference(paths, is_good, margins), reading.weight, reading.unread)
+
+
+def _plain(reading: Reading) -> PreferenceReading:
+    """Returns a record as a chat to imitate."""
+    content = reading.content
+    if isinstance(content, TokenIds | Answers):
+        raise SampleError(
+            "is neither a pair of answers nor a chat with one answer, which --sft-weight trains "
+            "beside pairs"
+        )
+    return PreferenceReading(Preference([content], is_plain=True), reading.weight, reading.unread)
+
+
+def _margins(margin: Any, num_rejected: int) -> tuple[float, ...]:
+    """Returns a margin for each rejected answer; 0 where the record has none."""
+    values = margin if isinstance(margin, list) else [margin] * num_rejected
+    if len(values) != num_rejected:
+        raise SampleError(
+            f"margin must be a number, or one for each of the {num_rejected} rejected answers, but "
+            f"has {len(values)}"
+        )
+    if any(isinstance(value, bool) for value in values):
+        raise SampleError(f"margin must be a number, but is {shown(margin)}")
+    try:
+        numbers = tuple(float(0 if value is None else value) for value in values)
+    except (TypeError, ValueError):
+        raise SampleError(f"margin must be a number, but is {shown(margin)}") from None
+    if not all(map(isfinite, numbers)):
+        raise SampleError(f"margin must be finite, but is {shown(margin)}")
+    return numbers
 
 
 def _paths(reading: Reading, is_marked: bool) -> Sequence[Conversation | Passage]:

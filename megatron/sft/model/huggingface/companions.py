@@ -26,6 +26,7 @@ from megatron.sft.model.huggingface.headers import Stored
 from megatron.sft.model.huggingface.names import are_stacked, with_stacked_experts
 from megatron.sft.model.huggingface.older_rope import with_older_rope
 from megatron.sft.model.huggingface.quantized.methods import without_quantization
+from megatron.sft.model.huggingface.score_config import is_reward_model, with_score
 from megatron.sft.model.huggingface.served_files import (
     copy_processor,
     copy_tokenizer,
@@ -33,7 +34,7 @@ from megatron.sft.model.huggingface.served_files import (
     write_as_read,
     write_object,
 )
-from megatron.sft.model.huggingface.weights import Weights
+from megatron.sft.model.huggingface.weights import Head, Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import write_adapter_config
 from megatron.sft.options.config import SFTConfig
@@ -81,6 +82,8 @@ class Companions(NamedTuple):
         # transformers 5 writes "dtype", earlier ones "torch_dtype", which all of them read.
         if found.get("dtype") is None and found.get("torch_dtype") is None:
             found["torch_dtype"] = self.dtype
+        if self.config.preference.scores_answers:
+            found = with_score(found, None if self.tokenizer is None else self.tokenizer.pad)
         return with_older_rope(found)
 
     def has_family(self) -> bool:
@@ -152,16 +155,20 @@ def weights_of(
     model: ModelConfig,
     model_config: Mapping[str, Any],
     tensors: Mapping[str, Stored] = MappingProxyType({}),
+    head: Head | None = None,
 ) -> Weights:
     """Returns the table of tensors of a model whose config.json is `model_config`.
 
     tensors: those of the folder that training started from. Experts may be one tensor each, or one
-    stack per layer, and an export keeps the form of that folder.
+    stack per layer, and an export keeps the form of that folder. head: None for what config.json
+    says.
     """
     family, text, prefix = language_model(model_config)
+    if head is None:
+        head = "score" if is_reward_model(model_config) else "words"
     if are_stacked(tensors):
         family = with_stacked_experts(family, tensors, model.hidden_size)
-    return Weights(model, text.number("vocab_size"), family, prefix)
+    return Weights(model, text.number("vocab_size"), family, prefix, head)
 
 
 def dtype_of(model_config: Mapping[str, Any]) -> str:

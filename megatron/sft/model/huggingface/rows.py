@@ -61,6 +61,7 @@ class Row(NamedTuple):
 MODEL_ROWS: tuple[Row, ...] = (
     Row(names.EMBEDDING, "vocabulary", ("vocab", "hidden"), ("embed_tokens.weight",)),
     Row(names.OUTPUT, "vocabulary", ("vocab", "hidden"), ("lm_head.weight",), "untied"),
+    Row(names.OUTPUT, "whole", ("one", "hidden"), ("score.weight",), "score"),
     Row(names.FINAL_NORM, "whole", ("hidden",), ("norm.weight",)),
 )
 QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")

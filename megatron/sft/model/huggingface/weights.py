@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Literal
 
 from megatron.packing.layers import LayerKind
-from megatron.packing.model.names import LogicalName, is_of_adapter, logical_name
+from megatron.packing.model.names import OUTPUT, LogicalName, is_of_adapter, logical_name
 from megatron.packing.model.parts import attention
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.names import is_of_language_model
@@ -20,13 +21,22 @@ from megatron.sft.model.huggingface.rows import LAYER_ROWS, MODEL_ROWS, Row, Sou
 from megatron.sft.model.huggingface.tensors import Part, Weight
 from megatron.sft.options.model import ModelConfig
 
+Head = Literal["words", "score", "none"]
+
 
 class Weights:
     """The tensors of one model of a family."""
 
     def __init__(
-        self, model: ModelConfig, vocab_size: int, family: Family, prefix: Prefix | None = None
+        self,
+        model: ModelConfig,
+        vocab_size: int,
+        family: Family,
+        prefix: Prefix | None = None,
+        head: Head = "words",
     ) -> None:
+        """head: output layer of the model, score of a reward model, or neither in this table."""
+        self.head = head
         self._model = model
         self._vocab_size = vocab_size
         self._family = family
@@ -37,9 +47,9 @@ class Weights:
         added = tuple(row for row in family.rows if row.part not in known)
         self._rows = tuple(replaced.get(row.part, row) for row in LAYER_ROWS) + added
         # MODEL_ROWS begins with the embedding and the output layer.
-        embedding, head = (self._weight(row, LogicalName(row.part)) for row in MODEL_ROWS[:2])
-        is_tied = not model.untie_embeddings_and_output_weights
-        self.tied = (head.parts[0].name, embedding.parts[0].name) if is_tied else None
+        embedding, output = (self._weight(row, LogicalName(row.part)) for row in MODEL_ROWS[:2])
+        is_tied = head == "words" and not model.untie_embeddings_and_output_weights
+        self.tied = (output.parts[0].name, embedding.parts[0].name) if is_tied else None
 
     def of_parameter(self, name: str) -> Weight:
         """Returns the weight of a parameter. Layers and experts in its name are numbered over the
@@ -57,6 +67,8 @@ class Weights:
         """Returns whether a parameter belongs to the model itself, and not to an adapter; see
         `Tensors.concerns`.
         """
+        if self.head == "none" and name == "output_layer.weight":
+            return False
         return not is_of_adapter(name)
 
     def is_carried(self, name: str) -> bool:
@@ -95,6 +107,8 @@ class Weights:
     def _conditions(self, layer: int | None) -> frozenset[str]:
         """Returns the conditions of `Row.when` that hold for a layer, or for the model."""
         if layer is None:
+            if self.head != "words":
+                return frozenset(("always", self.head))
             return frozenset(("always", *(["untied"] if self.tied is None else [])))
         return self._conditions_of_kinds[self._kinds[layer]]
 
@@ -112,10 +126,11 @@ class Weights:
             sizes: Mapping[str, int] = {
                 "vocab": self._vocab_size,
                 "hidden": self._model.hidden_size,
+                "one": 1,
             }
             # A prefix of the head includes "lm_head.", as the tensor's name in the row does: keep
             # only the text before it. "language_model.lm_head." -> "language_model."
-            is_head = row.tensors[0].startswith("lm_head")
+            is_head = row.part == OUTPUT
             prefix = self.prefix.head.removesuffix("lm_head.") if is_head else self.prefix.body
             groups = 1
         else:

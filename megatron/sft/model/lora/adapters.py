@@ -82,8 +82,9 @@ def add_adapters(
 
 
 def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
-    """Makes the embeddings of `lora_modules_to_save` trainable. Tied embeddings are one weight with
-    two names, and the last stage has a copy of it, so that either name makes both trainable.
+    """Makes the embeddings, or the score, of `lora_modules_to_save` trainable. Tied embeddings are
+    one weight with two names, and the last stage has a copy of it, so that either name makes both
+    trainable.
     """
     names = set(lora.lora_modules_to_save)
     is_tied = gpt.share_embeddings_and_output_weights
@@ -92,7 +93,7 @@ def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
     if (
         gpt.post_process
         and gpt.output_layer.weight is not None
-        and ("lm_head" in names or (is_tied and names))
+        and (names & {"lm_head", "score"} or (is_tied and names))
     ):
         gpt.output_layer.weight.requires_grad_(True)
 

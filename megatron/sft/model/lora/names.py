@@ -22,7 +22,7 @@ PREFIX = "base_model.model."
 """Prefix of all names in a PEFT folder."""
 STACKED = ("experts.gate_up_proj", "experts.down_proj")
 """Ends of names in PEFT of the stacked parameters of a layer's experts, in order."""
-_WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT}
+_WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT, "score": OUTPUT}
 
 
 class AdapterWeights:
@@ -35,7 +35,7 @@ class AdapterWeights:
         self.tied = None
         # PEFT needs both names of tied embeddings, or it leaves one of them as in the base model.
         if weights.tied is not None and self._whole:
-            self._whole = set(_WHOLE.values())
+            self._whole = {EMBEDDING, OUTPUT}
             self.tied = (self._name(weights.tied[0]), self._name(weights.tied[1]))
 
     def concerns(self, name: str) -> bool:
@@ -91,7 +91,12 @@ class AdapterWeights:
 
     def modules_to_save(self) -> list[str]:
         """Returns PEFT's `modules_to_save`: embeddings that are trained without adapters."""
-        return sorted(module for module, name in _WHOLE.items() if name in self._whole)
+        of_head = {"lm_head": "words", "score": "score"}
+        return sorted(
+            module
+            for module, name in _WHOLE.items()
+            if name in self._whole and of_head.get(module, self._weights.head) == self._weights.head
+        )
 
     def target_modules(self) -> list[str]:
         """Returns PEFT's `target_modules`: modules with adapters, by their names in this family."""

@@ -166,9 +166,7 @@ def options_of_adapter(folder: str | Path, flag: str = "--lora-adapter") -> dict
         "lora_rslora": bool(config.get("use_rslora")),
         "lora_target_modules": sorted(modules),
         "lora_experts": _experts_of(folder),
-        "lora_modules_to_save": sorted(
-            {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}
-        ),
+        "lora_modules_to_save": _modules_to_save(config),
     }
 
 
@@ -224,6 +222,14 @@ def _effect_on_alpha(pattern: Mapping[str, Any], modules: Iterable[str], alpha: 
     return ""
 
 
+def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
+    """Returns the modules that are saved whole. PEFT lists a classifier beside the score of a model
+    of scores, though no model has both.
+    """
+    names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}
+    return sorted(names - {"classifier"} if "score" in names else names)
+
+
 def _dropout(config: Mapping[str, Any], where: Path) -> float:
     """Returns the dropout that an adapter was trained with; the only option here that a user may
     choose otherwise.
@@ -258,7 +264,7 @@ def write_adapter_config(
     alpha = lora.lora_alpha
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if "score" in lora.lora_modules_to_save else "CAUSAL_LM",
         "base_model_name_or_path": str(Path(base).resolve()),
         "r": lora.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,

@@ -32,16 +32,27 @@ from megatron.sft.data.preference.encode import (
     ANSWER_TOKENS,
     GOOD,
     HEAD_TOKENS,
+    PLAIN,
     RANK,
     REFERENCE,
     REFERENCE_HEAD,
     WEIGHT,
 )
-from megatron.sft.data.stream import POSITION, SOURCE
 from megatron.sft.model.forward import Asked, Loss
 from megatron.sft.options.preference import PreferenceConfig
 from megatron.sft.training.preference.losses import KTO, Marked, Pairs, log_odds_ratio, pair_losses
 from megatron.sft.training.preference.references import Reference
+from megatron.sft.training.preference.rewards import RewardPairs
+from megatron.sft.training.preference.rows import (
+    PER_PATH,
+    chosen_of_rows,
+    counted_once,
+    fields_or_none,
+    fields_per_path,
+    is_last_stage,
+    summed_over_replicas,
+    sums_by_source,
+)
 
 if TYPE_CHECKING:
     from megatron.sft.model.build import Training
@@ -49,7 +60,6 @@ if TYPE_CHECKING:
     from megatron.sft.training.passes import Passes, StepObjective
     from megatron.sft.training.step_batches import StepBatch
 
-_PER_PATH = "extra_per_path"
 ANSWER, HEAD, WHOLE = range(3)
 """Rows of the sums of a path: tokens of the answer; those within the shorter answer's length; all
 trained tokens.
@@ -65,6 +75,8 @@ class Totals(NamedTuple):
     """Pairs; in marked data answers."""
     nll_tokens: Tensor
     """Tokens of the cross entropy of chosen answers."""
+    plain_tokens: Tensor
+    """Trained tokens of chats to imitate."""
 
 
 class PathSums(NamedTuple):
@@ -112,6 +124,7 @@ PAIR_SUMS = (
     *("terms", "rewards/chosen", "rewards/rejected", "rewards/accuracies"),
     *("logps/chosen", "logps/rejected", "nll", "nll_tokens", "log_odds_ratio"),
 )
+PLAIN_SUMS = ("plain", "plain_tokens")
 MARKED_SUMS = ("good", "bad", "rewards/good", "rewards/bad", "logps/good", "logps/bad", "kl")
 
 
@@ -123,8 +136,11 @@ class Preference:
         self._options, self._numbers = options, options.numbers
         self._reference = reference
         self._is_marked = options.loss == "kto"
-        self.sums: Sequence[str] = MARKED_SUMS if self._is_marked else PAIR_SUMS
+        self.sums: Sequence[str] = (*(MARKED_SUMS if self._is_marked else PAIR_SUMS), *PLAIN_SUMS)
+        self.maxima: Sequence[str] = ()
         self._totals: Totals | None = None
+        self._has_terms = True
+        """False for a global batch of chats to imitate alone."""
         self._divergence = torch.zeros((), dtype=torch.float64)
 
     def prepare(self, batch: StepBatch, passes: Passes) -> None:
@@ -144,22 +160,25 @@ class Preference:
 
     def _count(self, microbatches: Sequence[Mapping[str, Any]]) -> Totals:
         """Returns the totals of the global batch, on the last stage; ones elsewhere."""
-        numbers = torch.zeros(3, dtype=torch.float64)
-        for fields in _fields_of(microbatches):
+        numbers = torch.zeros(4, dtype=torch.float64)
+        for fields in fields_per_path(microbatches):
             rank, tokens = fields[RANK], fields[PATH_TOKENS.name]
             counted = tokens if self._options.nll_of_prompt else fields[ANSWER_TOKENS]
-            is_first = rank.eq(0).double()
-            terms = is_first if self._is_marked else 1 - is_first
-            numbers += torch.stack([tokens.sum(), terms.sum(), (counted * is_first).sum()]).cpu()
-        if _is_last_stage():
-            numbers = _summed_over_replicas(numbers)
+            is_first = rank.eq(0)
+            terms = is_first if self._is_marked else rank.gt(0)
+            plain = (tokens * rank.eq(PLAIN)).sum()
+            found = [tokens.sum(), terms.sum(), (counted * is_first).sum(), plain]
+            numbers += torch.stack(found).double().cpu()
+        if is_last_stage():
+            numbers = summed_over_replicas(numbers)
+        self._has_terms = numbers[1].item() > 0
         return Totals(*numbers.clamp(min=1))
 
     def _attach(self, microbatches: Sequence[Any], passes: Passes, batch: StepBatch) -> None:
         """Gives the paths of each microbatch the reference's log-probabilities."""
         for microbatch, found in zip(microbatches, _scored(passes, batch), strict=False):
             if found is not None:
-                fields = microbatch[_PER_PATH]
+                fields = microbatch[PER_PATH]
                 fields[REFERENCE], fields[REFERENCE_HEAD] = found[ANSWER], found[HEAD]
 
     def _estimate(self, microbatches: Sequence[Any], passes: Passes, batch: StepBatch) -> Tensor:
@@ -167,14 +186,16 @@ class Preference:
         of others, at least 0.
         """
         sums = torch.zeros(2, dtype=torch.float64)
-        for fields, found in zip(_all_fields(microbatches), _scored(passes, batch), strict=False):
+        for fields, found in zip(
+            fields_or_none(microbatches), _scored(passes, batch), strict=False
+        ):
             if found is None or fields is None:
                 continue
             gains = (found[ANSWER] - fields[REFERENCE].to(found)).cpu()
             is_other = fields[RANK].gt(0).cpu()
             sums += torch.stack([gains[is_other].sum(), is_other.sum().double()])
-        if _is_last_stage():
-            sums = _summed_over_replicas(sums)
+        if is_last_stage():
+            sums = summed_over_replicas(sums)
         return (sums[0] / sums[1].clamp(min=1)).clamp(min=0)
 
     def loss(self, batch: Batch, output: Tensor, asked: Asked) -> Loss:
@@ -186,21 +207,44 @@ class Preference:
         group = parallel_state.get_context_parallel_group()
         if batch.paths is None or not len(batch.extra[RANK]):  # a dummy pack
             total, log = self._nothing(output, asked)
-        elif self._is_marked:
-            total, log = self._loss_of_marked(batch, path_sums(batch, output, group), asked)
         else:
-            total, log = self._loss_of_pairs(batch, path_sums(batch, output, group), asked)
-        # All context-parallel ranks have the whole sums. Each takes the gradient, and one counts.
-        is_counted = float(dist.get_rank(group) == 0)
-        logged = {
-            name: tuple(part * is_counted for part in value)
-            if isinstance(value, tuple)
-            else value * is_counted
-            for name, value in log.items()
-        }
+            compare = self._loss_of_marked if self._is_marked else self._loss_of_pairs
+            sums = path_sums(batch, output, group)
+            total, log = compare(batch, sums, asked)
+            total, log = self._with_plain(batch.extra, sums, total, log, asked)
+        logged = counted_once(log, group)
         totals = Totals(*(number.to(total.device) for number in self._totals))
         scaled = total * (totals.tokens / totals.terms)
         return scaled, num_tokens, {**logged, "tokens": num_tokens.detach()}
+
+    def _with_plain(
+        self,
+        extra: Mapping[str, Tensor],
+        sums: PathSums,
+        total: Tensor,
+        log: dict[str, Any],
+        asked: Asked,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Returns the loss and log of a pack's comparisons, with the cross entropy of its chats to
+        imitate added: a mean over their tokens in the global batch.
+        """
+        assert self._totals is not None
+        is_plain = (extra[RANK] == PLAIN).double()
+        losses = -sums.answer * is_plain
+        counts = extra[ANSWER_TOKENS].double() * is_plain
+        numbers = torch.stack([losses.detach().sum(), counts.sum()])
+        log["sums"] = torch.cat([log["sums"], numbers])
+        if self._options.sft_weight is None:
+            return total, log
+        per_token = (1 / self._totals.plain_tokens).to(total.device)
+        weighted = (losses * extra[WEIGHT].double()).sum() * self._options.sft_weight
+        total = total + weighted * per_token * self._totals.terms.to(total.device)
+        # Without anything to compare, the terms of the reported loss are one in all packs together.
+        terms = log["lm loss"][1] if self._has_terms else numbers[1] * per_token
+        log["lm loss"] = (total.detach(), terms)
+        if asked.num_sources > 1:
+            log["source losses"] += sums_by_source(extra, losses.detach(), counts, asked)
+        return total, log
 
     def _nothing(self, output: Tensor, asked: Asked) -> tuple[Tensor, dict[str, Any]]:
         zero = output.double().sum() * 0
@@ -250,16 +294,14 @@ class Preference:
             "sums": torch.stack([column.sum() for column in columns]),
         }
         if asked.num_sources > 1:
-            log["source losses"] = _by_source(extra, each.detach() * is_pair, is_pair, asked)
+            log["source losses"] = sums_by_source(extra, each.detach() * is_pair, is_pair, asked)
         return total, log
 
     def _pairs(self, extra: Mapping[str, Tensor], sums: PathSums) -> tuple[Pairs, Pairs]:
         """Returns the numbers of pairs as the loss reads them, and as metrics show them. Row i is
         the pair of path i and its record's chosen answer: those of chosen answers are no pairs.
         """
-        position, is_chosen = extra[POSITION], extra[RANK] == 0
-        same_record = position.unsqueeze(1) == position.unsqueeze(0)
-        partner = (same_record & is_chosen.unsqueeze(0)).int().argmax(1)
+        partner = chosen_of_rows(extra)
         policy = sums.answer
         alpha = self._options.ld_alpha
         if alpha is not None:
@@ -301,24 +343,28 @@ class Preference:
             "sums": torch.stack([column.sum() for column in columns]),
         }
         if asked.num_sources > 1:
-            log["source losses"] = _by_source(extra, each.detach() * own, own, asked)
+            log["source losses"] = sums_by_source(extra, each.detach() * own, own, asked)
         return total, log
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns metrics under TRL's names, from sums over all ranks."""
+        """Returns metrics under TRL's names, from sums over all ranks, and apart those of chats to
+        imitate.
+        """
+        tokens = sums["plain_tokens"]
+        plain = {"sft_loss": sums["plain"] / tokens, "sft_tokens": tokens} if tokens else {}
         if self._is_marked:
-            return _figures_of_marked(sums)
+            return {**_figures_of_marked(sums), **plain}
         terms = sums["terms"]
         if not terms:
-            return {}
-        names = [name for name in self.sums if "/" in name]
+            return plain
+        names = [name for name in PAIR_SUMS if "/" in name]
         found = {name: sums[name] / terms for name in names}
         found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         if self._options.nll_weight and sums["nll_tokens"]:
             found["nll_loss"] = sums["nll"] / sums["nll_tokens"]
         if self._options.loss == "orpo":
             found["log_odds_chosen"] = sums["log_odds_ratio"] / terms
-        return {**found, "pairs": terms}
+        return {**found, "pairs": terms, **plain}
 
 
 def _figures_of_marked(sums: Mapping[str, float]) -> dict[str, float]:
@@ -332,43 +378,12 @@ def _figures_of_marked(sums: Mapping[str, float]) -> dict[str, float]:
     return {**found, "kl": sums["kl"] / (good + bad)} if good + bad else found
 
 
-def _by_source(extra: Mapping[str, Tensor], losses: Tensor, counts: Tensor, asked: Asked) -> Tensor:
-    """Returns the sums of losses and counts by source, float64 [2, sources]."""
-    both = torch.stack((losses, counts))
-    return both.new_zeros(2, asked.num_sources).index_add(1, extra[SOURCE].long(), both)
-
-
-def _all_fields(microbatches: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Tensor] | None]:
-    """Returns the fields per path of each microbatch; None for one without paths."""
-    return [
-        fields if (fields := one.get(_PER_PATH)) is not None and RANK in fields else None
-        for one in microbatches
-    ]
-
-
-def _fields_of(microbatches: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Tensor]]:
-    return [fields for fields in _all_fields(microbatches) if fields is not None]
-
-
 def _scored(passes: Passes, batch: StepBatch) -> list[Tensor | None]:
     """Returns the sums of the paths of each microbatch, [3, n], by a pass without gradients; [] but
     on the last stage.
     """
     with passes.without_training():
         return [one["paths"] for one in passes.run(batch, Scores(), forward_only=True)]
-
-
-def _is_last_stage() -> bool:
-    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
-
-
-def _summed_over_replicas(numbers: Tensor) -> Tensor:
-    """Returns the sum over data-parallel ranks, whose context-parallel ranks have the same."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=False)
-    is_gpu = dist.get_backend(group) == "nccl"
-    moved = numbers.cuda() if is_gpu else numbers.clone()
-    dist.all_reduce(moved, group=group)
-    return moved.cpu()
 
 
 def objective_of(config: SFTConfig, training: Training) -> StepObjective:
@@ -390,6 +405,8 @@ def objective_of(config: SFTConfig, training: Training) -> StepObjective:
             f"--loss {options.loss} compares answers within a pack, but here each is a sequence of "
             f"its own: {apart}; train without it"
         )
+    if options.scores_answers:
+        return RewardPairs(options)
     copies = options.needs_reference and options.reference_file is None
     if options.write_reference_file is not None:
         copies = False

@@ -22,6 +22,7 @@ from megatron.sft.options.config import SFTConfig
 from megatron.sft.preflight.read_files import fingerprint_of, weight_files
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.preference.objective import ANSWER, HEAD, Scores
+from megatron.sft.training.preference.rows import PER_PATH
 from megatron.sft.training.step_batches import StepBatches
 
 if TYPE_CHECKING:
@@ -71,9 +72,10 @@ def write_reference(
     assert path is not None
     keys, sums = [np.empty((0, 2), np.int64)], [np.empty(0)]
     for samples in (datasets.train, datasets.valid, datasets.test):
-        for own_keys, own_sums in _scored(config, model_config, samples, share, passes):
-            keys.append(own_keys)
-            sums.append(own_sums)
+        for fields, of_paths in scored_packs(config, model_config, samples, share, passes):
+            for own_keys, own_sums in _rows(fields, of_paths):
+                keys.append(own_keys)
+                sums.append(own_sums)
     found = gathered((np.concatenate(keys), np.concatenate(sums)))
     if torch.distributed.get_rank():
         return ""
@@ -82,14 +84,17 @@ def write_reference(
     return f"{count:,} log-probabilities of answers in {path}; train with --reference-file {path}"
 
 
-def _scored(
+def scored_packs(
     config: SFTConfig,
     model_config: TransformerConfig,
     samples: SampleSet,
     share: Share,
     passes: Passes,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields keys and sums of the paths that this rank counts; none on most ranks."""
+    """Yields fields and sums of the paths of each pack that this rank counts; none on most ranks.
+
+    The sums are `objective.PathSums`, float64 [3, n]. All ranks must come to the end. Collective.
+    """
     num_batches = -(-len(samples) // config.training.global_batch_size)
     if not num_batches:
         return
@@ -105,7 +110,7 @@ def _scored(
             logs = passes.run(batch, Scores(), forward_only=True)
             for microbatch, log in zip(batch.packed.microbatches, logs if counts else ()):
                 if log["paths"] is not None:
-                    yield from _rows(microbatch["extra_per_path"], log["paths"].cpu().numpy())
+                    yield microbatch[PER_PATH], log["paths"].cpu().numpy()
     batches.close()
 
 

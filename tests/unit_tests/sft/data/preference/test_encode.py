@@ -141,3 +141,37 @@ def test_a_marked_answer_gets_one_of_another_record() -> None:
     assert both.fields["path_answer_tokens"].tolist() == [3, 2]
     assert with_answer_of(own, own, 64) is own
     assert with_answer_of(own, other, 3).fields["path_answer_tokens"].tolist() == [3, 2]
+
+
+def test_a_reward_model_scores_the_last_token_of_each_answer() -> None:
+    """A path without its last token, or with padding behind it, would be scored elsewhere than
+    transformers does.
+    """
+    sample = made(PAIR | {"rejected": ["3", "1"], "margin": [0.5, 2]}, scores_last=True)
+    assert sample.tree is not None
+    # The end token is this tokenizer's padding, so that the token before it is scored.
+    assert sample.tokens.tolist() == sample.labels.tolist() == [7, 8, 1, 2, 3, 1]
+    assert sample.loss_mask.tolist() == [0, 0, 0, 1, 1, 1]
+    order = sample.fields["path_rank"].tolist()
+    assert sorted(order) == [0, 1, 2]
+    assert [sample.fields["path_margin"][order.index(rank)] for rank in range(3)] == [0, 0.5, 2]
+    with pytest.raises(SampleError, match="margin must be a number, but is 'much'"):
+        made(PAIR | {"margin": "much"}, scores_last=True)
+    with pytest.raises(SampleError, match="one for each of the 1 rejected"):
+        made(PAIR | {"margin": [1, 2]}, scores_last=True)
+
+
+def test_a_chat_beside_pairs_is_no_pair() -> None:
+    """Taken for one, it would be compared with another record's answer."""
+    chat = {"prompt": "7 8", "completion": "1 2", "weight": 0.5}
+    with pytest.raises(SampleError, match="a pair must have"):
+        made(chat)
+    sample = made(chat, takes_plain=True, has_head=True)
+    assert sample.fields["path_rank"].tolist() == [-1]
+    assert sample.fields["path_weight"].tolist() == [0.5]
+    assert sample.tokens.tolist() == [7, 8, 1, 2]
+    assert sample.loss_mask.tolist() == [0, 1, 1, 1]
+    assert made(chat, takes_plain=True, is_marked=True).fields["path_good"].tolist() == [0]
+    assert made(PAIR, takes_plain=True).fields["path_rank"].tolist() == [0, 1]
+    with pytest.raises(SampleError, match="a pair must have"):
+        made({"prompt": "7 8", "chosen": "1"}, takes_plain=True)

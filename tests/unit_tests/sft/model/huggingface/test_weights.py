@@ -260,3 +260,19 @@ def test_rows_that_alternate():
         (2, slice(0, 4), 32),
         (3, slice(0, 4), 36),
     ]
+
+
+def test_a_reward_model_has_a_score_in_place_of_the_output_layer():
+    """A score that is split like a vocabulary, or an output layer that is asked for besides, would
+    refuse every such folder.
+    """
+    tied = model(untie_embeddings_and_output_weights=False)
+    scored = Weights(tied, VOCAB_SIZE, FAMILIES["qwen3"], head="score")
+    names = {part.name: part.shape for weight in scored.all() for part in weight.parts}
+    assert names["score.weight"] == (1, 16)
+    assert "lm_head.weight" not in names
+    assert scored.tied is None
+    assert scored.of_parameter("output_layer.weight").sharding == "whole"
+    begun = Weights(tied, VOCAB_SIZE, FAMILIES["qwen3"], head="none")
+    assert not begun.concerns("output_layer.weight")
+    assert begun.concerns("embedding.word_embeddings.weight")
