@@ -56,8 +56,9 @@ def page(text: str) -> str:
             f"megatron-core {version('megatron-core')}, float32 on CPU.",
             "",
             "A model of two layers learns from 1,255 chats how an answer looks, half of which are "
-            "wrong. `--loss dpo` then trains it on pairs of a right and a wrong answer to the same "
-            "questions. Held-out questions are about pairs of animals that neither compares.",
+            "wrong. `--loss dpo --loss-type sigmoid sft` then trains it on pairs of a right and a "
+            "wrong answer to the same questions. Held-out questions are about pairs of animals "
+            "that neither compares.",
             "",
             text,
             "",

@@ -103,7 +103,8 @@ class Trainer:
             check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
-        if config.preference.scores_answers and dist.get_rank() == 0:
+        is_new = pretrained is not None or config.output.load is None
+        if config.preference.scores_answers and is_new and dist.get_rank() == 0:
             print(note_on_head(pretrained), flush=True)
         # Before a checkpoint is loaded: the reference of preference tuning is the weights that the
         # run began with.

@@ -214,6 +214,7 @@ def test_options_name_each_loss() -> None:
     """An offered name without a function would fail hours later, at the first step."""
     tables = {**{name: tuple(table) for name, table in LOSSES.items()}, "kto": tuple(KTO)}
     tables["dpo"] += ("sft",)
+    tables["reward"] = ("reward",)  # in `rewards`
     assert {name: set(types) for name, types in LOSS_TYPES.items() if types} == {
         name: set(types) for name, types in tables.items()
     }
