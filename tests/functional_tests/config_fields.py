@@ -63,6 +63,16 @@ _VISION: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 4,
     },
 }
+_VISION["gemma4"] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
 _VISION["qwen3_vl"] = _VISION["qwen3_5"] | {"deepstack_visual_indexes": [0]}
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
@@ -83,6 +93,7 @@ _WRAPPED = {
     "qwen3.5-moe in qwen3_5_moe": ("qwen3.5-moe", "qwen3_5_moe"),
     "mistral4 in mistral3": ("mistral4", "mistral3"),
     "qwen2.5-vl in qwen2_5_vl": ("qwen2.5-vl", "qwen2_5_vl"),
+    "gemma4-moe in gemma4": ("gemma4-moe", "gemma4"),
     "qwen3-vl in qwen3_vl": ("qwen3-vl", "qwen3_vl"),
     "qwen3-vl-moe in qwen3_vl_moe": ("qwen3-vl-moe", "qwen3_vl_moe"),
 }
@@ -105,6 +116,7 @@ UNREAD = {
     "layer_types": "read where a family has kinds of layers",
     "sliding_window": "read where use_sliding_window is on",
     "sliding_window_pattern": "read where layer_types is missing",
+    "use_double_wide_mlp": "read where num_kv_shared_layers is above 0, which is refused",
     "num_experts": "one of two names, of which the product reads the one that counts",
     "num_local_experts": "one of two names, of which the product reads the one that counts",
     "dtype": "of weights in files; given to both sides",
