@@ -247,13 +247,13 @@ def model_folder(folder: Path) -> None:
 
 
 def _compare(source: Path, target: Path) -> str:
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
     def digests(folder: Path) -> dict[str, int]:
-        found = {}
+        found: dict[str, int] = {}
         for path in folder.glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                found |= {name: hash(file.get_tensor(name).numpy().tobytes()) for name in file}
+            for name, tensor in load_file(path).items():
+                found[name] = hash(tensor.numpy().tobytes())
         return found
 
     return "the same bits" if digests(source) == digests(target) else "OTHERS"
