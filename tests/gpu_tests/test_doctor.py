@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from tests.functional_tests.doctor_loops import LOOP_CASES, patched
-from tests.functional_tests.test_plugin import LAUNCHER, PACKING, ROOT
+from tests.functional_tests.forked_runs import ROOT
+from tests.functional_tests.test_plugin import PACKING
 
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 TIMEOUT_SECONDS = 240.0
 CASES = {
     case.name: case

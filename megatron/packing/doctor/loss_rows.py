@@ -67,7 +67,8 @@ LOSS = (
         property="labels",
         applies=_loss(lambda r: r.num_padding > 0),
         text=_say(lambda r: f"{r.num_padding} padding slots have a gradient."),
-        mend="Labels of padding must be -100.",
+        mend="Labels of padding must be -100; behind padding in front so must the first token's, "
+        "which the last of the padding would be trained to predict.",
     ),
     Row(
         name="prompt is trained",
