@@ -58,6 +58,7 @@ PARTS = {
     "add_to_gpt": "script",  # the next two, and these are features
     "multiply_embeddings": "script",
     "adjust_logits": "script",
+    "add_score_head": "script",  # of reward models
 }
 SETTINGS = {
     "device": "script",  # else it is that of the tensors
