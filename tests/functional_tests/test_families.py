@@ -53,6 +53,7 @@ EXPERTS = "--expert-model-parallel-size 2 --moe-router-dtype fp64"
 ALL = os.environ.get("FAMILIES") == "all"
 LAYOUTS = ["alone", "tp2"] if ALL else ["tp2"]
 RARE = {
+    "gemma4",
     "gemma4-unified",
     "glm4-moe",
     "glm4-moe-lite",
