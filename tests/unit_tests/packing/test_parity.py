@@ -72,6 +72,7 @@ SETTINGS = {
     "finalize_model_grads_func": "demanded",
     "sequence_packing_options": "script",  # from the plug-in's flags
     "layer_kinds": "script",  # the cost of layers, which is read from megatron-core's fields else
+    "hetereogenous_dist_checkpoint": "script",  # for layers of unlike widths
     "kernels": "script",  # read by the trainer's own builder
     "grad_scale_func": "script",
     "no_sync_func": "script",
