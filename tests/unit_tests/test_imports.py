@@ -167,6 +167,11 @@ FOLDERS = {
         "step",
         "plugin_rules",
         "model",
+        "data_schedule",
+        "conventions",
+        "plugin_options",
+        "plugin_checks",
+        "plugin",
         "doctor",
     ),
     "planner": (
