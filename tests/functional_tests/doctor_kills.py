@@ -89,7 +89,7 @@ def _mechanism(name: str) -> str:
 SELECTIONS = {
     "first border one too late": _ATTENTION,
     "attention of the second stage joins sequences": _layout(
-        "tp1-pp2-cp1-dp1-further-tied-plain-default"
+        "tp1-pp2-cp1-dp1-experts-sharded-dp_balanced"
     ),
     "attention joins sequences": _ATTENTION,
     "window one too narrow": _ATTENTION,
@@ -99,7 +99,7 @@ SELECTIONS = {
     "convolution runs over borders": _DELTA,
     "state of delta nets is kept": _DELTA,
     "further predictions run over borders": f"{_UNIT}/model/loss/test_packed_roll.py",
-    "positions run on": _layout("tp2-pp1-cp1-dp1-learned-plain-dp_balanced"),
+    "positions run on": _layout("tp4sp-pp1-cp1-dp1-learned-plain-default"),
     "last target is lost": f"{_UNIT}/model/loss/test_head.py",
     "labels are the tokens themselves": f"{_UNIT}/model/test_get_batch.py",
     "padding is trained": f"{_UNIT}/batch/test_microbatches.py",
@@ -107,21 +107,21 @@ SELECTIONS = {
     "divided by all slots": _FORWARD,
     "weights count in the number of tokens": _FORWARD,
     "tokens of context-parallel ranks are not counted": _layout(
-        "tp1-pp1-cp2-dp1-grouped-plain-dp_balanced"
+        "tp1-pp1-cp2-dp2-tied-plain-dp_balanced"
     ),
     "gradient is scaled": _layout("tp1-pp1-cp1-dp3-tied-sharded-default"),
     "last words of tensor-parallel ranks are none": _layout(
-        "tp2-pp1-cp1-dp1-learned-plain-dp_balanced"
+        "tp4sp-pp1-cp1-dp1-learned-plain-default"
     ),
     "last sample of a rank is lost": _layout("tp1-pp1-cp1-dp3-tied-sharded-default"),
     "norms of sequence-parallel ranks are not summed": _layout(
-        "tp2sp-pp1-cp1-dp1-further-plain-dp_balanced"
+        "tp2sp-pp1-cp1-dp2-experts-overlapped-default"
     ),
     "gated norms of tensor-parallel ranks are not summed": _mechanism(
         "tp2sp-pp2i-cp1-dp1-learned-sharded-default-qwen3.5"
     ),
     "gradient of keys over context parallel is not summed": _layout(
-        "tp1-pp1-cp2-dp1-grouped-plain-dp_balanced"
+        "tp1-pp1-cp2-dp2-tied-plain-dp_balanced"
     ),
 }
 """Mutant -> where in the suite a test fails under it."""

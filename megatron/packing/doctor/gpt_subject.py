@@ -277,7 +277,16 @@ def _without_labels(gpts: Sequence[Any]) -> Iterator[None]:
             handle = gpt.register_forward_pre_hook(drop, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
             if getattr(gpt, "mtp_process", False):
+                weight = None
+                if gpt.share_embeddings_and_output_weights:  # its place depends on `mtp_process`
+                    weight = gpt.shared_embedding_or_output_weight()
                 stack.enter_context(mock.patch.object(gpt, "mtp_process", False))
+                if weight is not None:
+                    stack.enter_context(
+                        mock.patch.object(
+                            gpt, "shared_embedding_or_output_weight", return_value=weight
+                        )
+                    )
             stack.enter_context(mock.patch.object(gpt.config, "mtp_num_layers", None))
         yield
 
