@@ -39,7 +39,7 @@ def tests_that_die(mutant: Mutant | None, selection: str) -> tuple[list[str], in
 
     Args:
         mutant: None for none.
-        selection: what pytest is to run, words apart.
+        selection: a file or a test, which pytest is to run.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -60,7 +60,7 @@ def tests_that_die(mutant: Mutant | None, selection: str) -> tuple[list[str], in
 def _run(sender: Connection, mutant: Mutant | None, selection: str) -> None:
     os.chdir(_ROOT)
     failures, text = _Failures(), io.StringIO()
-    arguments = [*selection.split(), "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    arguments = [selection, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(text))
         if mutant is not None:

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", default="", help="part of the names of cases")
     parser.add_argument("--mutants", action="store_true", help="mutants alone")
-    parser.add_argument("--repeat", type=int, default=1, help="examinations of each sound run")
+    parser.add_argument("--repeat", type=int, default=2, help="examinations of each sound run")
     options = parser.parse_args(arguments)
     kept = None if options.write is None else options.write.with_suffix(".part.json")
     done: dict[str, list[Any]] = {}

@@ -165,6 +165,8 @@ class Evidence:
     """Change of each sequence's logits when the order of the pack is reversed."""
     padding: float | None = None
     """Change of the logits with another token in padding slots; None if there are none."""
+    rounding: float = 0.0
+    """Part of that change that is how experts round."""
     backward: float | None = None
     """Largest gradient of one sequence's logits at another's embeddings, relative to its own."""
     lost: tuple[int, ...] = ()
@@ -213,7 +215,7 @@ class Evidence:
 
     def sees_padding(self) -> bool:
         """Returns whether real tokens see padding."""
-        return self.padding is not None and not self.padding <= self.exact
+        return self.padding is not None and not self.padding <= max(self.exact, self.rounding)
 
     def is_causal(self) -> bool:
         """Returns whether no token sees a later one of its own sequence."""

@@ -17,6 +17,7 @@ from megatron.packing.doctor.locate import (
     class_of,
     describe,
     find_birth,
+    find_birth_of_padding,
     find_layers,
     measure_reach,
 )
@@ -87,6 +88,8 @@ def _examine_logits(
     if not subject.is_causal:
         evidence.early = [0.0] * len(evidence.early)
     examination.padding(evidence)
+    if _is_rounding_by_padding(examination, evidence):
+        evidence.rounding = evidence.padding or 0.0
     if not only_equal_shapes:
         examination.alone(evidence)
         examination.moved(evidence)
@@ -113,6 +116,18 @@ def is_rounding_of_experts(examination: Examination, evidence: Evidence) -> bool
     if not 0 < largest <= EXPERT_ULPS * torch.finfo(examination.dtype).eps:
         return False
     name = find_birth(examination, evidence)
+    return name is not None and kind_of(name, class_of(examination.probe, name)) == "experts"
+
+
+def _is_rounding_by_padding(examination: Examination, evidence: Evidence) -> bool:
+    """Returns whether what padding changes is how the products of experts round: other padding is
+    routed otherwise, so that experts have other numbers of rows.
+    """
+    if not evidence.sees_padding():
+        return False
+    if not (evidence.padding or 0.0) <= EXPERT_ULPS * torch.finfo(examination.dtype).eps:
+        return False
+    name = find_birth_of_padding(examination, evidence)
     return name is not None and kind_of(name, class_of(examination.probe, name)) == "experts"
 
 

@@ -63,9 +63,23 @@ def find_birth(examination: Examination, evidence: Evidence) -> str | None:
     if not pairs:
         return None
     one, other = pairs[0]
-    victims = victim_rows(examination, one, other)
-    before = examination.probe.trace(examination.pack)
     after = examination.probe.trace(examination.disturbed(one))
+    return _birth(examination, evidence, after, victim_rows(examination, one, other))
+
+
+def find_birth_of_padding(examination: Examination, evidence: Evidence) -> str | None:
+    """Returns the module that is the first to let real tokens see padding, or None."""
+    fill = examination.subject.vocab_size - 1
+    after = examination.probe.trace(examination.pack, fill=fill)
+    real = torch.cat(examination.subject.rows(examination.pack))
+    return _birth(examination, evidence, after, real)
+
+
+def _birth(
+    examination: Examination, evidence: Evidence, after: Trace, victims: Tensor
+) -> str | None:
+    """Returns the first module whose outputs differ in rows of victims, and not its inputs."""
+    before = examination.probe.trace(examination.pack)
     slots = examination.subject.slots(examination.pack)
     births = [
         birth

@@ -147,11 +147,14 @@ class Probe:
         return logits
 
     @torch.no_grad()
-    def trace(self, sequences: Sequence[Tensor], *, only: Sequence[str] = ()) -> Trace:
+    def trace(
+        self, sequences: Sequence[Tensor], *, fill: int = 0, only: Sequence[str] = ()
+    ) -> Trace:
         """Returns the rows of all modules' inputs and outputs in one run.
 
         Args:
             sequences: token ids of the pack.
+            fill: token for padding slots.
             only: names of the modules to record; all where it is empty.
         """
         found: Trace = {}
@@ -167,7 +170,7 @@ class Probe:
             for module, name in self.names.items():
                 if not only or name in only:
                     hooks.enter_context(hooked(module, hook))
-            self.run(sequences)
+            self.run(sequences, fill)
         return found
 
     def output(

@@ -117,7 +117,7 @@ def measured(evidence: Evidence) -> dict[str, tuple[float | str | None, float | 
         "repeat": (max(e.repeat.difference, e.repeat.after_another), e.exact),
         "crossing": (max(influence, default=None), e.exact),
         "causal": (max(e.early, default=None), e.exact),
-        "padding": (e.padding, e.exact),
+        "padding": (e.padding, max(e.exact, e.rounding)),
         "window": (
             " ".join(str(r.packed) for r in declared) or None,
             " ".join(str(r.declared) for r in declared),
