@@ -60,6 +60,11 @@ EP2 = "--expert-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 LATENT = "--kv-lora-rank 8 --q-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+GLOBAL = (
+    "--group-query-attention --num-query-groups 2 --qk-layernorm --value-layernorm "
+    "--global-kv-channels 16 --global-num-query-groups 1 --window-size 15 0 "
+    "--window-attn-skip-freq 1 0"
+)
 FULL = "--recompute-granularity full"
 SELECTIVE = "--recompute-granularity selective"
 LORA = "--lora --lora-rank 4"
@@ -116,6 +121,10 @@ def _cases() -> dict[str, Case]:
         "latent-selective": Case(1, f"{PACKED} {ROPE} {LATENT} {SELECTIVE} --bf16"),
         "tp2-latent": Case(2, f"{PACKED} {ROPE} {LATENT} {SP2} {LORA} --bf16"),
         "cp2-latent": Case(2, f"{PACKED} {ROPE} {LATENT} {CP2} --bf16 {SHARDED}"),
+        "global": Case(1, f"{PACKED} {ROPE} {GLOBAL} --bf16"),
+        "global-selective": Case(1, f"{PACKED} {ROPE} {GLOBAL} {SELECTIVE} --bf16"),
+        "tp2-global": Case(2, f"{PACKED} {ROPE} {GLOBAL} {SP2} {LORA} --bf16"),
+        "cp2-global": Case(2, f"{PACKED} {ROPE} {GLOBAL} {CP2} --bf16 {SHARDED}"),
         "dropout": Case(1, f"{PACKED} --hidden-dropout 0.1 --bf16"),
         "experts": Case(1, f"{PACKED} {EXPERTS} --bf16"),
         "grouped-experts": Case(1, f"{PACKED} {EXPERTS} --moe-grouped-gemm --bf16"),

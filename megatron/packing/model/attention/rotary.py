@@ -23,10 +23,13 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
 )
 from torch import Tensor
+from torch import distributed as dist
 
 from megatron.packing.device import takes_triton, to_device
+from megatron.packing.model.attention.tree_keys import depths_of
 from megatron.packing.model.attention.zigzag import (
     Lengths,
+    padded_lengths,
     positions_of_tokens,
     shard_index,
 )
@@ -44,6 +47,20 @@ class Places(NamedTuple):
     def positions(self, device: torch.device) -> Tensor:
         """Returns float32 [t]: positions, which are exact up to 2^24."""
         return to_device(positions_of_tokens(*self).to(torch.float32), device)
+
+
+def places_of(pack: Any, num_tokens: int, group: dist.ProcessGroup) -> Places:
+    """Returns the places of a context-parallel rank's tokens.
+
+    Args:
+        pack: PackedSeqParams; None where each row of a batch is a sequence of its own.
+        num_tokens: of this rank, in a row.
+        group: context-parallel ranks.
+    """
+    size, rank = group.size(), group.rank()
+    if pack is None:
+        return Places((num_tokens * size,), size, rank)
+    return Places(padded_lengths(pack), size, rank, depths_of(pack))
 
 
 def give_whole_packs(model: torch.nn.Module) -> None:

@@ -21,11 +21,10 @@ from megatron.packing.model.attention.rotary import (
     Places,
     Turns,
     frequencies_of_tokens,
+    places_of,
     turn,
     turns_of,
 )
-from megatron.packing.model.attention.tree_keys import depths_of
-from megatron.packing.model.attention.zigzag import padded_lengths
 from megatron.packing.model.layers.norms import plain_rms_norm
 
 
@@ -140,11 +139,7 @@ class PackedSelfAttention(SelfAttention):
         return (x * torch.sigmoid(gate.reshape(x.shape).to(wide))).to(x.dtype)
 
     def _places(self, pack: Any, query: Tensor) -> Places:
-        cp = self.pg_collection.cp
-        rows = (len(query) * cp.size(),)  # each row of a batch is a sequence of its own
-        if pack is None:
-            return Places(rows, cp.size(), cp.rank())
-        return Places(padded_lengths(pack), cp.size(), cp.rank(), depths_of(pack))
+        return places_of(pack, len(query), self.pg_collection.cp)
 
     def _turns(self, frequencies: Tensor, packed_seq_params: Any, query: Tensor) -> Turns:
         """Returns the angles of the microbatch, which all layers share: they are kept with what

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
@@ -38,6 +37,7 @@ from megatron.packing.model.attention.tree_keys import tree_of
 from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, sequence_order
 from megatron.packing.model.parts.delta_net import DeltaNet
 from megatron.packing.model.parts.delta_rule import Inputs, causal_convolution, gated_delta_rule
+from megatron.packing.model.parts.projections import column_linear, output_linear
 from megatron.packing.model.sections import Offsets, by_section
 from megatron.packing.rules import Layout, check_rules
 
@@ -77,28 +77,15 @@ class GatedDeltaNet(MegatronModule):
             "beta": self.value_heads,
             "alpha": self.value_heads,
         }
-        options: dict[str, Any] = {"config": config, "bias": False, "tp_group": self.tp_group}
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size,
-            sum(self.sections.values()) * size,
-            init_method=config.init_method,
-            gather_output=False,
-            **options,
-        )
+        rows = sum(self.sections.values()) * size
+        self.in_proj = column_linear(config, config.hidden_size, rows, self.tp_group)
         self.conv1d = _Convolution(config, 2 * keys + values, self.tp_group)
         # Decays from exp(-1) to exp(-16) per unit of alpha, as megatron-core starts them.
         first = torch.empty(config.linear_num_value_heads).uniform_(1, 16).log()
         self.A_log = _cut_parameter(first, config, self.tp_group)
         self.dt_bias = _cut_parameter(torch.ones(len(first)), config, self.tp_group)
         self.out_norm = _GatedNorm(config, self.value_width, self.tp_group)
-        self.out_proj = RowParallelLinear(
-            values * size,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **options,
-        )
+        self.out_proj = output_linear(config, values * size, self.tp_group)
 
     def forward(
         self,

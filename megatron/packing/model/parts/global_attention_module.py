@@ -20,7 +20,6 @@ from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
 )
@@ -30,11 +29,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.packing.model.attention.core_attention import PackedDotProductAttention
-from megatron.packing.model.attention.rotary import LayerRotary, Places, turn
-from megatron.packing.model.attention.tree_keys import depths_of
-from megatron.packing.model.attention.zigzag import padded_lengths
+from megatron.packing.model.attention.rotary import LayerRotary, places_of, turn
 from megatron.packing.model.layers.norms import TorchNorm, plain_rms_norm
 from megatron.packing.model.parts.global_attention import GlobalAttention
+from megatron.packing.model.parts.projections import (
+    column_linear,
+    output_linear,
+    recomputes_core_attention,
+)
 
 
 class GlobalSelfAttention(MegatronModule):
@@ -63,14 +65,8 @@ class GlobalSelfAttention(MegatronModule):
         self.has_value_norm = has_value_norm
         self.tp_group, self.cp_group = groups.tp, groups.cp
         sizes, width = part.sizes(), part.global_kv_channels
-        self.linear_qk = ColumnParallelLinear(
-            config.hidden_size,
-            sizes["query"] + sizes["key"],
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tp_group,
+        self.linear_qk = column_linear(
+            config, config.hidden_size, sizes["query"] + sizes["key"], self.tp_group
         )
         self.q_layernorm: Any = TorchNorm(config, width, config.layernorm_epsilon)
         self.k_layernorm: Any = TorchNorm(config, width, config.layernorm_epsilon)
@@ -82,19 +78,8 @@ class GlobalSelfAttention(MegatronModule):
             softmax_scale=config.softmax_scale or width**-0.5,
             pg_collection=groups,
         )
-        self.linear_proj = RowParallelLinear(
-            sizes["query"],
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=self.tp_group,
-        )
-        self._recomputes = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules  # type: ignore[operator]
-        )
+        self.linear_proj = output_linear(config, sizes["query"], self.tp_group)
+        self._recomputes = recomputes_core_attention(config)
 
     def forward(
         self,
@@ -106,9 +91,8 @@ class GlobalSelfAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns output and bias, as megatron-core's attention, which `others` are for."""
         query, key, value = self._queries_keys_values(hidden_states)
-        query, key = turn(
-            query, key, self.rotary.turns(self._places(packed_seq_params, query), query)
-        )
+        places = places_of(packed_seq_params, len(query), self.cp_group)
+        query, key = turn(query, key, self.rotary.turns(places, query))
         is_pack = packed_seq_params is not None
         if is_pack:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
@@ -144,9 +128,3 @@ class GlobalSelfAttention(MegatronModule):
         if self.has_value_norm:
             value = plain_rms_norm(value, self.config.layernorm_epsilon)
         return self.q_layernorm(query), self.k_layernorm(key), value
-
-    def _places(self, pack: Any, query: Tensor) -> Places:
-        size, rank = self.cp_group.size(), self.cp_group.rank()
-        if pack is None:  # each row of a batch is a sequence of its own
-            return Places((len(query) * size,), size, rank)
-        return Places(padded_lengths(pack), size, rank, depths_of(pack))

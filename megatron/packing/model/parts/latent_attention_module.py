@@ -29,7 +29,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -46,6 +46,11 @@ from megatron.packing.model.attention.tree_keys import PackTree, depths_of, tree
 from megatron.packing.model.attention.zigzag import Lengths, padded_lengths
 from megatron.packing.model.layers.norms import TorchNorm
 from megatron.packing.model.parts.latent_attention import LatentAttention
+from megatron.packing.model.parts.projections import (
+    column_linear,
+    output_linear,
+    recomputes_core_attention,
+)
 
 
 class LatentSelfAttention(MegatronModule):
@@ -95,30 +100,11 @@ class LatentSelfAttention(MegatronModule):
             softmax_scale=config.softmax_scale or score_factor * part.query_width**-0.5,
             pg_collection=groups,
         )
-        self.linear_proj = RowParallelLinear(
-            sizes["query"],
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=self.tp_group,
-        )
-        self._recomputes = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules  # type: ignore[operator]
-        )
+        self.linear_proj = output_linear(config, sizes["query"], self.tp_group)
+        self._recomputes = recomputes_core_attention(config)
 
     def _linear(self, config: TransformerConfig, width: int, rows: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            width,
-            rows,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tp_group,
-        )
+        return column_linear(config, width, rows, self.tp_group)
 
     def _norm(self, width: int, epsilon: float | None) -> torch.nn.Module:
         if epsilon is None:
