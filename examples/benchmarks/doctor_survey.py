@@ -24,14 +24,14 @@ from textwrap import shorten
 import torch
 from torch import nn
 
-from megatron.packing.doctor.collators import COLLATORS
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.examine import is_rounding_of_experts
 from megatron.packing.doctor.experiments import Examination
 from megatron.packing.doctor.probe import Probe
-from megatron.packing.doctor.small_models import small_config, small_model
 from megatron.packing.doctor.subject import LENGTHS
-from megatron.packing.doctor.transformers_subject import subject_from_transformers
+from megatron.packing.doctor.subjects.collators import COLLATORS
+from megatron.packing.doctor.subjects.small_models import small_config, small_model
+from megatron.packing.doctor.subjects.transformers_subject import subject_from_transformers
 
 WAYS = ("flattening", "flattening-borders", "trl", "positions", "ones", "mask", "boolean-mask")
 ATTENTIONS = ("eager", "sdpa")

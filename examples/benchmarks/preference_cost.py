@@ -77,7 +77,7 @@ class Pair(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a trainer notes of a step."""
+    """Figures that a trainer logs for a step."""
 
     seconds: float
     """CPU time of the process since it began."""

@@ -112,7 +112,7 @@ class Trainer(NamedTuple):
 
     module: str
     name: str
-    """Of the trainer's class without "Trainer", and of its options' class without "Config"."""
+    """The trainer's class without "Trainer", and the class of its options without "Config"."""
     method: str
     """Computes the loss of a batch."""
 

@@ -12,10 +12,10 @@ import runpy
 import pytest
 
 from megatron.packing.doctor.command import run_doctor
-from megatron.packing.doctor.decision_table import ROWS
+from megatron.packing.doctor.decisions.decision_table import ROWS
 from megatron.packing.doctor.examine import examine
 from megatron.packing.doctor.module_kinds import kind_of
-from megatron.packing.doctor.transformers_subject import small_subject
+from megatron.packing.doctor.subjects.transformers_subject import small_subject
 from megatron.packing.flags import FlagError
 from megatron.sft.arguments.parse import parse_config
 from megatron.sft.doctor.shrink import small_run
@@ -175,7 +175,7 @@ def test_report_and_files(tmp_path, capsys):
     pytest.importorskip("transformers")
     script = tmp_path / "mine.py"
     script.write_text(
-        "from megatron.packing.doctor.transformers_subject import small_subject\n"
+        "from megatron.packing.doctor.subjects.transformers_subject import small_subject\n"
         "def subject():\n    return small_subject('opt', 'flattening')\n"
     )
     arguments = ["--subject", f"{script}:subject", "--json", str(tmp_path / "a.json")]

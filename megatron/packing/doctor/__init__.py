@@ -20,7 +20,7 @@ reading:
 - `experiments`, `locate`, `autopsy`: influence and causality; the module and layers to blame; the
   loss, token by token
 - `evidence`: results of all of them
-- `decision_table` (with `crossing_rows`, `loss_rows`, `module_kinds`, `loss_reading`): from results
-  to names, as data
+- `decisions` (with `module_kinds`, `loss_reading`): from results to names, as data
 - `examine`: all in order; `report`: text and JSON
+- `subjects`: ready ones, of which each imports what it examines; `hook`: a script as a subject
 """

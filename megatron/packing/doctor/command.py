@@ -13,13 +13,13 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from megatron.packing.doctor.collators import COLLATORS
 from megatron.packing.doctor.examine import examine
 from megatron.packing.doctor.page import write_page
 from megatron.packing.doctor.report import Diagnosis
 from megatron.packing.doctor.scripts import load_subject, run_script
 from megatron.packing.doctor.subject import Subject
-from megatron.packing.doctor.transformers_subject import small_subject
+from megatron.packing.doctor.subjects.collators import COLLATORS
+from megatron.packing.doctor.subjects.transformers_subject import small_subject
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import parse_flags
 from megatron.packing.rules import Rule, check_rules

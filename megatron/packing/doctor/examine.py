@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.packing.doctor.autopsy import draw_step, examine_loss
-from megatron.packing.doctor.decision_table import ROWS
+from megatron.packing.doctor.decisions.decision_table import ROWS
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.experiments import Examination
 from megatron.packing.doctor.locate import (

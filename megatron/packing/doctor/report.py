@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from megatron.packing.doctor.decision_row import PROPERTIES
+from megatron.packing.doctor.decisions.decision_row import PROPERTIES
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.loss_reading import read_loss
 

@@ -145,7 +145,7 @@ class Subject:
     """Words for a wrong factor of the loss -> number, such as {"context-parallel ranks": 2}."""
 
     notes: Sequence[str] = ()
-    """What this subject cannot show, for the report."""
+    """Limits of this subject, which the report tells."""
 
     def rows(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Returns the rows of each sequence in the flattened stream, int64 [length]."""

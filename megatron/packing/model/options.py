@@ -64,8 +64,8 @@ def _unsupported_branches(options: Any) -> dict[str, str]:
         "is not supported with biases": not options.disable_bias_linear,
         "is not supported with multi-token prediction": options.mtp_num_layers is not None,
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    return {"reason": found[0]} if options.moe_branch_norms and found else {}
+    broken = [reason for reason, holds in reasons.items() if holds]
+    return {"reason": broken[0]} if options.moe_branch_norms and broken else {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,6 @@ class ColumnTally:
     """Counts of the values of each column that is read, and of each key of turns."""
 
     def __init__(self) -> None:
-        self._num_records = 0
         self._values: Counter[str] = Counter()
         """Values by column, nulls included."""
         self._nulls: Counter[str] = Counter()
@@ -56,7 +55,6 @@ class ColumnTally:
 
         columns: column of the record -> its name in `records.formats`.
         """
-        self._num_records += 1
         for column, value in record.items():
             name = columns.get(column, column)
             if name not in READ_COLUMNS:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.packing.device import Device
-from megatron.packing.doctor.plugin_subject import PluginScript, subject_from_plugin
 from megatron.packing.doctor.subject import Subject
+from megatron.packing.doctor.subjects.plugin_subject import PluginScript, subject_from_plugin
 from megatron.sft.data.counts import Counts
 from megatron.sft.doctor.shrink import declared_windows
 from megatron.sft.model.build import build_training

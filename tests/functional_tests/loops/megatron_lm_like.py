@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing import plugin
 from megatron.packing.doctor.hook import examine_here
-from megatron.packing.doctor.plugin_subject import PluginScript, subject_from_plugin
+from megatron.packing.doctor.subjects.plugin_subject import PluginScript, subject_from_plugin
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
 from megatron.packing.model.layer_spec import packed_block_spec
 from megatron.sft.model import cpu_support

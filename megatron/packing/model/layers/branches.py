@@ -81,8 +81,8 @@ def branched_experts(mlp: Any) -> type[BranchedExperts]:
 
     A class, as both call it with all that they tell a layer of experts.
     """
-    found = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
-    submodules = replace(found, router=ScaledRouter)
+    of_core = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+    submodules = replace(of_core, router=ScaledRouter)
 
     class Built(BranchedExperts):
         """With these submodules."""

@@ -112,13 +112,15 @@ class GlobalSelfAttention(MegatronModule):
         """Returns [s, b, heads, d] and twice [s, b, groups, d], of this rank's heads."""
         part, size = self.part, self.tp_group.size()
         per_group = part.num_attention_heads // part.num_groups
-        made, _ = self.linear_qk(hidden_states)
+        projected, _ = self.linear_qk(hidden_states)
         is_shared = size > part.num_groups
         if is_shared:  # backward, ranks' gradients of a key are summed
-            made = all_gather_last_dim_from_tensor_parallel_region(made, group=self.tp_group)
+            projected = all_gather_last_dim_from_tensor_parallel_region(
+                projected, group=self.tp_group
+            )
         # 4 heads in 2 groups    ->    q0 q1 k0 | q2 q3 k1
-        made = made.unflatten(-1, (-1, per_group + 1, part.global_kv_channels))
-        query, key = made.tensor_split((per_group,), dim=-2)
+        projected = projected.unflatten(-1, (-1, per_group + 1, part.global_kv_channels))
+        query, key = projected.tensor_split((per_group,), dim=-2)
         query, key = query.flatten(-3, -2), key.flatten(-3, -2)
         if is_shared:
             num_heads = part.num_attention_heads // size

@@ -52,10 +52,10 @@ def check_scores(config: Mapping[str, Any], pad: int | None, where: str | Path) 
             f"{where} has {shown(count)} labels, but a reward model has one; give a model with "
             "num_labels 1"
         )
-    found = config.get("pad_token_id")
-    if pad is not None and found is not None and found != pad:
+    own_pad = config.get("pad_token_id")
+    if pad is not None and own_pad is not None and own_pad != pad:
         raise ValueError(
-            f"{where} has pad_token_id {shown(found)}, but the tokenizer's padding is {pad}; "
+            f"{where} has pad_token_id {shown(own_pad)}, but the tokenizer's padding is {pad}; "
             "transformers scores the last token that is not padding: make them the same"
         )
 
@@ -64,11 +64,11 @@ def with_score(config: Mapping[str, Any], pad: int | None) -> dict[str, Any]:
     """Returns the config.json of the reward model that begins as this model."""
     family, _, _ = language_model(config)
     plain = family.architecture.removesuffix("ForCausalLM") + _ENDING
-    found = {
+    kept = {
         **config,
         "architectures": [_ARCHITECTURES.get(family.model_type, plain)],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
-    found.pop("num_labels", None)
-    return found if pad is None else {**found, "pad_token_id": pad}
+    kept.pop("num_labels", None)
+    return kept if pad is None else {**kept, "pad_token_id": pad}

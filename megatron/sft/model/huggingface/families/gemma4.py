@@ -105,8 +105,8 @@ def _unified_options(config: ConfigFields) -> dict[str, Any]:
 
 def _has_window(config: ConfigFields) -> tuple[int, ...]:
     """Returns 1 for each layer with a window; the last has none, whatever is written."""
-    found = config.layers("layer_types", "sliding_attention")
-    return (*(config.every(6) if found is None else found)[:-1], 0)
+    windows = config.layers("layer_types", "sliding_attention")
+    return (*(config.every(6) if windows is None else windows)[:-1], 0)
 
 
 def _global_heads(config: ConfigFields, has_window: tuple[int, ...]) -> dict[str, Any]:
@@ -121,10 +121,14 @@ def _global_heads(config: ConfigFields, has_window: tuple[int, ...]) -> dict[str
         }
     wanted = {str(layer) for layer, is_windowed in enumerate(has_window) if not is_windowed}
     layers = by_layer if isinstance(by_layer, Mapping) else {}
-    found = {str(layer): fields for layer, fields in layers.items()}
-    first: Any = next(iter(found.values()), {})
+    fields_of_layers = {str(layer): fields for layer, fields in layers.items()}
+    first: Any = next(iter(fields_of_layers.values()), {})
     is_known = isinstance(first, Mapping) and not first.keys() - _GLOBAL.keys()
-    if found.keys() != wanted or not is_known or any(one != first for one in found.values()):
+    if (
+        fields_of_layers.keys() != wanted
+        or not is_known
+        or any(one != first for one in fields_of_layers.values())
+    ):
         raise ValueError(
             f"{config.where} has a per_layer_config {shown(by_layer)}, but only one with equal "
             f"{' and '.join(_GLOBAL)} for each layer without a window is supported"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.packing.doctor.decision_row import Row
+from megatron.packing.doctor.decisions.decision_row import Row
 from megatron.packing.doctor.evidence import Evidence, Mixing
 from megatron.packing.doctor.module_kinds import kind_of
 
@@ -64,7 +64,7 @@ def _crossing(sentence: str) -> Callable[[Evidence], str]:
     def text(e: Evidence) -> str:
         m = e.mixing
         seen = ""
-        if m and m.sources:  # else its rows could not be told apart
+        if m and m.sources:  # without sources its rows look alike
             seen = (
                 f" {len(m.targets)} of {m.length_changed} tokens of sequence {m.changed} see "
                 f"{len(m.sources)} of {m.length_disturbed} of sequence {m.disturbed}."

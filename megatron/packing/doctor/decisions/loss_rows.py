@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.packing.doctor.decision_row import Row
+from megatron.packing.doctor.decisions.decision_row import Row
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.loss_reading import LossReading, read_loss
 

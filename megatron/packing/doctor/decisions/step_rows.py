@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron.packing.doctor.decision_row import Row
+from megatron.packing.doctor.decisions.decision_row import Row
 from megatron.packing.doctor.evidence import Evidence, SequenceShare, StepEvidence
 from megatron.packing.doctor.loss_reading import read_loss
 

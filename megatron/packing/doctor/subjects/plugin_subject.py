@@ -27,9 +27,14 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.microbatches import Microbatch, layouts_of, pack
 from megatron.packing.batch.samples import Samples
 from megatron.packing.device import Device
-from megatron.packing.doctor.gpt_subject import GPTScript, Microbatches, Trained, subject_from_gpt
-from megatron.packing.doctor.gpt_weights import set_weights
 from megatron.packing.doctor.subject import Sample, Subject
+from megatron.packing.doctor.subjects.gpt_subject import (
+    GPTScript,
+    Microbatches,
+    Trained,
+    subject_from_gpt,
+)
+from megatron.packing.doctor.subjects.gpt_weights import set_weights
 from megatron.packing.model.pipeline import PackedLosses, PackedPasses
 from megatron.packing.plugin import PackingSchedule
 from megatron.packing.step.global_batch import GROUPS, PackedIterator
@@ -47,7 +52,7 @@ class PluginScript:
     vocab_size: int
     """Token ids below it may be fed."""
     forward_step: Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
-    """As the script gives it to `get_forward_backward_func()`, packed."""
+    """The forward step that the script gives to `get_forward_backward_func()`, packed."""
     optimizer: MegatronOptimizer | None = None
     """None leaves the step out."""
     report_loss: Callable[[list[Any]], float] | None = None
@@ -55,7 +60,7 @@ class PluginScript:
     reports. Collective; None does not examine it.
     """
     takes_weights: bool = False
-    """Whether weights in the loss mask are factors of tokens' losses, and not of their number."""
+    """True if weights in the loss mask multiply the tokens' losses, but not their number."""
     windows: Sequence[int] = ()
     """Tokens that each layer sees, itself included; 0 for all (default: unknown)."""
 

@@ -2,7 +2,7 @@
 collator, its own loss and its own step.
 
     from megatron.packing.doctor.hook import examine_here
-    from megatron.packing.doctor.trainer_subject import subject_from_trainer
+    from megatron.packing.doctor.subjects.trainer_subject import subject_from_trainer
 
     examine_here(lambda: subject_from_trainer(trainer))
     trainer.train()
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.packing.doctor.collators import IGNORED
 from megatron.packing.doctor.subject import LENGTHS, Sample, Step, Subject, draw_pack, draw_weights
+from megatron.packing.doctor.subjects.collators import IGNORED
 
 
 def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
@@ -112,8 +112,8 @@ class _Passes:
             labels: of the tokens, not shifted; None takes the tokens.
         """
         targets = sequences if labels is None else labels
-        made = self._collate(sequences, targets)
-        inputs = dict(made)
+        batch = self._collate(sequences, targets)
+        inputs = dict(batch)
         rows = self._rows(inputs["input_ids"], sequences)
         tokens = inputs["input_ids"].clone().flatten()
         padding = torch.ones(tokens.numel(), dtype=torch.bool)
@@ -156,10 +156,10 @@ class _Passes:
 
     def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments with which the trainer's loss calls the model, for logits."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
 
         def stop(_: Any, args: Any, kwargs: Any) -> None:
-            found.update(kwargs)
+            arguments.update(kwargs)
             raise _Called
 
         handle = self._model.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
@@ -171,8 +171,8 @@ class _Passes:
             handle.remove()
         # Without labels a fused head puts out logits.
         for name in ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head"):
-            found.pop(name, None)
-        return found
+            arguments.pop(name, None)
+        return arguments
 
     def logits(self, sequences: Sequence[Tensor], fill: int) -> list[Tensor]:
         batch = self.batch(sequences, fill)

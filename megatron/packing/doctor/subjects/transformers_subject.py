@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.packing.doctor.collators import COLLATORS, IGNORED, Batch
 from megatron.packing.doctor.locate import layer_names, layer_reach
 from megatron.packing.doctor.probe import Probe
-from megatron.packing.doctor.small_models import WINDOW, small_config, small_model
 from megatron.packing.doctor.subject import LENGTHS, Sample, Subject, draw_pack
+from megatron.packing.doctor.subjects.collators import COLLATORS, IGNORED, Batch
+from megatron.packing.doctor.subjects.small_models import WINDOW, small_config, small_model
 
 
 def subject_from_transformers(

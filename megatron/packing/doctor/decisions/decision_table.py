@@ -7,12 +7,12 @@ names it.
 
 from __future__ import annotations
 
-from megatron.packing.doctor.crossing_rows import CROSSING, birthplace
-from megatron.packing.doctor.decision_row import Row
+from megatron.packing.doctor.decisions.crossing_rows import CROSSING, birthplace
+from megatron.packing.doctor.decisions.decision_row import Row
+from megatron.packing.doctor.decisions.loss_rows import BALANCING, LOSS
+from megatron.packing.doctor.decisions.step_rows import STEP
 from megatron.packing.doctor.evidence import Evidence
-from megatron.packing.doctor.loss_rows import BALANCING, LOSS
 from megatron.packing.doctor.module_kinds import kind_of
-from megatron.packing.doctor.step_rows import STEP
 
 
 def _not_causal(e: Evidence) -> bool:
