@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from megatron.sft.training.train import Trainer
 
 
-def main(arguments: Sequence[str], program: str) -> None:
-    """Runs `megatron-sft train`. `program` is the command as the user typed it, for messages."""
+def main(arguments: Sequence[str], program: str, command: Command | None = None) -> None:
+    """Runs `megatron-sft train`. `program` is the command as the user typed it, for messages;
+    `command` what another command says of itself in its help.
+    """
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
     end_with_launcher()
     outlive_output()
-    command = Command(
+    command = command or Command(
         program=program,
         about="Fine-tune a GPT on packed sequences with Megatron-Core.",
         usage="[--nproc-per-node 8] --pretrained-checkpoint FOLDER --data-path FILE [options]",

@@ -10,9 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.packing.flag_help import Command
+from megatron.sft.arguments.other_trainers import answers_to
+from megatron.sft.arguments.parse import COMMON
 from megatron.sft.environment import exit_with_message
 from megatron.sft.run import main as train
 
+_SHOWN = {
+    "File to write": ("reference_file", "write_scores"),
+    **{title: COMMON[title] for title in ("Start from", "Data")},
+    "Forward passes": ("loss", "global_batch_size", "bf16"),
+    "Layout": COMMON["Layout"],
+}
 _FLAG, _WRITES, _SCORES = "--reference-file", "--write-reference-file", "--write-scores"
 
 
@@ -28,7 +37,14 @@ def main(arguments: Sequence[str], program: str) -> None:
             f"{_FLAG} FILE, or {_SCORES} FILE of a reward model, is required: the file to write"
         )
         exit_with_message(program, failure)
-    train([*_defaults(names), *ours], program)
+    command = Command(
+        program=program,
+        about="Write the log-probabilities of answers under a model, or a reward model's scores.",
+        usage="--reference-file FILE --pretrained-checkpoint FOLDER --data-path FILE [options]",
+        common=_SHOWN,
+        answers=answers_to,
+    )
+    train([*_defaults(names), *ours], program, command)
 
 
 def _defaults(names: set[str]) -> list[str]:
