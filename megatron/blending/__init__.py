@@ -30,7 +30,7 @@ _MODULES = {
     "energon._streams.packing_buffer": "PackingDataset",
     "streams.positions": "EpochizeDataset LimitDataset RepeatDataset ShuffleBufferDataset",
     "streams.source": "SourceDataset",
-    "streams.chunk": "ChunkDataset LeftOut SkippedSample WindowDataset",
+    "streams.chunk": "ChunkDataset SkippedSample",
     "streams.node": "SavableDataset",
     "energon._loading.loader": "WorkerConfig get_loader get_savable_loader",
     "streams.failures": "FatalSampleError SkipSample log_exception reraise_exception",

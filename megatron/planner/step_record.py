@@ -24,8 +24,6 @@ from megatron.planner.sequences import Sequences, sequences_of, sizes_of
 
 IntArray = npt.NDArray[np.int64]
 _MAX_NUMBER, _MAX_STAGES = 1 << 62, 4096
-_FORMER_NAMES = {"ranks_meet": "sync_every_microbatch"}
-"""Keys of the model in records that were written before the field was renamed."""
 Packs = list[list[list[int]]]
 """packs[rank][microbatch]: lengths of its sequences, without padding."""
 
@@ -196,7 +194,6 @@ class StepRecord:
             alignment, cost, model = (
                 _checked_numbers(one) for one in (values["alignment"], cost_terms, model_terms)
             )
-            model = {_FORMER_NAMES.get(name, name): value for name, value in model.items()}
             layout = StepLayout(
                 num_ranks=len(packs),
                 **_checked_numbers(
@@ -251,7 +248,7 @@ def _checked_shares(values: Any) -> tuple[float, ...]:
 
 def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in values.items():
-        if isinstance(value, bool) and _FORMER_NAMES.get(name, name) == "sync_every_microbatch":
+        if isinstance(value, bool) and name == "sync_every_microbatch":
             continue
         is_cost = name in ("linear", "quadratic", "fixed", "head", "least")
         if (

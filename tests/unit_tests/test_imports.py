@@ -126,9 +126,6 @@ def test_pure_modules_import_neither_torch_nor_megatron_core(name, loaded_by_imp
     assert loaded_by_import[name] == []
 
 
-# Commands whose name users look for there, while what they run is above it.
-COMMANDS = ("megatron.packing.plan", "megatron.packing.calibrate")
-MOVED = ("megatron.sft.fit.__main__", "megatron.sft.report.__main__")
 # Each package knows those named after it, and no other; inside a package a folder knows those
 # before it.
 KNOWS = {
@@ -152,7 +149,6 @@ FOLDERS = {
         "user_files",
         "folder_gate",
         "versions",
-        "former_names",
         "flag_help",
         "flag_faults",
         "flag_needs",
@@ -224,24 +220,11 @@ def test_packages_know_only_those_below(package):
     found = [
         (module_name(path), name)
         for path in FILES
-        if path.is_relative_to(ROOT / "megatron" / package) and module_name(path) not in COMMANDS
+        if path.is_relative_to(ROOT / "megatron" / package)
         for name in imported(path)
         if any(is_within(name, other) for other in forbidden)
     ]
     assert found == []
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_only_run(command):
-    """The one file of a package that knows those above may be imported by none, else the package
-    knows them, too.
-    """
-    importers = [
-        module_name(path) for path in FILES for name in imported(path) if is_within(name, command)
-    ]
-    assert importers == []
-    path = ROOT.joinpath(*command.split(".")).with_suffix(".py")
-    assert not any(is_within(name, "megatron") for name in imported(path, at_import_time_only=True))
 
 
 @pytest.mark.parametrize("package", FOLDERS)
@@ -255,7 +238,6 @@ def test_folders_have_one_order(package):
         for place, folder in enumerate(folders)
         for path in FILES
         if (path.is_relative_to(folder) or path == folder.with_suffix(".py"))
-        and module_name(path) not in MOVED
         for name in imported(path)
         if is_within(name, f"megatron.{package}")
         and not any(is_within(name, f"megatron.{package}.{known}") for known in order[: place + 1])

@@ -33,10 +33,6 @@ class SkippedSample(NamedTuple):
     """Message of its failure."""
 
 
-LeftOut = SkippedSample
-"""Its former name, kept for one release."""
-
-
 class ChunkDataset(SavableDataset[Any]):
     """Lists of `length` consecutive outputs of the child, from its position `first` on.
 
@@ -92,12 +88,8 @@ class ChunkDataset(SavableDataset[Any]):
         return [self.first + position * self.length]
 
     def signature(self) -> list[Any]:
-        # States of loaders hold the former name of the class.
+        # States of loaders that were saved hold this name.
         return ["WindowDataset", self.length, self.first]
-
-
-WindowDataset = ChunkDataset
-"""Its former name, kept for one release."""
 
 
 class ChunkPlan(RangesPlan):

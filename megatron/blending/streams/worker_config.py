@@ -14,8 +14,8 @@ from megatron.blending.arguments import check_function, check_one_of, check_whol
 from megatron.blending.streams.failures import DEFAULT_TOLERANCE
 
 START_METHODS = ("fork", "spawn", "forkserver")
-_WITHOUT_EFFECT = ("restore_error_handler", "worker_debug_path", "worker_log_level", "num_shards")
-_LEAST = {"num_workers": 0, "num_shards": 1, "failure_tolerance": 0}
+_WITHOUT_EFFECT = ("restore_error_handler", "worker_debug_path", "worker_log_level")
+_LEAST = {"num_workers": 0, "failure_tolerance": 0}
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,6 @@ class WorkerConfig:
     """
     seed_offset: int = 0
     """Is added to the seed."""
-    num_shards: int | None = None
-    """Option of former releases, without effect: the stream does not depend on it any more."""
     failure_tolerance: int = DEFAULT_TOLERANCE
     """Failures of a function in a row that are fatal; 0: none is.
     `@stateless(failure_tolerance=...)` wins.
@@ -83,7 +81,6 @@ class WorkerConfig:
             "restore_error_handler",
             "worker_debug_path",
             "worker_log_level",
-            "num_shards",
         ):
             if getattr(self, name):
                 warnings.warn(f"WorkerConfig: {name} has no effect here", stacklevel=3)
@@ -97,15 +94,9 @@ class WorkerConfig:
             "num_workers",
             "seed",
             "seed_offset",
-            "num_shards",
             "failure_tolerance",
         ):
-            check_whole(
-                name,
-                getattr(self, name),
-                _LEAST.get(name, -math.inf),
-                may_be_none=name == "num_shards",
-            )
+            check_whole(name, getattr(self, name), _LEAST.get(name, -math.inf))
         if self.rank not in range(self.num_ranks):
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):

@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.former_names import with_former_names
 from megatron.packing.quoting import shown
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.options import SchedulerOptions
@@ -47,7 +46,6 @@ class Sorted(NamedTuple):
     """
 
 
-@with_former_names(source_draw="source_fetch", num_draws="num_fetches")
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRequest:
     """The sequences of one global batch and the packs they may go to.

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.former_names import with_former_names
 from megatron.packing.scheduling import compiled
 
 FloatArray = npt.NDArray[np.float64]
@@ -37,7 +36,6 @@ GOOD_ENOUGH = 1.0002
 """Modelled time over its bound, at which searches end: no cost model is as accurate as that."""
 
 
-@with_former_names(ranks_meet="sync_every_microbatch")
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
     """Parallel layout, as far as it makes ranks wait for one another."""

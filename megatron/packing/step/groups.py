@@ -49,10 +49,6 @@ def is_data_rank(groups: Any) -> bool:
     return groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
 
 
-is_drawing_rank = is_data_rank
-"""The former name, for users' scripts; gone after 0.1."""
-
-
 def data_groups(groups: Any) -> DataGroups:
     """Returns the groups beside megatron-core's `tp`, `cp`, `pp`, `dp` and `mp`.
 

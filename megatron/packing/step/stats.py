@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron.packing.former_names import with_former_names
-
 if TYPE_CHECKING:  # a report of a run needs no arrays
     from megatron.packing.batch.layout import Alignment
     from megatron.packing.batch.nodes import SampleSizes
     from megatron.packing.scheduling.problem import IntArray, Schedule, ScheduleRequest
 
 
-@with_former_names(cut_samples="truncated_samples")
 @dataclass(frozen=True, kw_only=True)
 class PackingStats:
     """One global batch over all data-parallel ranks, in columns of `metrics.jsonl`. Counts of

@@ -141,8 +141,6 @@ class StepMetrics(PackingStats):
         return f"loss {self.loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, fill {self.fill:.0%}"
 
 
-FORMER_NAMES = {"cut_samples": "truncated_samples"}
-"""Former names of columns of `metrics.jsonl`: written and read for one more release."""
 DERIVED = ("perplexity", "fill", "padding", "balance", "moved", "prediction_error")
 """Properties of a step that are columns of `metrics.jsonl`, too; they are not read back."""
 DRAWN = (

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 from megatron.packing.folder_gate import open_output
 from megatron.packing.user_files import parse_json
 from megatron.sft.report.metrics import (
-    FORMER_NAMES,
     Evaluation,
     SourceMetrics,
     StepMetrics,
@@ -123,7 +122,6 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def from_record(kind: type[T], record: dict[str, Any]) -> T:
     """Returns the object of the class `kind` that a line was written from, null as NaN."""
-    record = {FORMER_NAMES.get(name, name): value for name, value in record.items()}
 
     def read(cls: type, values: dict[str, Any]) -> dict[str, Any]:
         known = [one.name for one in fields(cls) if one.name in values]

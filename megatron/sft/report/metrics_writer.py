@@ -4,7 +4,7 @@ a progress bar or as log lines.
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from megatron.sft.report.metrics import (
     DERIVED,
     DRAWN,
     DRAWN_OF_EVALUATIONS,
-    FORMER_NAMES,
     Evaluation,
     StepMetrics,
     answer_line,
@@ -63,7 +62,7 @@ class MetricsWriter:
         values = dict.fromkeys(StepMetrics.__annotations__) | asdict(metrics) | derived
         if not metrics.delays:
             del values["delays"], values["waiting"]
-        self._file.write(json_line("train", **_with_former_names(values)))
+        self._file.write(json_line("train", **values))
         drawn = {f"train/{name}": getattr(metrics, name) for name in DRAWN}
         drawn |= {f"train/loss of {name}": source.loss for name, source in metrics.sources.items()}
         drawn |= {f"train/{name}": value for name, value in metrics.figures.items()}
@@ -77,7 +76,7 @@ class MetricsWriter:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Writes and shows the loss over held-out data."""
         drawn = {name: getattr(evaluation, name) for name in DRAWN_OF_EVALUATIONS}
-        self._file.write(json_line("evaluation", **_with_former_names(asdict(evaluation) | drawn)))
+        self._file.write(json_line("evaluation", **asdict(evaluation) | drawn))
         self._add_to_boards(
             {
                 f"{evaluation.split}/{name}": value
@@ -127,10 +126,6 @@ class MetricsWriter:
                 print(f"note: {_failed(board, error)}", flush=True)
         if self._bar is not None:
             self._bar.close()
-
-
-def _with_former_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**values, **{old: values[new] for old, new in FORMER_NAMES.items()}}
 
 
 def _failed(board: Board, error: Exception) -> str:

@@ -76,18 +76,6 @@ def test_costs_of_other_sequences_are_refused(costs):
         StepRecord.from_dict({**json.loads(RECORD.to_json()), "sizes": sizes})
 
 
-def test_a_former_name_is_read():
-    """Records outlive releases: those of runs before the renaming could not be looked at."""
-    values = json.loads(RECORD.to_json())
-    now = StepRecord.from_dict(
-        {**values, "model": {**values["model"], "sync_every_microbatch": True}}
-    )
-    del values["model"]["sync_every_microbatch"]
-    former = StepRecord.from_dict({**values, "model": {**values["model"], "ranks_meet": True}})
-    assert former == now
-    assert former.layout.model.sync_every_microbatch
-
-
 def test_record_of_a_schedule():
     """The real lengths are kept, not those rounded up to the alignment."""
     sequences = Sequences(np.array([5, 1, 16, 7, 3]))

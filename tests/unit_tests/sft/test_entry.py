@@ -1,7 +1,6 @@
 """The trainer as a user starts it: wrong options are answered at once, in one line."""
 
 import os
-import runpy
 import subprocess
 import sys
 import sysconfig
@@ -235,27 +234,6 @@ def test_train_is_the_command_without_a_name(main):
     """Scripts that name no command would break."""
     arguments = [*GOOD_ARGUMENTS, "--num-layer", "2"]
     assert main("train", *arguments) == main(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("megatron.sft.show", "show"),
-        ("megatron.sft.export", "export"),
-        ("megatron.sft.report", "report"),
-        ("megatron.packing.plan", "plan"),
-        ("megatron.packing.calibrate", "calibrate"),
-    ],
-)
-def test_old_names_work_and_say_the_new_one(monkeypatch, capsys, module, name):
-    """Scripts break without a release of warning."""
-    monkeypatch.setattr("sys.argv", [module, "--nonsense"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(module, run_name="__main__")
-    note, error = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2
-    assert f"python -m {module} is now megatron-sft {name}" in note
-    assert error.startswith(f"megatron-sft {name}: error: unknown option --nonsense")
 
 
 def test_wrong_options_import_neither_torch_nor_megatron_core():

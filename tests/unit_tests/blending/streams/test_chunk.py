@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from megatron import blending
 from megatron.blending import ChunkDataset, MapDataset, SkippedSample, SkipSample, SourceDataset
 from megatron.blending.streams.node import Binding, PlanBatch
 from tests.unit_tests.blending.number_streams import Numbers, source_of
@@ -55,9 +54,3 @@ def test_a_source_that_cannot_be_read_fails_sample_by_sample():
     )
     assert (zero, one, three) == (("a", 0), ("a", 1), ("a", 3))
     assert two == SkippedSample(0, "a:2", None, "a:2: cannot be read: OSError: disk gone")
-
-
-def test_former_names():
-    """Whoever imports them by the name of the release before is not to be stopped by a rename."""
-    assert blending.WindowDataset is ChunkDataset
-    assert blending.LeftOut is SkippedSample

@@ -48,7 +48,6 @@ def test_a_group_that_comes_with_its_rank_is_not_asked(monkeypatch):
         ({"rank": 2, "world_size": 2}, r"rank must be in range\(2\), but is 2"),
         ({"rank": 0}, "rank and world_size must be given together"),
         ({"num_workers": -1}, "num_workers must be at least 0, but is -1"),
-        ({"num_shards": 0}, "num_shards must be at least 1"),
         ({"global_error_handler": 3}, "global_error_handler must be a function, but is 3"),
         ({"start_method": "clone"}, "start_method must be one of"),
     ],
@@ -56,9 +55,3 @@ def test_a_group_that_comes_with_its_rank_is_not_asked(monkeypatch):
 def test_refused(options, fault):
     with pytest.raises(ValueError, match=fault):
         WorkerConfig(**options)
-
-
-def test_a_number_of_shards_is_accepted():
-    """Users' scripts have it, and it means nothing any more."""
-    with pytest.warns(UserWarning, match="WorkerConfig: num_shards has no effect here"):
-        assert WorkerConfig(num_shards=12).num_shards == 12

@@ -43,25 +43,6 @@ def test_lines_of_runs_from_before_there_were_sources(tmp_path):
     assert repr(read_metrics(tmp_path).steps) == repr([STEP])  # as NaN equals nothing
 
 
-def test_a_column_under_its_former_name_is_written_and_read(tmp_path):
-    """Scripts that read `cut_samples`, and reports of runs that wrote it, would see none."""
-    writer = MetricsWriter(tmp_path, train_iters=1, log_interval=1)
-    writer.step(replace(STEP, iteration=1, truncated_samples=3))
-    writer.evaluation(
-        Evaluation(iteration=1, split="valid", loss=2.0, num_tokens=10, truncated_samples=5)
-    )
-    writer.close()
-    path = tmp_path / "metrics.jsonl"
-    records = [line for line in read_jsonl(path) if line["kind"] != "event"]
-    assert [record["cut_samples"] for record in records] == [3, 5]
-    for record in records:
-        del record["truncated_samples"]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = read_metrics(tmp_path)
-    assert [step.truncated_samples for step in found.steps] == [3]
-    assert [evaluation.truncated_samples for evaluation in found.evaluations] == [5]
-
-
 def test_file_reads_back_exactly(tmp_path):
     """Without it a field could be lost or rounded between the run and its report; NaN and infinity
     would break JSON.

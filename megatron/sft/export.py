@@ -1,7 +1,0 @@
-"""pure. The old place of `megatron-sft export`, which works for one release."""
-
-from megatron.sft.commands.export import export as export
-from megatron.sft.commands.moved import run_moved
-
-if __name__ == "__main__":
-    run_moved("megatron.sft.export", "export")
