@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--types", nargs="+", default=None)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--seconds", type=float, default=120.0, help="limit for each type")
+    parser.add_argument("--seconds", type=float, default=300.0, help="limit for each type")
     options = parser.parse_args(arguments)
     ways = [way for way in WAYS if way != "trl" or _has_trl()]
     import transformers
@@ -240,7 +240,7 @@ def page_lines(
 def print_changes(before: str, after: str) -> None:
     """Prints the rows of the table that differ."""
     old, new = (
-        {match[1]: match[0] for match in re.finditer(r"^(\| \w+ \| [\w, ]+ \|).*$", text, re.M)}
+        {match[1]: match[0] for match in re.finditer(r"^(\| [\w-]+ \| [\w, ]+ \|).*$", text, re.M)}
         for text in (before, after)
     )
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]

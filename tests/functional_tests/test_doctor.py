@@ -160,6 +160,7 @@ def test_every_row_has_a_case():
         ("llama", "flattening", []),
         ("opt", "flattening", ["attention forgets borders"]),
         ("gpt_oss", "flattening", ["windowed attention without borders"]),
+        ("falcon_h1", "flattening", ["recurrent state is kept"]),
         # The last padding predicts the first token, whose label data sets leave.
         ("gpt2", "padded-left", ["packed path computes otherwise", "padding is trained"]),
     ],
@@ -232,6 +233,19 @@ def test_a_model_that_raises_is_told(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             run_doctor(["--subject", f"{script}:{name}"], "doctor")
+
+
+def test_a_model_that_raises_alone_is_told(monkeypatch):
+    """A small model that raises while it is made was a traceback of transformers."""
+    pytest.importorskip("transformers")
+
+    def fail(*_):
+        raise RuntimeError("size of tensor a\nsecond line")
+
+    monkeypatch.setattr("megatron.packing.doctor.command.small_subject", fail)
+    with pytest.raises(ValueError, match=r"--model opt does not run .* tensor a; it") as failure:
+        run_doctor(["--model", "opt"], "doctor")
+    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(

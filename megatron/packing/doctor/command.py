@@ -164,9 +164,14 @@ def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
             raise ValueError("--model needs transformers; run pip install transformers") from error
         transformers.logging.set_verbosity_error()  # of kernels that a small model lacks
         assert options.model is not None
-        subject = small_subject(
-            options.model, options.collator, options.attention, DTYPES[options.dtype]
-        )
+        try:
+            subject = small_subject(
+                options.model, options.collator, options.attention, DTYPES[options.dtype]
+            )
+        except ValueError:
+            raise
+        except Exception as error:  # of hundreds of models' own code
+            raise _does_not_run(f"--model {options.model}", error) from error
     return diagnose_subject(subject)
 
 
@@ -181,12 +186,17 @@ def diagnose_subject(subject: Subject) -> tuple[Diagnosis, bool]:
             warnings.simplefilter("ignore")
             diagnosis = examine(subject)
     except Exception as error:  # of anybody's model
-        lines = str(error).strip().splitlines() or [""]
-        raise ValueError(
-            f"{subject.name} does not run on the doctor's pack: {type(error).__name__}: "
-            f"{lines[0]}; it fails aloud, so nothing is contaminated in silence"
-        ) from error
+        raise _does_not_run(subject.name, error) from error
     if subject.ranks is not None:
         return diagnosis, subject.ranks.is_first
     # Of processes that examine by themselves the first reports, and each that finds a fault.
     return diagnosis, os.environ.get("RANK", "0") == "0" or not diagnosis.is_sound
+
+
+def _does_not_run(name: str, error: Exception) -> ValueError:
+    """Returns the error of a subject that raises, in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return ValueError(
+        f"{name} does not run on the doctor's pack: {type(error).__name__}: {lines[0]}; it fails "
+        "aloud, so nothing is contaminated in silence"
+    )

@@ -122,6 +122,8 @@ def _shrink(config: Any) -> None:
         if all(isinstance(getattr(config, name, None), int) for name in (count, width, factor)):
             _set(config, width, _STATE_WIDTH)
             _set(config, count, getattr(config, factor) * config.hidden_size // _STATE_WIDTH)
+            if isinstance(getattr(config, "mamba_d_ssm", None), int):  # of falcon_h1
+                _set(config, "mamba_d_ssm", getattr(config, factor) * config.hidden_size)
             if getattr(config, "attention_hidden_size", None) is not None:  # of zamba2
                 _set(config, "attention_hidden_size", 2 * config.hidden_size)
                 _set(
