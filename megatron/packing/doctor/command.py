@@ -171,7 +171,10 @@ def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
         except ValueError:
             raise
         except Exception as error:  # of hundreds of models' own code
-            raise _does_not_run(f"--model {options.model}", error) from error
+            raise ValueError(
+                f"a small {options.model} cannot be made: {_first_line(error)}; examine your own "
+                "model by --subject or --script"
+            ) from error
     return diagnose_subject(subject)
 
 
@@ -186,17 +189,17 @@ def diagnose_subject(subject: Subject) -> tuple[Diagnosis, bool]:
             warnings.simplefilter("ignore")
             diagnosis = examine(subject)
     except Exception as error:  # of anybody's model
-        raise _does_not_run(subject.name, error) from error
+        raise ValueError(
+            f"{subject.name} does not run on the doctor's pack: {_first_line(error)}; it fails "
+            "aloud, so nothing is contaminated in silence"
+        ) from error
     if subject.ranks is not None:
         return diagnosis, subject.ranks.is_first
     # Of processes that examine by themselves the first reports, and each that finds a fault.
     return diagnosis, os.environ.get("RANK", "0") == "0" or not diagnosis.is_sound
 
 
-def _does_not_run(name: str, error: Exception) -> ValueError:
-    """Returns the error of a subject that raises, in one line."""
+def _first_line(error: Exception) -> str:
+    """Returns an error's kind and the first line of what it says."""
     lines = str(error).strip().splitlines() or [""]
-    return ValueError(
-        f"{name} does not run on the doctor's pack: {type(error).__name__}: {lines[0]}; it fails "
-        "aloud, so nothing is contaminated in silence"
-    )
+    return f"{type(error).__name__}: {lines[0]}"

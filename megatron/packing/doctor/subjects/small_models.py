@@ -98,11 +98,23 @@ def small_config(source: str, **changes: Any) -> Any:
                 f"--model {source}: neither a folder with config.json nor a model type of the "
                 "installed transformers; pass one of both"
             ) from error
-    config = config.get_text_config()
+    config = _alike_in_all_layers(config.get_text_config())
     _shrink(config)
     for name, value in changes.items():
         setattr(config, name, value)
     return config
+
+
+def _alike_in_all_layers(config: Any) -> Any:
+    """Returns a configuration without fields that differ by layer.
+
+    Such a field (`head_dim` of Gemma 4) cannot be read for the whole model: even `getattr` with a
+    default raises RuntimeError in transformers 5.24.
+    """
+    fields = config.to_dict()
+    if not fields.get("per_layer_config"):
+        return config
+    return type(config).from_dict({**fields, "per_layer_config": {}})
 
 
 def _shrink(config: Any) -> None:
