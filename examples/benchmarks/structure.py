@@ -1,5 +1,5 @@
 """Counts what a reader of the code must hold: files that one training step runs through, files that
-ask what the device is, functions that decide whether a run is allowed, and statements in reach.
+ask what the device is, functions that raise the error of a wrong option.
 
     python -m examples.benchmarks.structure                        # this checkout
     python -m examples.benchmarks.structure --repository FOLDER    # another one, of any commit
@@ -60,7 +60,7 @@ RUN = (
 ).split()
 
 
-def step_of(repository: Path) -> tuple[list[str], int]:
+def trace_step(repository: Path) -> tuple[list[str], int]:
     """Returns the files of ours that a training step runs through on one process, and between how
     many ordered pairs of them calls go. Raises RuntimeError where the run fails.
     """
@@ -102,12 +102,12 @@ def asks_device(tree: ast.AST) -> bool:
 
 
 def num_refusals(tree: ast.AST) -> int:
-    """Returns how many functions raise the error of a wrong option, or say a rule's name."""
+    """Returns how many functions raise the error of a wrong option."""
     return sum(
         any(
             isinstance(inner, ast.Raise)
             and inner.exc is not None
-            and ast.unparse(inner.exc).split("(")[0] in ("ValueError", "FlagError", "Refused")
+            and ast.unparse(inner.exc).split("(")[0] in ("ValueError", "FlagError")
             for inner in ast.walk(node)
         )
         for node in ast.walk(tree)
@@ -127,9 +127,9 @@ def type_hints(tree: ast.AST) -> Iterator[ast.expr]:
 def count(repository: Path) -> dict[str, str]:
     """Returns what is counted, in words, by name."""
     trees = dict(modules(repository))
-    files, moves = step_of(repository)
-    typed = [each for tree in trees.values() for each in type_hints(tree)]
-    bare = sum(isinstance(each, ast.Name) and each.id == "Any" for each in typed)
+    files, moves = trace_step(repository)
+    hints = [hint for tree in trees.values() for hint in type_hints(tree)]
+    num_any = sum(isinstance(hint, ast.Name) and hint.id == "Any" for hint in hints)
     refusing = [number for tree in trees.values() if (number := num_refusals(tree))]
     statements = sum(isinstance(n, ast.stmt) for tree in trees.values() for n in ast.walk(tree))
     return {
@@ -140,7 +140,7 @@ def count(repository: Path) -> dict[str, str]:
         "files that ask what the device is": f"{sum(map(asks_device, trees.values()))}",
         "functions that raise ValueError or FlagError": f"{sum(refusing)}",
         "files that have such a function": f"{len(refusing)}",
-        "annotations that are bare Any": f"{bare / len(typed):.1%}",
+        "annotations that are bare Any": f"{num_any / len(hints):.1%}",
     }
 
 

@@ -19,7 +19,7 @@ from megatron.sft.run import main as train
 _SHOWN = {
     "File to write": ("reference_file", "write_scores"),
     **{title: COMMON[title] for title in ("Start from", "Data")},
-    "Forward passes": ("loss", "global_batch_size", "bf16"),
+    "Forward passes": ("global_batch_size", "bf16"),
     "Layout": COMMON["Layout"],
 }
 _FLAG, _WRITES, _SCORES = "--reference-file", "--write-reference-file", "--write-scores"
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str], program: str) -> None:
     command = Command(
         program=program,
         about="Write the log-probabilities of answers under a model, or a reward model's scores.",
-        usage="--reference-file FILE --pretrained-checkpoint FOLDER --data-path FILE [options]",
+        usage="--reference-file FILE --loss dpo [--nproc-per-node 8] [options of training]",
         common=_SHOWN,
         answers=answers_to,
     )

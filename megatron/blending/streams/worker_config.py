@@ -15,7 +15,15 @@ from megatron.blending.streams.failures import DEFAULT_TOLERANCE
 
 START_METHODS = ("fork", "spawn", "forkserver")
 _WITHOUT_EFFECT = ("restore_error_handler", "worker_debug_path", "worker_log_level")
-_LEAST = {"num_workers": 0, "failure_tolerance": 0}
+_LEAST = {
+    "rank": -math.inf,
+    "world_size": -math.inf,
+    "num_workers": 0,
+    "seed": -math.inf,
+    "seed_offset": -math.inf,
+    "failure_tolerance": 0,
+}
+"""Whole numbers, and the least that each may be."""
 
 
 @dataclass(frozen=True)
@@ -77,26 +85,15 @@ class WorkerConfig:
         self._check_numbers()
         if self.global_error_handler is not None:
             check_function("global_error_handler", self.global_error_handler)
-        for name in (
-            "restore_error_handler",
-            "worker_debug_path",
-            "worker_log_level",
-        ):
+        for name in _WITHOUT_EFFECT:
             if getattr(self, name):
                 warnings.warn(f"WorkerConfig: {name} has no effect here", stacklevel=3)
         if self.start_method is not None:
             check_one_of("start_method", self.start_method, START_METHODS)
 
     def _check_numbers(self) -> None:
-        for name in (
-            "rank",
-            "world_size",
-            "num_workers",
-            "seed",
-            "seed_offset",
-            "failure_tolerance",
-        ):
-            check_whole(name, getattr(self, name), _LEAST.get(name, -math.inf))
+        for name, least in _LEAST.items():
+            check_whole(name, getattr(self, name), least)
         if self.rank not in range(self.num_ranks):
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron.packing.doctor.decisions.decision_row import Row
 from megatron.packing.doctor.evidence import Evidence, SequenceShare, StepEvidence
@@ -112,19 +113,21 @@ def _is_other_loss(s: StepEvidence) -> bool:
     return s.loss is not None and bool(s.loss_as) and abs(s.loss - 1) > _LOSS_TOLERANCE
 
 
-STEP = (
-    Row(
-        name="loss is another",
-        property="step",
-        applies=_step(lambda s: _is_other_loss(s) and s.loss_as in _MISTAKES),
-        text=_say(
-            lambda s: (
-                f"The reported loss is {s.loss or 0:.4g} times that of the samples' own "
-                f"labels: {_LOSSES.get(s.loss_as, '')}."
-            )
-        ),
-        mend="Check labels, loss mask and what the sum is divided by, in the packed path.",
+_OTHER_LOSS = Row(
+    name="loss is another",
+    property="step",
+    applies=_step(_is_other_loss),
+    text=_say(
+        lambda s: (
+            f"The reported loss is {s.loss or 0:.4g} times that of the samples' own "
+            f"labels: {_LOSSES.get(s.loss_as, '')}."
+        )
     ),
+    mend="Check labels, loss mask and what the sum is divided by, in the packed path.",
+)
+
+STEP = (
+    replace(_OTHER_LOSS, applies=_step(lambda s: _is_other_loss(s) and s.loss_as in _MISTAKES)),
     Row(
         name="sequence is lost",
         property="step",
@@ -202,18 +205,7 @@ STEP = (
         mend="Expected of a balancing loss over tokens of the pack.",
         is_fault=False,
     ),
-    Row(
-        name="loss is another",
-        property="step",
-        applies=_step(_is_other_loss),
-        text=_say(
-            lambda s: (
-                f"The reported loss is {s.loss or 0:.4g} times that of the samples' own "
-                f"labels: {_LOSSES.get(s.loss_as, '')}."
-            )
-        ),
-        mend="Check labels, loss mask and what the sum is divided by, in the packed path.",
-    ),
+    _OTHER_LOSS,
     Row(
         name="gradient is scaled",
         property="step",

@@ -64,11 +64,11 @@ def with_score(config: Mapping[str, Any], pad: int | None) -> dict[str, Any]:
     """Returns the config.json of the reward model that begins as this model."""
     family, _, _ = language_model(config)
     plain = family.architecture.removesuffix("ForCausalLM") + _ENDING
-    kept = {
+    reward_config = {
         **config,
         "architectures": [_ARCHITECTURES.get(family.model_type, plain)],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
-    kept.pop("num_labels", None)
-    return kept if pad is None else {**kept, "pad_token_id": pad}
+    reward_config.pop("num_labels", None)
+    return reward_config if pad is None else {**reward_config, "pad_token_id": pad}

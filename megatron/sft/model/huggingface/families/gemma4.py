@@ -127,7 +127,7 @@ def _global_heads(config: ConfigFields, has_window: tuple[int, ...]) -> dict[str
     if (
         fields_of_layers.keys() != wanted
         or not is_known
-        or any(one != first for one in fields_of_layers.values())
+        or any(fields != first for fields in fields_of_layers.values())
     ):
         raise ValueError(
             f"{config.where} has a per_layer_config {shown(by_layer)}, but only one with equal "
