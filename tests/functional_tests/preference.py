@@ -8,10 +8,13 @@ again, over all records of the global batch at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -19,10 +22,12 @@ from torch.nn.functional import logsigmoid
 
 from megatron.packing.device import CPU
 from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
+from megatron.packing.step.groups import is_data_rank
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.counts import Counts
 from megatron.sft.data.preference.encode import PairEncoder
 from megatron.sft.data.preference.partners import with_answer_of
+from megatron.sft.data.preference.score_file import ScoreFile
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.model.build import Training
 from megatron.sft.options.config import SFTConfig
@@ -32,12 +37,14 @@ from megatron.sft.training.passes import Passes, StepObjective
 from megatron.sft.training.preference.objective import Preference
 from megatron.sft.training.preference.references import Reference
 from megatron.sft.training.preference.rewards import RewardPairs
+from megatron.sft.training.preference.scoring import scored_packs, write_log_probs
 from megatron.sft.training.step_batches import StepBatch
 from tests.functional_tests.oracle import (
     SCORES,
     SEQ_LENGTH,
     VOCAB_SIZE,
     Sample,
+    draws_of,
     scores_alone,
 )
 
@@ -72,10 +79,12 @@ class Rows(NamedTuple):
     """[n]"""
     others: Tensor
     """[n] policy less reference of the answer of the record before, in marked data"""
+    plain: Tensor
+    """Cross entropy of the chats to imitate, a mean over their answers' tokens."""
 
 
 class Record(NamedTuple):
-    """Answers as ids; two, of which the first is chosen, or one with a mark."""
+    """Answers as ids; two, of which the first is chosen, one with a mark, or one to imitate."""
 
     prompt: list[int]
     answers: list[list[int]]
@@ -84,6 +93,8 @@ class Record(NamedTuple):
     before: tuple[int, ...] = ()
     """Answer of the record before; of marked data."""
     margin: float = 0.0
+    is_plain: bool = False
+    """True for a chat to imitate, of one answer."""
 
     def paths(self) -> list[Sample]:
         """Each answer as a sequence of its own, with its end token, which the tokenizer writes."""
@@ -107,24 +118,29 @@ TOKENIZER = build_tokenizer("NullTokenizer", None, VOCAB_SIZE - 1, TemplateChoic
 END = TOKENIZER.eod
 
 
-def encoded(record: Record, options: PreferenceConfig) -> EncodedSample:
+def encoded(
+    record: Record, options: PreferenceConfig, scores: ScoreFile | None = None
+) -> EncodedSample:
     """The sample that the trainer makes of a record."""
     is_marked = options.loss == "kto"
     encoder = PairEncoder(
         is_marked=is_marked,
         trains_prompt=options.nll_of_prompt,
         has_head=options.ld_alpha is not None,
+        scores=scores,
+        has_keys=options.write_reference_file is not None,
         scores_last=options.scores_answers,
+        takes_plain=options.sft_weight is not None,
     )
     chat = ChatEncoder(TOKENIZER, SEQ_LENGTH, "error", preferences=encoder)
 
     def made(answers: Sequence[Sequence[int]]) -> EncodedSample:
         prompt, *texts = (" ".join(map(str, ids)) for ids in (record.prompt, *answers))
-        fields = (
-            {"completion": texts[0], "label": record.is_good}
-            if is_marked
-            else {"chosen": texts[0], "rejected": texts[1], "margin": record.margin}
-        )
+        fields: dict[str, Any] = {"completion": texts[0]}
+        if is_marked:
+            fields["label"] = record.is_good
+        elif not record.is_plain:
+            fields = {"chosen": texts[0], "rejected": texts[1], "margin": record.margin}
         sample = chat.encode({"prompt": prompt, **fields})
         assert isinstance(sample, EncodedSample)
         return sample
@@ -139,9 +155,10 @@ class Fields:
     """Makes the fields of records, by the options of the case at hand."""
 
     options = PreferenceConfig(loss="dpo")
+    scores: ScoreFile | None = None
 
     def __call__(self, record: Record) -> dict[str, Any]:
-        sample = encoded(record, self.options)
+        sample = encoded(record, self.options, self.scores)
         assert sample.tree is not None
         num_paths = len(sample.fields["path_weight"])
         return {
@@ -163,34 +180,74 @@ FIELDS = Fields()
 class PreferencePasses:
     """Takes the place of the schedule in `train_packed`."""
 
-    def __init__(self, options: PreferenceConfig, config: SFTConfig, model: list[Any]) -> None:
+    def __init__(
+        self,
+        options: PreferenceConfig,
+        config: SFTConfig,
+        model: list[Any],
+        batches: Sequence[Sequence[Record]] = (),
+        objective: StepObjective | None = None,
+    ) -> None:
+        """batches: of the run, whose answers are scored first where the options have a file.
+        objective: in place of that of the options.
+        """
         FIELDS.options = options
-        self._has_reference = options.needs_reference
-        reference = Reference(model) if options.needs_reference else None
+        from_file = options.reference_file is not None
+        copies = options.needs_reference and not from_file
+        reference = Reference(model) if copies else None
         training = Training(model, None, None, None, CPU)  # type: ignore[arg-type]
-        objective: StepObjective = Preference(options, reference)
-        if options.scores_answers:
-            objective = RewardPairs(options)
+        if objective is None:
+            is_reward = options.scores_answers
+            objective = RewardPairs(options) if is_reward else Preference(options, reference)
         self._passes = Passes(config, training, objective)
         self._config = get_model_config(model[0])
         self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
-        self._is_first = True
+        self._unscored = options.needs_reference
+        # Policy and reference are one before the first step: to the bit, unless they were computed
+        # in other packs.
+        self._margin = 1e-12 if from_file else 0.0
+        if from_file:
+            FIELDS.scores = self._written(options, batches)
 
     def __call__(self, *, data_iterator: Any, num_microbatches: int, **_: object) -> list[Any]:
-        batch = schedule_global_batch(data_iterator, self._config, num_microbatches, self._groups)
-        step = StepBatch(batch, [], Counts.none(1))
+        step = self._scheduled(data_iterator, num_microbatches)
         losses = self._passes.forward_backward(step, 1, forward_only=False)
         objective = self._passes.objective
-        for log in losses if self._is_first and self._has_reference else ():
+        for log in losses if self._unscored and objective.sums else ():
             rewards = [
                 value
                 for name, value in zip(objective.sums, log["sums"].tolist())
-                if name.startswith("rewards/")
+                if name.startswith("rewards/") and (not self._margin or "acc" not in name)
             ]
-            # Policy and reference are one before the first step: to the bit, not to rounding.
-            assert rewards == [0.0] * len(rewards), rewards
-        self._is_first = False
+            assert all(abs(value) <= self._margin for value in rewards), rewards
+        self._unscored = False
         return losses
+
+    def _scheduled(self, data_iterator: Any, num_microbatches: int) -> StepBatch:
+        batch = schedule_global_batch(data_iterator, self._config, num_microbatches, self._groups)
+        return StepBatch(batch, [], Counts.none(1))
+
+    def _written(self, options: PreferenceConfig, batches: Sequence[Sequence[Record]]) -> ScoreFile:
+        """Writes the file of log-probabilities in this layout, and reads it."""
+        path = options.reference_file
+        assert path is not None
+        FIELDS.options = replace(options, reference_file=None, write_reference_file=path)
+        write_log_probs(path, {}, scored_packs(map(self._of_turned_round, batches), self._passes))
+        dist.barrier()
+        FIELDS.options = options
+        return ScoreFile.read(path)
+
+    def _of_turned_round(self, records: Sequence[Record]) -> StepBatch:
+        """Returns a global batch of records in another order than that of training."""
+        rank, size = (
+            function()
+            for function in (
+                parallel_state.get_data_parallel_rank,
+                parallel_state.get_data_parallel_world_size,
+            )
+        )
+        draws = draws_of(records[::-1], "even", "plain", rank, size)  # type: ignore[arg-type]
+        return self._scheduled(iter(draws) if is_data_rank(self._groups) else None, len(draws))
 
 
 class OneByOne:
@@ -221,8 +278,13 @@ class OneByOne:
     def _rows(self, batch: Sequence[Record], losses_of: Callable[[Sample], Tensor]) -> Rows:
         sums: list[list[list[Tensor]]] = []
         counts, others = [], []
+        plain = [torch.zeros(2)]
         for record in batch:
             paths = record.paths()
+            if record.is_plain:
+                losses = losses_of(paths[0])[0] * torch.from_numpy(paths[0].loss_mask)
+                plain.append(torch.stack([losses.sum(), torch.tensor(paths[0].loss_mask.sum())]))
+                continue
             least = min(len(answer) + 1 for answer in record.answers)
             sums.append([])
             for path in paths:
@@ -236,6 +298,8 @@ class OneByOne:
             others.append(logs[len(record.prompt) - 1 :].sum())
         tensor = torch.stack([torch.stack([torch.stack(one) for one in row]) for row in sums])
         numbers = torch.tensor(counts, dtype=tensor.dtype)
+        imitated = torch.stack(plain).sum(0)
+        compared = [record for record in batch if not record.is_plain]
         return Rows(
             policy=tensor[..., 0],
             reference=tensor[..., 0].detach(),
@@ -245,15 +309,20 @@ class OneByOne:
             whole=tensor[..., 2],
             num_whole=numbers[..., 1],
             last=tensor[..., 3],
-            margins=torch.tensor([record.margin for record in batch]).to(tensor),
-            good=torch.tensor([record.is_good for record in batch]),
+            margins=torch.tensor([record.margin for record in compared]).to(tensor),
+            good=torch.tensor([record.is_good for record in compared]),
             others=torch.stack(others),
+            plain=imitated[0] / imitated[1].clamp(min=1),
         )
 
 
 def _dpo(rows: Rows) -> Tensor:
     ratios = rows.policy - rows.reference
     return -logsigmoid(BETA * (ratios[:, 0] - ratios[:, 1])).mean()
+
+
+def _dpo_with_chats(rows: Rows) -> Tensor:
+    return _dpo(rows) + 0.5 * rows.plain
 
 
 def _ipo_by_length(rows: Rows) -> Tensor:
@@ -297,8 +366,17 @@ def _reward(rows: Rows) -> Tensor:
 
 CASES = {
     "sigmoid": Case(PreferenceConfig(loss="dpo", beta=BETA), _dpo),
+    "sigmoid, chats": Case(
+        PreferenceConfig(loss="dpo", beta=BETA, sft_weight=0.5), _dpo_with_chats
+    ),
     "ipo, ld_alpha": Case(
         PreferenceConfig(loss="dpo", loss_type=("ipo",), ld_alpha=0.5, beta=BETA), _ipo_by_length
+    ),
+    "ipo, ld_alpha, file": Case(
+        PreferenceConfig(
+            loss="dpo", loss_type=("ipo",), ld_alpha=0.5, beta=BETA, reference_file="reference.npz"
+        ),
+        _ipo_by_length,
     ),
     "sigmoid, bco_pair, sft": Case(
         PreferenceConfig(
@@ -314,6 +392,10 @@ CASES = {
     "kto": Case(PreferenceConfig(loss="kto", beta=BETA, desirable_weight=1.5), _kto),
     "reward": Case(PreferenceConfig(loss="reward", center_rewards_coefficient=0.1), _reward),
 }
+
+
+def _to_imitate(record: Record) -> Record:
+    return record._replace(answers=record.answers[:1], is_plain=True)
 
 
 def batches_of(case: Case, num_steps: int = 2, count: int = 7) -> list[list[Record]]:
@@ -341,6 +423,8 @@ def batches_of(case: Case, num_steps: int = 2, count: int = 7) -> list[list[Reco
                     margin=0.25 * (number % 4),
                 )
             )
+        if case.options.sft_weight is not None:
+            records[1:5:3] = [_to_imitate(record) for record in records[1:5:3]]
         made.append(
             [
                 record._replace(before=tuple(records[number - 1].answers[0]))
@@ -348,6 +432,14 @@ def batches_of(case: Case, num_steps: int = 2, count: int = 7) -> list[list[Reco
             ]
         )
     return made
+
+
+def with_file(case: Case, folder: str) -> PreferenceConfig:
+    """Returns the options of a case, with its file of log-probabilities, if any, in a folder."""
+    name = case.options.reference_file
+    return (
+        case.options if name is None else replace(case.options, reference_file=f"{folder}/{name}")
+    )
 
 
 def scores_of(case: Case) -> str:

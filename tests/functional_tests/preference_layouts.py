@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tests.functional_tests.layouts import MODELS, Layout
@@ -32,6 +33,7 @@ from tests.functional_tests.preference import (
     batches_of,
     losses_of,
     scores_of,
+    with_file,
 )
 from tests.functional_tests.ranks import run_ranks
 
@@ -70,7 +72,10 @@ LAYOUTS: list[tuple[Layout, str]] = [
     (Layout(pipeline=2, context=2, data=2, model="tied", optimizer="sharded"), ""),
     (Layout(tensor=2, pipeline=2, data=2, sequence=True, model="experts", optimizer="sharded"), ""),
 ]
-LOSSES = ("sigmoid", "ipo, ld_alpha", "sigmoid, bco_pair, sft", "orpo", "kto", "reward")
+LOSSES = (
+    *("sigmoid", "sigmoid, chats", "ipo, ld_alpha", "ipo, ld_alpha, file"),
+    *("sigmoid, bco_pair, sft", "orpo", "kto", "reward"),
+)
 
 
 class Row(NamedTuple):
@@ -90,12 +95,11 @@ class Row(NamedTuple):
             f"{self.layout.flags} {self.layout.depth} {self.more} --max-seqlen-per-dp-cp-rank 96 "
             f"{scores_of(case)}"
         )
-        ranks = run_ranks(
-            partial(train_packed, passes=partial(PreferencePasses, case.options)),
-            self.layout.world_size,
-            flags,
-            batches_of(case),
-        )
+        batches = batches_of(case)
+        with TemporaryDirectory() as folder:
+            passes = partial(PreferencePasses, with_file(case, folder), batches=batches)
+            run = partial(train_packed, passes=passes)
+            ranks = run_ranks(run, self.layout.world_size, flags, batches)
         return largest_difference(assemble(ranks), expected(self.layout, self.more, self.loss))
 
 
@@ -138,7 +142,10 @@ def page(found: list[tuple[Row, float]], only: str = "") -> str:
         "Two steps of 7 records in each layout beside answers that are computed one by one, each "
         "loss written again: the largest difference of loss, gradients and weights, relative to "
         "the loss, to the largest gradient of the module and to the largest weight. In each layout "
-        "the first margins of `sigmoid`, `ipo` and their mixture are 0 to the bit.",
+        "the first margins of `sigmoid`, `ipo` and their mixture are 0 to the bit, also with "
+        "adapters that are continued (`lora`). `chats`: two of the records are chats to imitate "
+        "(`--sft-weight`). `file`: the reference is a file that the layout wrote first, of records "
+        "in another order; the first margins are at most 1e-12.",
         "",
         f"| layout | {' | '.join(LOSSES)} |",
         f"|---|{'---|' * len(LOSSES)}",

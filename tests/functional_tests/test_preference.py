@@ -4,17 +4,27 @@ answers that are computed one by one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 
+from megatron.sft.training.passes import ImitationObjective
 from tests.functional_tests.layouts import MODELS, Layout
-from tests.functional_tests.oracle import assemble, assert_same, train_one_by_one, train_packed
+from tests.functional_tests.oracle import (
+    RankStep,
+    assemble,
+    assert_same,
+    train_one_by_one,
+    train_packed,
+)
 from tests.functional_tests.preference import (
     CASES,
     OneByOne,
     PreferencePasses,
+    Record,
     batches_of,
+    encoded,
     losses_of,
     scores_of,
 )
@@ -49,3 +59,38 @@ def test_a_layout_trains_pairs_as_one_process_does(layout: Layout, name: str, mo
     passes = partial(PreferencePasses, case.options)
     ranks = run_ranks(partial(train_packed, passes=passes), layout.world_size, flags, batches)
     assert_same(assemble(ranks), reference[0], relative=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "reward"])
+def test_balancing_losses_of_experts_keep_their_scale(name: str) -> None:
+    """Their gradients are divided by what a loss counts: where pairs are, they are as many times
+    too strong as a pair has tokens, which no preference loss shows.
+    """
+    case, layout = CASES[name], Layout(model="experts")
+    batches = batches_of(case, num_steps=1, count=4)
+    found = run_ranks(balanced_steps, 1, f"{layout.flags} {scores_of(case)}", name, batches)
+    steps = [assemble(of_ranks)[0].gradients for of_ranks in zip(*found, strict=True)]
+    router = "decoder.layers.0.mlp.router.weight"
+    pairs, imitated = (steps[i][router] - steps[i + 1][router] for i in (0, 2))
+    fields = [encoded(record, case.options).fields for record in batches[0]]
+    num_tokens = sum(int(one["path_answer_tokens"].sum()) for one in fields)
+    # Of reward models supervised fine-tuning would count the scored tokens, one of each answer.
+    num_imitated = 2 * len(fields) if name == "reward" else num_tokens
+    expected = imitated * num_imitated / num_tokens
+    assert expected.abs().max() > 1e-6
+    assert (pairs - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def balanced_steps(
+    flags: str, name: str, batches: Sequence[Sequence[Record]]
+) -> list[list[RankStep]]:
+    """A step of a preference loss with a balancing loss and without, and then of supervised
+    fine-tuning on the same packs.
+    """
+    of_pairs = partial(PreferencePasses, CASES[name].options)
+    imitated = partial(of_pairs, objective=ImitationObjective())
+    return [
+        train_packed(f"{flags} --moe-aux-loss-coeff {coefficient}", batches, passes=passes)
+        for passes in (of_pairs, imitated)
+        for coefficient in (0.5, 0)
+    ]

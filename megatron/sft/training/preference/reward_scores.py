@@ -24,7 +24,7 @@ from megatron.sft.data.stream import POSITION, Share
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.preference.objective import ANSWER
-from megatron.sft.training.preference.scoring import scored_packs
+from megatron.sft.training.preference.scoring import batches_of, scored_packs
 
 if TYPE_CHECKING:
     from megatron.sft.data.sample_set import SampleSet
@@ -56,7 +56,8 @@ def write_reward_scores(
     found: dict[str, list[_Scored]] = {}
     for split, samples in splits.items():
         rows = [np.empty((0, len(_COLUMNS) + 1))]
-        for fields, sums in scored_packs(config, model_config, samples, share, passes):
+        batches = batches_of(config, model_config, samples, share)
+        for fields, sums in scored_packs(batches, passes):
             columns = [fields[name].numpy() for name in _COLUMNS]
             rows.append(np.stack([*columns, sums[ANSWER]], 1).astype(np.float64))
         of_all = np.concatenate(gathered(np.concatenate(rows)))

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from megatron.sft.preflight.read_files import fingerprint_of, weight_files
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.preference.objective import ANSWER, HEAD, Scores
 from megatron.sft.training.preference.rows import PER_PATH
-from megatron.sft.training.step_batches import StepBatches
+from megatron.sft.training.step_batches import StepBatch, StepBatches
 
 if TYPE_CHECKING:
     from megatron.sft.data.sample_set import SampleSet
@@ -70,48 +71,63 @@ def write_reference(
     """
     path = config.preference.write_reference_file
     assert path is not None
-    keys, sums = [np.empty((0, 2), np.int64)], [np.empty(0)]
-    for samples in (datasets.train, datasets.valid, datasets.test):
-        for fields, of_paths in scored_packs(config, model_config, samples, share, passes):
-            for own_keys, own_sums in _rows(fields, of_paths):
-                keys.append(own_keys)
-                sums.append(own_sums)
-    found = gathered((np.concatenate(keys), np.concatenate(sums)))
+    packs = itertools.chain.from_iterable(
+        scored_packs(batches_of(config, model_config, samples, share), passes)
+        for samples in (datasets.train, datasets.valid, datasets.test)
+    )
+    count = write_log_probs(path, header, packs)
     if torch.distributed.get_rank():
         return ""
-    all_keys, all_sums = (np.concatenate([one[part] for one in found]) for part in (0, 1))
-    count = write_scores(path, header, all_keys, all_sums)
     return f"{count:,} log-probabilities of answers in {path}; train with --reference-file {path}"
 
 
-def scored_packs(
-    config: SFTConfig,
-    model_config: TransformerConfig,
-    samples: SampleSet,
-    share: Share,
-    passes: Passes,
-) -> Iterator[tuple[Any, Any]]:
-    """Yields fields and sums of the paths of each pack that this rank counts; none on most ranks.
+def write_log_probs(path: str, header: Mapping[str, Any], packs: Iterable[tuple[Any, Any]]) -> int:
+    """Writes the log-probabilities of the answers in `packs` (see `scored_packs`) of all ranks, on
+    rank 0; returns how many there are, on other ranks 0. Collective.
+    """
+    keys, sums = [np.empty((0, 2), np.int64)], [np.empty(0)]
+    for fields, of_paths in packs:
+        for own_keys, own_sums in _rows(fields, of_paths):
+            keys.append(own_keys)
+            sums.append(own_sums)
+    found = gathered((np.concatenate(keys), np.concatenate(sums)))
+    if torch.distributed.get_rank():
+        return 0
+    all_keys, all_sums = (np.concatenate([one[part] for one in found]) for part in (0, 1))
+    return write_scores(path, header, all_keys, all_sums)
 
-    The sums are `objective.PathSums`, float64 [3, n]. All ranks must come to the end. Collective.
+
+def batches_of(
+    config: SFTConfig, model_config: TransformerConfig, samples: SampleSet, share: Share
+) -> Iterator[StepBatch]:
+    """Yields the global batches of one pass over a split; the last one goes on with records of the
+    next pass.
     """
     num_batches = -(-len(samples) // config.training.global_batch_size)
     if not num_batches:
         return
     batches = StepBatches(config, model_config, samples, share, num_batches)
+    for _ in range(num_batches):
+        yield next(batches)
+    batches.close()
+
+
+def scored_packs(batches: Iterable[StepBatch], passes: Passes) -> Iterator[tuple[Any, Any]]:
+    """Yields fields and sums of the paths of each pack that this rank counts; none on most ranks.
+
+    The sums are `objective.PathSums`, float64 [3, n]. All ranks must come to the end. Collective.
+    """
     counts = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
     )
     with passes.without_training():
-        for _ in range(num_batches):
-            batch = next(batches)
+        for batch in batches:
             assert batch.packed is not None
             logs = passes.run(batch, Scores(), forward_only=True)
             for microbatch, log in zip(batch.packed.microbatches, logs if counts else ()):
                 if log["paths"] is not None:
                     yield microbatch[PER_PATH], log["paths"].cpu().numpy()
-    batches.close()
 
 
 def _rows(fields: Mapping[str, Any], sums: Any) -> Iterator[tuple[Any, Any]]:
