@@ -7,9 +7,10 @@ Only headers and indices are read, no weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.blending.loading.sources import split_names
 from megatron.blending.metadatasets.metadataset import load_metadataset
@@ -47,6 +48,7 @@ from megatron.sft.model.huggingface.files import (
 from megatron.sft.model.huggingface.folder import open_folder
 from megatron.sft.model.huggingface.quantized.pairs import describe
 from megatron.sft.model.huggingface.refusals import check_weights
+from megatron.sft.model.huggingface.score_config import check_scores, is_reward_model
 from megatron.sft.model.huggingface.served_files import read_object
 from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
 from megatron.sft.model.lora.peft_folder import notes_on_adapter, options_of_adapter
@@ -116,7 +118,7 @@ def lines_of(path: str) -> Iterator[str]:
 
 def _model(folder: Path) -> Iterator[str]:
     config = read_config(folder)
-    yield f"HuggingFace model {folder}: {config.get('model_type')}"
+    yield f"HuggingFace model {folder}: {_kind(config)}"
     yield from _shape(folder)
     held = open_folder(folder)
     tensors = held.tensors.values()
@@ -136,11 +138,18 @@ def _model(folder: Path) -> Iterator[str]:
         refuse_adapter(folder)
         check_training({"pretrained_checkpoint": str(folder)})
         check_weights(folder, config, held)
+        if is_reward_model(config):
+            check_scores(config, None, folder)
     except ValueError as failure:
         yield f"  trains     no: {failure}"
     else:
         of_another = "" if is_readable else " --tokenizer-model FOLDER"
-        yield f"  trains     yes: --pretrained-checkpoint {folder}{of_another}"
+        loss = " --loss reward" * is_reward_model(config)
+        yield f"  trains     yes: --pretrained-checkpoint {folder}{of_another}{loss}"
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    return f"{config.get('model_type')}{', a reward model' * is_reward_model(config)}"
 
 
 def _tokens(folder: Path) -> tuple[str, bool]:
@@ -198,7 +207,8 @@ def _adapter(folder: Path) -> Iterator[str]:
     except ValueError as failure:
         yield f"  trains     no: {failure}"
     else:
-        yield f"  continue with --lora --lora-adapter {folder}"
+        loss = " --loss reward" * (config.get("task_type") == "SEQ_CLS")
+        yield f"  continue with --lora --lora-adapter {folder}{loss}"
         yield from (f"  {note}" for note in notes_on_adapter(folder))
 
 
@@ -220,7 +230,7 @@ def _checkpoint(path: Path) -> Iterator[str]:
     yield f"checkpoint {path}: {size(_bytes_below(path))}, {listed}"
     companions = path / _COMPANIONS
     if (companions / "config.json").is_file():
-        yield f"  model      {read_config(companions).get('model_type')}"
+        yield f"  model      {_kind(read_config(companions))}"
         yield from _shape(companions)
         yield f"  write it as a HuggingFace folder: megatron-sft export {path} FOLDER"
     else:

@@ -66,7 +66,7 @@ def check_output(companions: Companions, run_dir: Path | None) -> Locks:
     """Tries all outputs of the run of `companions`, and returns the locks of its folders.
     Collective.
 
-    run_dir: folder of the run's metrics, which is locked; None for a dry run.
+    run_dir: folder of the run's metrics, which is locked; None if it writes none.
     """
     config = companions.config
     output = config.output

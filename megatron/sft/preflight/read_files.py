@@ -90,6 +90,16 @@ def weight_files(pretrained: Pretrained | MegatronCheckpoint | None) -> Iterable
         yield from _files_of_weights(pretrained)
 
 
+def weights_at_start(
+    config: SFTConfig, pretrained: Pretrained | MegatronCheckpoint | None
+) -> dict[str, str] | str:
+    """Returns fingerprints, by name, of the files of the weights that a run begins with; the seed,
+    if they are random.
+    """
+    files = {path.name: fingerprint_of(path) for path in weight_files(pretrained)}
+    return files or f"random, seed {config.training.seed}"
+
+
 def _files_of_weights(pretrained: Pretrained) -> Iterable[Path]:
     stored = pretrained.folder.tensors.values()
     of_scales = {one.quantized.scales.path for one in stored if one.quantized is not None}

@@ -213,9 +213,11 @@ class Evaluation:
         compared = figure_parts(self.figures)  # a loss of pairs has no perplexity
         parts = compared or [f"perplexity {self.perplexity:,.4g}"]
         parts += accuracy_parts(self.token_accuracy)
+        pairs = self.figures.get("pairs")
+        counted = f"{self.num_tokens:,} loss tokens" if pairs is None else f"{pairs:,.0f} pairs"
         line = (
             f"{self.split} loss {self.loss:.4f} after step {self.iteration} "
-            f"({self.num_tokens:,} loss tokens{left_out}, {', '.join(parts)})"
+            f"({counted}{left_out}, {', '.join(parts)})"
         )
         return f"{line} | {sources_line(self.sources)}" if self.sources else line
 

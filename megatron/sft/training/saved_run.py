@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,26 @@ from megatron.sft.model.checkpoints.folder import (
 from megatron.sft.model.checkpoints.save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.folder import fingerprint, open_folder
+from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.preflight.output_check import Locks
+from megatron.sft.preflight.read_files import weights_at_start
 from megatron.sft.report.model_card import write_card
 from megatron.sft.report.run_folder import RunLog
 
 
-def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
-    """Returns the options that must be the same in a checkpoint and in the run that loads it."""
+def model_options(
+    config: SFTConfig,
+    datasets: Datasets,
+    pretrained: Pretrained | MegatronCheckpoint | None = None,
+) -> dict[str, Any]:
+    """Returns the options that must be the same in a checkpoint and in the run that loads it.
+
+    pretrained: the weights that the run begins with, which are the reference of some losses.
+    """
     sharded = config.shards_optimizer
     options = {
         **config.model.identity(),
@@ -54,6 +64,9 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     }
     if config.preference.scores_answers:
         options["score_head"] = True
+    if config.preference.needs_reference:
+        files = repr(weights_at_start(config, pretrained)).encode()
+        options["reference"] = hashlib.sha256(files).hexdigest()[:16]
     if not sharded:  # sharded, the state is float32 in both precisions, under the same keys
         options["bf16"] = config.training.bf16
     options |= config.lora.identity(
@@ -80,16 +93,19 @@ class SavedRun:
         datasets: Datasets,
         training: Training,
         locks: Locks,
+        pretrained: Pretrained | MegatronCheckpoint | None,
     ) -> None:
         """locks: locks of the folders to write to (see `check_output`); `close` releases them."""
         config = companions.config
         self._output = config.output
+        # A run that only scores has no place in the data.
+        self._takes_weights = config.output.finetune or config.preference.only_scores
         self._lora = config.lora
         self._allow_changed_data = config.data.allow_changed_data
         self._training = training
         self._locks = locks
         self._identity = datasets.train.identity
-        self._model_options = model_options(config, datasets)
+        self._model_options = model_options(config, datasets, pretrained)
         # Identity of the validation data. If it changes, new losses are not compared with the best
         # one so far.
         num_evaluated = min(
@@ -110,9 +126,9 @@ class SavedRun:
 
     def load(self) -> Progress | None:
         """Loads the checkpoint of --load, and returns its progress. Returns None if there is none,
-        or if only its weights are loaded (--finetune).
+        or if only its weights are loaded (--finetune, or scoring).
         """
-        folder, save, takes_weights = self._output.load, self._output.save, self._output.finetune
+        folder, save, takes_weights = self._output.load, self._output.save, self._takes_weights
         if folder is None:
             return None
         wanted = Wanted(

@@ -29,6 +29,7 @@ from megatron.sft.data.stream import Share
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.model.checkpoints.delayed import restored_queue
+from megatron.sft.model.checkpoints.folder import latest_iteration
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.pretrained import note_on_head
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
@@ -82,9 +83,10 @@ class Trainer:
         companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
         # First, because it is quick: building a model only to find a folder that cannot be written
         # to would waste minutes.
-        locks = check_output(companions, run_dir)
+        # A run that only scores has no metrics.
+        locks = check_output(companions, None if config.preference.only_scores else run_dir)
         self._build_model(datasets, pretrained)
-        self._saved = SavedRun(companions, datasets, self._training, locks)
+        self._saved = SavedRun(companions, datasets, self._training, locks, pretrained)
         self._restore()
         self._build_data(datasets)
 
@@ -103,7 +105,8 @@ class Trainer:
             check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
-        is_new = pretrained is not None or config.output.load is None
+        load = config.output.load
+        is_new = load is None or latest_iteration(load) is None
         if config.preference.scores_answers and is_new and dist.get_rank() == 0:
             print(note_on_head(pretrained), flush=True)
         # Before a checkpoint is loaded: the reference of preference tuning is the weights that the
@@ -196,6 +199,7 @@ class Trainer:
         is_reward = self._config.preference.scores_answers
         line = write_reward_scores(*given) if is_reward else write_reference(*given, header)
         self._batches.close()
+        self._saved.close()
         if line:
             print(line, flush=True)
 

@@ -179,9 +179,11 @@ def _check_readable(path: Path) -> None:
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
     without_adapters: dict[str, list[str]] = {key_of_part(part.name): [] for part in known_parts()}
-    saved = _DEFAULTS_OF_OLD | without_adapters | saved
+    no_reference = {"reference": "none, as its --loss had none"}
+    saved = _DEFAULTS_OF_OLD | without_adapters | no_reference | saved
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
     names["base"] = f"the base model (then {saved.get('base_folder')})"
+    names["reference"] = "the reference (--pretrained-checkpoint, --lora-adapter)"
     names |= {key_of_part(p.name): f"--lora-target-modules of {p.title}" for p in known_parts()}
     differing = {
         name: f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"

@@ -31,7 +31,8 @@ def open_pretrained(
     config: SFTConfig, vocab_size: int, pad: int | None = None
 ) -> Pretrained | MegatronCheckpoint | None:
     """Opens the weights that training starts from. Returns None without --pretrained-checkpoint, or
-    if --load has a checkpoint, whose weights are used instead.
+    if --load has a checkpoint, whose weights are used instead, and the loss has no reference, which
+    is the weights that the run started from.
 
     Reads headers only. Raises ValueError if they do not fit the model, or if --save-hf cannot be
     written.
@@ -54,7 +55,8 @@ def open_pretrained(
     if output.pretrained_checkpoint is None:
         return None
     continues = output.load is not None and latest_iteration(output.load) is not None
-    if continues and not config.lora.lora:
+    needs_start = not continues or config.preference.needs_reference
+    if not needs_start and not config.lora.lora:
         return None
     checkpoint = distributed_checkpoint(output.pretrained_checkpoint)
     if checkpoint is not None and config.lora.lora:
@@ -84,7 +86,7 @@ def open_pretrained(
         # For its errors alone: it raises if a target module does not exist in this model.
         list(AdapterWeights(weights, config.lora).all())
     adapter = None
-    if config.lora.lora_adapter is not None and not continues:
+    if config.lora.lora_adapter is not None and needs_start:
         table = weights
         if config.preference.scores_answers:
             table = weights_of(config.model, model_config, folder.tensors, "score")
@@ -93,6 +95,13 @@ def open_pretrained(
             AdapterWeights(table, config.lora),
         )
         check_folder(*adapter, ADAPTER_CONFIG, OF_SOME_LAYERS)
+    is_unscored = weights.head == "none" and adapter is None and not continues
+    if config.preference.write_scores is not None and is_unscored:
+        raise ValueError(
+            f"--pretrained-checkpoint {output.pretrained_checkpoint} is a language model, which "
+            "has no score to write; give a reward model (--loss reward trains one), or the adapter "
+            "of one as --lora-adapter"
+        )
     return Pretrained(folder, weights, adapter)
 
 

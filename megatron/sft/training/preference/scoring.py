@@ -18,9 +18,10 @@ from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.preference.encode import KEYS
 from megatron.sft.data.preference.score_file import ScoreFile, write_scores
 from megatron.sft.data.stream import Share
+from megatron.sft.model.checkpoints.folder import latest_iteration
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.preflight.read_files import fingerprint_of, weight_files
+from megatron.sft.preflight.read_files import weights_at_start
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.preference.objective import ANSWER, HEAD, Scores
 from megatron.sft.training.preference.rows import PER_PATH
@@ -35,9 +36,8 @@ def header_of(
 ) -> dict[str, Any]:
     """Returns what a file of log-probabilities must agree in with a run."""
     assert datasets.tokenizer is not None  # a rule: --loss needs --data-path
-    files = {path.name: fingerprint_of(path) for path in weight_files(pretrained)}
     return {
-        "weights": files or f"random, seed {config.training.seed}",
+        "weights": weights_at_start(config, pretrained),
         "tokenizer": datasets.tokenizer.fingerprint,
         "precision": "bfloat16" if config.training.bf16 else "float32",
     }
@@ -47,9 +47,14 @@ def check_reference(
     config: SFTConfig, datasets: Datasets, pretrained: Pretrained | MegatronCheckpoint | None
 ) -> dict[str, Any]:
     """Returns the header of a run's file of log-probabilities, {} if it has none. Raises ValueError
-    if --reference-file has another one.
+    if --reference-file has another one, or if other weights than these would be scored.
     """
-    options = config.preference
+    options, load = config.preference, config.output.load
+    if options.write_reference_file is not None and load and latest_iteration(load) is not None:
+        raise ValueError(
+            f"--load {load} has a checkpoint, but --reference-file is of the weights that a run "
+            "begins with; give them as --pretrained-checkpoint and --lora-adapter, and drop --load"
+        )
     if options.reference_file is None and options.write_reference_file is None:
         return {}
     header = header_of(config, datasets, pretrained)
