@@ -7,8 +7,8 @@
 #   gate_up_proj gets rank_pattern and alpha_pattern of twice r and lora_alpha, so half of a
 #   file's expert rows are not where r says. The saved adapter_config.json lists names that the
 #   user never gave.
-# Here: adapters with patterns of ranks are refused by name
-#   (megatron/sft/model/lora/peft_folder.py); docs/reference/training.md says what all-linear is.
+# Here: read, trained and written as peft has it (megatron/sft/model/lora/peft_folder.py,
+#   --lora-gate-up doubled); docs/reference/training.md says what all-linear is.
 set -euo pipefail
 pins=(torch==2.13.0 transformers==5.24.0 peft==0.21.2)
 scratch=$(mktemp -d)

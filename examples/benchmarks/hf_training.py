@@ -43,7 +43,7 @@ _WITH_EXPERTS = (
     *("mixtral", "gpt-oss", "minimax-m2"),
     *("deepseek-v3", "deepseek-v2", "glm4-moe-lite", "mistral4"),
 )
-_WITH_ROUTERS_IN_FP32 = ("deepseek-v3", "deepseek-v2", "glm4-moe-lite")
+_WITH_ROUTERS_IN_FP32 = ("glm4-moe", "deepseek-v3", "deepseek-v2", "glm4-moe-lite")
 CHOSEN = ("llama3", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2-moe", "qwen3-moe")
 PER_STEP = 8
 

@@ -49,7 +49,7 @@ PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         5,
         {"target_modules": _PARTS, "use_rslora": True, "modules_to_save": ["lm_head"]},
     ),
-    ("qwen3-moe", "ep2", 1, {"target_modules": _ATTENTION}),
+    ("qwen3-moe", "ep2", 1, {"target_modules": "all-linear"}),
     ("qwen3.5", "tp2-sp", 2, {"target_modules": [*_ATTENTION, *_DELTA_NET]}),
     (
         "gpt-oss",
@@ -91,6 +91,31 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
         1,
         {"target_modules": ["o_proj"], "target_parameters": _GEMMA_EXPERTS},
     ),
+    *(
+        (model, layout, num_steps, {"target_modules": "all-linear", **more})
+        for model, layout, num_steps, more in (
+            ("mixtral", "ep2", 2, {}),
+            ("qwen2-moe", "tp2-pp2-ep2-sp", 1, {}),
+            ("qwen3-moe", "tp2-ep4-dp2-sp", 1, {"use_rslora": True}),
+            ("glm4-moe", "pp2", 2, {}),
+            ("minimax-m2", "ep2", 1, {}),
+            ("gemma4-moe", "tp2-pp2-ep2-sp", 1, {}),
+            ("deepseek-v3", "tp2-pp2-ep2-sp", 1, {}),
+            ("deepseek-v2", "ep2", 1, {}),
+            ("glm4-moe-lite", "ep2", 1, {}),
+            ("mistral4", "pp2", 1, {}),
+            ("qwen3-next", "tp2-pp2-ep2-sp", 1, {}),
+        )
+    ),
+    *(
+        (model, "ep2", 1, {"target_modules": ["o_proj"], "target_parameters": parameters})
+        for model, parameters in (
+            ("qwen3-moe", ["gate.weight", *_EXPERTS]),
+            ("glm4-moe", _EXPERTS),
+            ("gpt-oss", ["router.weight", *_EXPERTS]),
+        )
+    ),
+    ("qwen3.5-moe", "tp2-pp2-ep2-sp", 1, {"target_modules": ["q_proj", "shared_expert_gate"]}),
     ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
     ("deepseek-v3", "tp2-pp2-ep2-sp", 2, {"target_modules": _LATENT}),
     ("glm4-moe-lite", "pp2", 2, {"target_modules": ["q_proj", *_LATENT[2:]]}),

@@ -438,8 +438,11 @@ def train_by_transformers(
     )
     if dtype == torch.float64:
         _keep_double(sys.modules[type(model).__module__])
-        for parameter in model.parameters():  # routers stay float32 otherwise
-            parameter.data = parameter.data.double()
+        stored = read_folder(folder)
+        for name, parameter in model.named_parameters():
+            # Routers are read as float32, whatever the file has.
+            is_rounded = parameter.dtype != dtype and name in stored
+            parameter.data = (stored[name] if is_rounded else parameter.data).double()
     if adapter is not None:
         from peft import PeftModel
 

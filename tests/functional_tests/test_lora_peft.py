@@ -16,6 +16,8 @@ import torch
 
 from examples.benchmarks.hf_perturbed import perturb
 from examples.benchmarks.hf_training import batches, flags_of_router, largest
+from megatron.sft.model.huggingface.families.registry import FAMILIES
+from megatron.sft.model.lora.names import CONVERTED
 from tests.functional_tests.family_cases import GROWING_PEFT_CASE, MORE_PEFT_CASES, PEFT_CASES
 from tests.functional_tests.hf_models import (
     largest_apart,
@@ -103,6 +105,19 @@ def test_steps_beside_peft(
     assert told["target_modules"] == sorted(
         json.loads((source / "adapter_config.json").read_text())["target_modules"]
     )
+
+
+def test_families_that_peft_converts_are_known() -> None:
+    """Of them peft takes adapters of one kind of MLP alone; the others are written, and lost."""
+    from peft.utils.transformers_weight_conversion import (
+        _MODEL_TO_CONVERSION_PATTERN,
+        _MOE_FUSED_TARGETS,
+    )
+
+    converted = {
+        name for name in FAMILIES if _MODEL_TO_CONVERSION_PATTERN.get(name) in _MOE_FUSED_TARGETS
+    }
+    assert converted == CONVERTED
 
 
 @pytest.mark.skipif(not ALL, reason="make families runs it")

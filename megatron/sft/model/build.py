@@ -52,6 +52,7 @@ from megatron.sft.model.gpt_additions import (
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
 from megatron.sft.model.kernels import has_fused_permutation, kernels_for
 from megatron.sft.model.lora.adapters import add_adapters
+from megatron.sft.model.lora.names import adapted_tensors
 from megatron.sft.model.needs import check_needs
 from megatron.sft.model.optimizer import build_optimizer, build_scheduler, connect
 from megatron.sft.model.score_head import add_score_head
@@ -257,7 +258,9 @@ def build_model(
         if config.training.bf16:
             module = Float16Module(transformer_config, module)
         if config.lora.lora:
-            tensors = pretrained.weights if isinstance(pretrained, Pretrained) else None
+            tensors = None
+            if isinstance(pretrained, Pretrained):
+                tensors = adapted_tensors(pretrained.weights, config.lora)
             add_adapters(gpt, config.lora, config.training.seed, tensors)
             if adapter is not None:
                 read_weights([gpt], adapter.weights, adapter.folder)

@@ -34,10 +34,14 @@ LINEARS: dict[str, tuple[str, ...]] = {
     "qk": ("q_proj", "k_proj"),
     "kv_down": ("kv_a_proj_with_mqa",),
     "kv_up": ("kv_b_proj",),
+    "router": ("gate",),
+    "shared_gate": ("shared_expert_gate",),
 }
 """Linear layers, as `packing.model.names.linear_of` calls them -> the layers of HuggingFace models
 that each of them is made of, in order.
 """
+_GATES = (*LINEARS["router"], *LINEARS["shared_gate"])
+"""Modules that `all-linear` leaves out. They decide how experts share a token."""
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "qkv": {"qkv_proj": LINEARS["qkv"]},
     "fc1": {"gate_up_proj": LINEARS["fc1"]},
@@ -56,6 +60,8 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "w1": ("gate_proj",),  # Mixtral's
     "w3": ("up_proj",),
     "w2": ("down_proj",),
+    "proj": LINEARS["router"],  # of Gemma 4
+    "router": LINEARS["router"],  # of gpt-oss
     **{name: modules for fused in FUSED.values() for name, modules in fused.items()},
 }
 MODULES = frozenset((*_EVERY, *_OTHER_NAMES))
@@ -95,13 +101,21 @@ class LoraConfig:
     up_proj down_proj, also those of each expert, in_proj_qkv in_proj_z in_proj_b in_proj_a
     out_proj of gated delta nets, q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj of latent
     attention, and qkv_proj gate_up_proj in_proj_qkvz in_proj_ba of
-    families that have them in one (default: all-linear, which is all of these).
+    families that have them in one (default: all-linear, which is all of these). Also gate, the
+    router of experts, and shared_expert_gate.
     """
-    lora_experts: Literal["all", "shared", "routed"] = field(
+    lora_experts: Literal["all", "shared", "routed", "routed-only"] = field(
         default="all", metadata={"only_with": "lora", "idle_without": "num_experts"}
     )
-    """Experts whose layers are targets: all, those that every token goes through (shared), or
-    those that a router chooses (routed).
+    """Experts whose layers are targets: all, those that every token goes through (shared), those
+    that a router chooses (routed), or those and no MLP of layers without experts (routed-only).
+    """
+    lora_gate_up: Literal["files", "joined", "doubled"] = field(
+        default="files", metadata={"only_with": "lora", "idle_without": "num_experts"}
+    )
+    """Adapters of gate and up of routed experts: as the model's files have them (files), one for
+    both, as peft's target_parameters (joined), or one with twice the rank and alpha, as peft's
+    all-linear (doubled).
     """
     lora_modules_to_save: tuple[str, ...] = field(default=(), metadata={"only_with": "lora"})
     """Layers that are trained as a whole: embed_tokens, lm_head, or both; of reward models score
@@ -150,7 +164,10 @@ class LoraConfig:
             for name in self.lora_target_modules
             for module in _OTHER_NAMES.get(name, (name,))
         }
-        return tuple(module for module in _EVERY if not names or _ALL in names or module in names)
+        is_all = not names or _ALL in names
+        return tuple(
+            module for module in _EVERY if module in names or (is_all and module not in _GATES)
+        )
 
     def targets_in(self, linear: str) -> tuple[int, ...]:
         """Returns the numbers of those among the modules of `LINEARS[linear]`."""
@@ -165,8 +182,14 @@ class LoraConfig:
 
         part: logical name of a weight, as `packing.model.names` has it.
         """
-        left_out = {"all": None, "shared": "experts", "routed": "shared"}[self.lora_experts]
-        return part.split(".", 1)[0] != left_out
+        left_out = {
+            "all": (),
+            "shared": ("experts",),
+            "routed": ("shared",),
+            "routed-only": ("shared", "mlp"),
+        }
+        module, name = part.split(".", 1)
+        return name == "gate_weight" or module not in left_out[self.lora_experts]
 
     def check_layout(self, tensor_parallel_size: int, num_query_groups: int) -> None:
         """Raises ValueError where ranks would hold unequal shares of an adapter."""
@@ -175,8 +198,24 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of what an adapter adds."""
-        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
+        """The factor of what most adapters add; see `scale_beside`."""
+        return self.scale_beside("")
+
+    def rank_beside(self, part: str) -> int:
+        """Returns the rank of an adapter.
+
+        part: logical name of the weight that it is beside.
+        """
+        return self.lora_rank * self._times(part)
+
+    def scale_beside(self, part: str) -> float:
+        """Returns the factor of what an adapter adds; `part` as for `rank_beside`."""
+        rank = self.rank_beside(part)
+        alpha = self.lora_alpha * self._times(part)
+        return alpha / (math.sqrt(rank) if self.lora_rslora else rank)
+
+    def _times(self, part: str) -> int:
+        return 2 if self.lora_gate_up == "doubled" and part == "experts.fc1.weight" else 1
 
     def identity(
         self,
@@ -184,6 +223,7 @@ class LoraConfig:
         parts: Collection[str] = (),
         has_experts: bool = False,
         has_shared_experts: bool = False,
+        has_dense_layers: bool = True,
     ) -> dict[str, Any]:
         """Returns what a checkpoint of such a model must share with the run that loads it.
 
@@ -191,9 +231,11 @@ class LoraConfig:
         """
         if not self.lora:
             return {"lora": False}
-        # All experts of a model without shared ones are routed.
-        is_all = self.lora_experts == "routed" and not has_shared_experts
-        experts = "all" if is_all else self.lora_experts
+        experts = self.lora_experts
+        if experts == "routed-only" and not has_dense_layers:
+            experts = "routed"
+        if experts == "routed" and not has_shared_experts:
+            experts = "all"
         # Apart, since checkpoints from before a part had adapters do not name its modules.
         of_parts = {part.name: modules_of_part(part) for part in known_parts()}
         others = {module for modules in of_parts.values() for module in modules}
@@ -205,6 +247,7 @@ class LoraConfig:
                 for part in parts
             },
             **({"lora_experts": experts} if has_experts else {}),
+            **({"lora_gate_up": "doubled"} if self.lora_gate_up == "doubled" else {}),
             "lora_rank": self.lora_rank,
             "lora_alpha": self.lora_alpha,
             "lora_rslora": self.lora_rslora,

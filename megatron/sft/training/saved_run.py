@@ -73,6 +73,7 @@ def model_options(
         parts=[part.name for part in parts_in(config.model)],
         has_experts=config.model.num_experts is not None,
         has_shared_experts=bool(config.model.moe_shared_expert_intermediate_size),
+        has_dense_layers=0 in config.model.moe_layer_freq,
     )
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None

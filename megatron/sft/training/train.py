@@ -33,7 +33,7 @@ from megatron.sft.model.checkpoints.folder import latest_iteration
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.pretrained import note_on_head
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
-from megatron.sft.model.lora.names import summary_of_adapters
+from megatron.sft.model.lora.names import note_for_peft, summary_of_adapters
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.preflight.output_check import check_output
 from megatron.sft.report.run_folder import RunLog
@@ -105,6 +105,9 @@ class Trainer:
             check_config(self._model_config, device)
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(summary_of_adapters(pretrained.weights, config.lora), flush=True)
+            note = note_for_peft(pretrained.weights, config.lora)
+            if note and config.lora.writes_adapter and config.output.save_hf is not None:
+                print(note, flush=True)
         load = config.output.load
         is_new = load is None or latest_iteration(load) is None
         if config.preference.scores_answers and is_new and dist.get_rank() == 0:

@@ -41,9 +41,13 @@ class ScaledRouter(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Returns logits [.., experts] of the residual stream [.., hidden]."""
+        logits: Tensor = super().gating(self.scaled(input))
+        return logits
+
+    def scaled(self, input: Tensor) -> Tensor:
+        """Returns what the router's weight is multiplied with, [.., hidden]."""
         normed = plain_rms_norm(input, self.config.layernorm_epsilon)
-        scaled: Tensor = super().gating(normed * self.scale * self.config.hidden_size**-0.5)
-        return scaled
+        return normed * self.scale * self.config.hidden_size**-0.5
 
     def routing(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Returns shares and choice of experts, each [tokens, experts]."""

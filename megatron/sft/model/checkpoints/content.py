@@ -43,7 +43,7 @@ METADATA = {
 # Checkpoints from before an option existed do not record it. Their runs had its default.
 _DEFAULTS_OF_OLD = {
     field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING
-} | {"lora": False, "lora_experts": "all"}
+} | {"lora": False, "lora_experts": "all", "lora_gate_up": "files"}
 
 
 class Progress(NamedTuple):

@@ -130,6 +130,11 @@ def with_stacked_experts(family: Family, tensors: Mapping[str, Stored], hidden: 
         down = next(one for name, one in tensors.items() if name.endswith(".experts.down_proj"))
         is_turned = len(down.shape) != 3 or down.shape[1] != hidden or down.shape[2] == hidden
         return family if is_turned else replace(family, rows=STACKED_EXPERTS)
+    return stacked_family(family)
+
+
+def stacked_family(family: Family) -> Family:
+    """Returns a family with the experts of a layer as one tensor, as transformers has them."""
     if any(row.part == STACKED_EXPERTS[0].part for row in family.rows):
         return family  # gpt-oss, whose released files have them so
     is_sparse = family.names == BLOCK_SPARSE_NAMES

@@ -16,12 +16,11 @@ from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.folder import check_folder, open_folder
-from megatron.sft.model.huggingface.names import naming
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, PretrainedAdapter
 from megatron.sft.model.huggingface.score_config import check_scores, is_reward_model
 from megatron.sft.model.huggingface.weights import Head
 from megatron.sft.model.huggingface.write import check_target
-from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.model.lora.names import AdapterWeights, names_in_memory
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import OF_SOME_LAYERS, open_adapter
 from megatron.sft.options.config import SFTConfig
@@ -91,7 +90,10 @@ def open_pretrained(
         if config.preference.scores_answers:
             table = weights_of(config.model, model_config, folder.tensors, "score")
         adapter = PretrainedAdapter(
-            open_adapter(config.lora.lora_adapter, naming(model_config, folder.tensors).in_memory),
+            open_adapter(
+                config.lora.lora_adapter,
+                names_in_memory(model_config, folder.tensors, config.lora),
+            ),
             AdapterWeights(table, config.lora),
         )
         check_folder(*adapter, ADAPTER_CONFIG, OF_SOME_LAYERS)

@@ -15,9 +15,8 @@ from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.files import ADAPTER_CONFIG
 from megatron.sft.model.huggingface.folder import Folder, check_folder, open_folder
-from megatron.sft.model.huggingface.names import naming
 from megatron.sft.model.huggingface.weights import Weights
-from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.model.lora.names import AdapterWeights, names_in_memory
 from megatron.sft.model.lora.peft_folder import (
     OF_SOME_LAYERS,
     open_adapter,
@@ -56,5 +55,5 @@ def check_served(folder: Path, adapter: Path | None = None) -> None:
     if adapter is None:
         return
     lora = LoraConfig(lora=True, **options_of_adapter(adapter, flag=""))
-    opened = open_adapter(adapter, naming(config, held.tensors).in_memory, flag="")
+    opened = open_adapter(adapter, names_in_memory(config, held.tensors, lora), flag="")
     check_folder(opened, AdapterWeights(weights, lora), ADAPTER_CONFIG, OF_SOME_LAYERS)

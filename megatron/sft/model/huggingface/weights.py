@@ -16,7 +16,7 @@ from megatron.packing.layers import LayerKind
 from megatron.packing.model.names import OUTPUT, LogicalName, is_of_adapter, logical_name
 from megatron.packing.model.parts import attention
 from megatron.sft.model.huggingface.families.family import Family, Prefix
-from megatron.sft.model.huggingface.names import is_of_language_model
+from megatron.sft.model.huggingface.names import is_of_language_model, stacked_family
 from megatron.sft.model.huggingface.rows import LAYER_ROWS, MODEL_ROWS, Row, Source
 from megatron.sft.model.huggingface.tensors import Part, Weight
 from megatron.sft.options.model import ModelConfig
@@ -40,6 +40,7 @@ class Weights:
         self._model = model
         self._vocab_size = vocab_size
         self._family = family
+        self.model_type = family.model_type
         self.prefix = prefix or Prefix()
         self._kinds = model.layer_kinds()
         replaced = {row.part: row for row in family.rows}
@@ -50,6 +51,11 @@ class Weights:
         embedding, output = (self._weight(row, LogicalName(row.part)) for row in MODEL_ROWS[:2])
         is_tied = head == "words" and not model.untie_embeddings_and_output_weights
         self.tied = (output.parts[0].name, embedding.parts[0].name) if is_tied else None
+
+    def with_stacked_experts(self) -> Weights:
+        """Returns the table with the experts of a layer as one tensor."""
+        family = stacked_family(self._family)
+        return Weights(self._model, self._vocab_size, family, self.prefix, self.head)
 
     def of_parameter(self, name: str) -> Weight:
         """Returns the weight of a parameter. Layers and experts in its name are numbered over the

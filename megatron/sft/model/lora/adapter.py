@@ -60,7 +60,7 @@ class Adapter(torch.nn.Module):
         self.group = layer.tp_group
         # the layer's own: latent attention has whole sequences between its products
         self.sequence_parallel = layer.sequence_parallel and self.group.size() > 1
-        self.scale = lora.scale
+        self.scale = lora.scale_beside(weight.part)
         self._dropout = lora.lora_dropout
         module_of = {part: n for n, adapted in enumerate(layers) for part in adapted.parts}
         self.num_modules = len(layers)
@@ -79,11 +79,12 @@ class Adapter(torch.nn.Module):
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": dtype, "device": layer.weight.device}
         modules = [f"{name}.{adapted.module}" for adapted in layers]
-        wholes = [_kaiming(module, lora.lora_rank, layer.input_size, seed) for module in modules]
+        rank = lora.rank_beside(weight.part)
+        wholes = [kaiming(module, rank, layer.input_size, seed) for module in modules]
         if self.is_row_parallel:
             wholes = [whole.chunk(self.group.size(), 1)[self.group.rank()] for whole in wholes]
         self.lora_A = torch.nn.Parameter(torch.cat(wholes).to(**options))
-        self.lora_B = torch.nn.Parameter(torch.zeros(sum(self._sizes()), lora.lora_rank, **options))
+        self.lora_B = torch.nn.Parameter(torch.zeros(sum(self._sizes()), rank, **options))
         self._mark(layer)
 
     def _sizes(self) -> list[int]:
@@ -137,15 +138,8 @@ class Adapter(torch.nn.Module):
         return linear(x, weight_of(self))
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Applies dropout to the input of A. Tensor-parallel ranks with different inputs must use
-        different random states, and ranks with the same input the same one.
-        """
-        if not self._dropout or not self.training:
-            return x
-        if self.group.size() > 1 and (self.is_row_parallel or self.sequence_parallel):
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                return dropout(x, self._dropout)
-        return dropout(x, self._dropout)
+        is_own = self.group.size() > 1 and (self.is_row_parallel or self.sequence_parallel)
+        return dropped(x, self._dropout if self.training else 0.0, is_own)
 
     def _expanded(self, reduced: Tensor, product: Product) -> Tensor:
         """Returns [..., out on this rank] from A x, [..., rank * modules]: each module's B times
@@ -185,7 +179,7 @@ class Adapter(torch.nn.Module):
         return self._expanded(self.lora_A.T, self._product).T * self.scale
 
 
-def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
+def kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
     """Returns the initial A, [rank, inputs], as PEFT has it: uniform within 1 / sqrt(inputs).
 
     It is a function of the seed and of the module's name in the whole model, so that it does not
@@ -196,3 +190,17 @@ def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
     return (
         torch.rand(rank, num_inputs, generator=generator, dtype=torch.float64) * 2 * bound - bound
     )
+
+
+def dropped(x: Tensor, probability: float, is_own: bool) -> Tensor:
+    """Applies dropout to the input of A.
+
+    is_own: True if tensor-parallel ranks have different inputs, and so must use different random
+        states. Ranks with the same input use the same one.
+    """
+    if not probability:
+        return x
+    if is_own:
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return dropout(x, probability)
+    return dropout(x, probability)

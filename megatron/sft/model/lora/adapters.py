@@ -37,6 +37,7 @@ from megatron.packing.model.sections import by_section
 from megatron.sft.model.huggingface.read import global_name
 from megatron.sft.model.huggingface.tensors import Part, Tensors, Weight
 from megatron.sft.model.lora.adapter import Adapter
+from megatron.sft.model.lora.gates import add_gate_adapter, gate_of
 from megatron.sft.model.lora.layers import Adapted, adapted_layers
 from megatron.sft.options.lora import LINEARS, LoraConfig
 
@@ -54,7 +55,8 @@ def add_adapters(
     Raises ValueError for a model that cannot have exact adapters.
 
     Args:
-        tensors: table of the HuggingFace tensors of each layer; None for a Llama.
+        tensors: table of the HuggingFace tensors of each layer, as `adapted_tensors` gives it; None
+            for a Llama.
     """
     config = gpt.config
     lora.check_layout(config.tensor_model_parallel_size, fewest_groups(config))
@@ -66,7 +68,8 @@ def add_adapters(
         parameter.requires_grad_(False)
     _thaw(gpt, lora)
     targeted = list(_targeted(gpt, lora, tensors))
-    if not targeted:
+    gates = list(_targeted_gates(gpt, lora))
+    if not targeted and not gates:
         raise ValueError(
             f"--lora-target-modules {' '.join(lora.targets)} are in none of this stage's layers; "
             "add others"
@@ -75,6 +78,8 @@ def add_adapters(
         layer.adapter = Adapter(layer, name, weight, layers, config, lora, seed)
         layer.register_forward_hook(_add_update)
         layer.sharded_state_dict = MethodType(_sharded_state_dict, layer)
+    for name, module in gates:
+        add_gate_adapter(module, name, lora, seed)
     if config.recompute_granularity is not None and gpt.pre_process:
         # With a frozen embedding the first layer's input needs no gradient, nor does that of its
         # MLP if no adapter comes before. What is recomputed would then get no gradients at all.
@@ -132,6 +137,14 @@ def _targeted(gpt: GPTModel, lora: LoraConfig, tensors: Tensors | None) -> Itera
         layers = adapted_layers(linear_name, weight, lora)
         if layers:
             yield _Targeted(name, module, weight, layers)
+
+
+def _targeted_gates(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
+    """Yields (name in the whole model, module) of the modules with a gate that gets an adapter."""
+    for local_name, module in gpt.named_modules():
+        gate = gate_of(module)
+        if gate is not None and lora.targets_in(gate):
+            yield global_name(local_name, gpt), module
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:

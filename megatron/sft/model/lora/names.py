@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from megatron.packing.layers import Sharding
 from megatron.packing.model.names import ADAPTER, EMBEDDING, OUTPUT, is_of_adapter, logical_name
 from megatron.sft.model.huggingface.families.family import Prefix
+from megatron.sft.model.huggingface.names import naming
 from megatron.sft.model.huggingface.tensors import Part, View, Weight
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.layers import adapted_layers
@@ -22,6 +24,17 @@ PREFIX = "base_model.model."
 """Prefix of all names in a PEFT folder."""
 STACKED = ("experts.gate_up_proj", "experts.down_proj")
 """Ends of names in PEFT of the stacked parameters of a layer's experts, in order."""
+CONVERTED = frozenset(
+    (
+        *("mixtral", "minimax_m2", "qwen3_moe", "qwen3_next"),
+        *("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
+    )
+)
+"""Families whose experts peft 0.21 adapts as one tensor, whatever the names of modules in an
+adapter: gate_proj, up_proj and down_proj are then no MLP's but theirs.
+"""
+_ROUTERS = frozenset(("gate", "router"))
+"""Modules of transformers that choose experts and have a weight, but are no `nn.Linear`."""
 _WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT, "score": OUTPUT}
 
 
@@ -29,7 +42,7 @@ class AdapterWeights:
     """Table of the tensors of an adapter with the options `lora`, for the model of `weights`."""
 
     def __init__(self, weights: Weights, lora: LoraConfig) -> None:
-        self._weights = weights
+        self._weights = weights = adapted_tensors(weights, lora)
         self._lora = lora
         self._whole = {_WHOLE[module] for module in lora.lora_modules_to_save}
         self.tied = None
@@ -49,7 +62,8 @@ class AdapterWeights:
         if not is_of_adapter(name):
             raise KeyError(name)  # a parameter of the frozen base model
         layer, which = name.split(ADAPTER)
-        return self._of_layer(self._weights.of_parameter(f"{layer}.weight"), which)
+        weight = "gate_weight" if layer.endswith("shared_experts") else "weight"
+        return self._of_layer(self._weights.of_parameter(f"{layer}.{weight}"), which)
 
     def all(self) -> Iterator[Weight]:
         """Yields every weight of the adapter."""
@@ -100,13 +114,7 @@ class AdapterWeights:
 
     def target_modules(self) -> list[str]:
         """Returns PEFT's `target_modules`: modules with adapters, by their names in this family."""
-        names = {
-            part.name.split(".lora_A.")[0]
-            for weight in self.all()
-            for part in weight.parts
-            if "lora_A" in part.name and part.view.expert is None
-        }
-        return sorted({name.rsplit(".", 1)[1] for name in names})
+        return sorted(self._adapted_modules() - _ROUTERS)
 
     def excluded_modules(self) -> str | None:
         """Returns PEFT's `exclude_modules`, a pattern: a tower beside the language model, whose
@@ -116,7 +124,7 @@ class AdapterWeights:
         return None if body == Prefix().body else rf"(?!{re.escape(body)}).*"
 
     def target_parameters(self) -> list[str]:
-        """Returns PEFT's `target_parameters`: stacked experts with adapters."""
+        """Returns PEFT's `target_parameters`: routers and stacked experts with adapters."""
         stacked = {
             linear: re.sub(r".*\.layers\.\d+\.", "", weight.parts[0].name)
             for weight in self._weights.all()
@@ -124,11 +132,32 @@ class AdapterWeights:
             and self._lora.covers(weight.part)
             and self._lora.targets_in(linear := _linear(weight))
         }
-        return [stacked[linear] for linear in ("fc1", "fc2") if linear in stacked]
+        routers = [f"{name}.weight" for name in sorted(self._adapted_modules() & _ROUTERS)]
+        found = [stacked[linear] for linear in ("fc1", "fc2") if linear in stacked]
+        if self._lora.lora_gate_up == "doubled":  # as peft's all-linear names them
+            found = [name.rpartition(".")[2] for name in found]
+        return found + routers
+
+    def patterns(self) -> dict[str, dict[str, float]]:
+        """Returns PEFT's `rank_pattern` and `alpha_pattern`; {} if all adapters are alike."""
+        fc1 = "experts.fc1.weight"
+        if self._lora.lora_gate_up != "doubled" or not any(w.part == fc1 for w in self.all()):
+            return {}
+        return doubled_patterns(self._lora.lora_rank, self._lora.lora_alpha)
+
+    def _adapted_modules(self) -> set[str]:
+        """Returns the last names of modules that are no stacked experts."""
+        names = {
+            part.name.split(".lora_A.")[0]
+            for weight in self.all()
+            for part in weight.parts
+            if "lora_A" in part.name and part.view.expert is None
+        }
+        return {name.rsplit(".", 1)[1] for name in names}
 
     def _of_layer(self, weight: Weight, which: str) -> Weight:
         """Returns the weight of A or of B (`which`) of a layer's modules with adapters."""
-        linear, rank = _linear(weight), self._lora.lora_rank
+        linear, rank = _linear(weight), self._lora.rank_beside(weight.part)
         is_cut_by_columns = weight.sharding == "columns"
         sharding: Sharding
         if which == "lora_A":
@@ -144,7 +173,7 @@ class AdapterWeights:
         ):
             part = weight.parts[number]
             if part.view.expert is not None:
-                parts.append(self._of_stack(part, which))
+                parts.append(self._of_stack(part, which, rank))
                 continue
             name = self._name(f"{part.name.removesuffix('weight')}{which}.weight")
             if which == "lora_A":
@@ -153,19 +182,21 @@ class AdapterWeights:
                 stored = (part.stored[0], rank) if part.stored else ()
                 parts.append(Part(name, (part.shape[0], rank), part.view, stored))
         num_groups = weight.num_groups if sharding == "heads" else 1
-        if any(part.view.expert is not None for part in parts) and self._lora.lora_dropout:
+        is_stack = any(part.view.expert is not None for part in parts)
+        if self._lora.lora_dropout and (is_stack or _is_router(weight)):
+            what = "experts that are one tensor" if is_stack else "a router"
             raise ValueError(
-                "--lora-dropout must be 0 with adapters of experts that are one tensor, since PEFT "
-                "adds them to it; drop it, or leave "
-                f"{' '.join(LINEARS[linear])} out of --lora-target-modules"
+                f"--lora-dropout must be 0 with adapters of {what}, since PEFT adds them to the "
+                f"weights; drop it, or leave {' '.join(LINEARS[linear])} out of "
+                "--lora-target-modules"
             )
         return Weight(sharding, tuple(parts), weight.is_expert, num_groups, weight.part)
 
-    def _of_stack(self, part: Part, which: str) -> Part:
+    def _of_stack(self, part: Part, which: str, rank: int) -> Part:
         """Returns A or B of one expert in a stack. PEFT's file has all experts in one tensor: A
         [experts * rank, in], B [out, rank * experts].
         """
-        rank, experts = self._lora.lora_rank, part.stored[0]
+        experts = part.stored[0]
         module = part.name.rpartition(".")[0]
         if part.view.is_transposed:
             rows, columns = part.stored[2], part.stored[1]
@@ -182,9 +213,69 @@ class AdapterWeights:
         return Part(name, (part.shape[0], rank), view, (rows, rank * experts))
 
 
+def note_for_peft(weights: Weights, lora: LoraConfig) -> str:
+    """Returns a line for the user where peft would leave out some of the adapters, in silence, of
+    an adapter that is written; "" if it loads all.
+    """
+    kinds = {weight.part.split(".fc")[0] for weight in AdapterWeights(weights, lora).all()}
+    files = {weight.part: weight.parts[0] for weight in weights.all()}
+    experts = files.get("experts.fc1.weight")
+    if weights.model_type in CONVERTED:
+        what, way_out = "MLPs that are no routed experts", "--lora-experts routed-only"
+        is_lost = bool(kinds & {"mlp", "shared"})
+    else:
+        what, way_out = "routed experts that its files have one by one", "--lora-experts shared"
+        is_lost = "experts" in kinds and experts is not None and experts.view.expert is None
+    return is_lost * (
+        f"LoRA: of an adapter for {weights.model_type} peft 0.21 loads none beside {what}; pass "
+        f"--lora-merge to write a whole model, or {way_out}"
+    )
+
+
 def _linear(weight: Weight) -> str:
-    """Returns the kind of a linear layer, else "": `attention.qkv.weight -> qkv`."""
+    """Returns the kind of a linear layer or gate, else "": `attention.qkv.weight -> qkv`."""
+    if weight.part == "shared.gate_weight":
+        return "shared_gate"
     return weight.part.rsplit(".", 2)[-2] if weight.part.endswith(".weight") else ""
+
+
+def _is_router(weight: Weight) -> bool:
+    """Returns whether transformers has the weight as a parameter of a router, no linear layer."""
+    module = weight.parts[0].name.removesuffix(".weight").rpartition(".")[2]
+    return _linear(weight) == "router" and module in _ROUTERS
+
+
+def adapted_tensors(weights: Weights, lora: LoraConfig) -> Weights:
+    """Returns the table of a model's tensors that its adapters are beside: that of its files, or
+    with the experts of a layer as one tensor, as transformers has them in memory.
+    """
+    return weights if lora.lora_gate_up == "files" else weights.with_stacked_experts()
+
+
+def names_in_memory(
+    config: Mapping[str, Any], tensors: Iterable[str], lora: LoraConfig
+) -> Callable[[str], str]:
+    """Returns the function from names in the base model, in any spelling, to those that its
+    adapter has.
+
+    config, tensors: config.json and names of the base model's folder.
+    """
+    is_stacked = lora.lora_gate_up != "files"
+    return naming(config, [f".{STACKED[0]}"] if is_stacked else tensors).in_memory
+
+
+def doubled_patterns(rank: int, alpha: float) -> dict[str, dict[str, float]]:
+    """Returns the `rank_pattern` and `alpha_pattern` of peft's all-linear."""
+    module = r".*\.gate_up_proj"
+    return {
+        "rank_pattern": {module: 2 * rank},
+        "alpha_pattern": {module: whole(2 * alpha)},
+    }
+
+
+def whole(number: float) -> float:
+    """Returns an integer where a number is one, as peft writes alpha."""
+    return int(number) if number == int(number) else number
 
 
 def summary_of_adapters(weights: Weights, lora: LoraConfig) -> str:

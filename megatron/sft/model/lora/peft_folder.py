@@ -16,7 +16,13 @@ from megatron.sft.model.huggingface.files import ADAPTER_CONFIG as CONFIG
 from megatron.sft.model.huggingface.files import folder_below
 from megatron.sft.model.huggingface.folder import Folder
 from megatron.sft.model.huggingface.headers import Stored, read_header
-from megatron.sft.model.lora.names import PREFIX, STACKED, AdapterWeights
+from megatron.sft.model.lora.names import (
+    PREFIX,
+    STACKED,
+    AdapterWeights,
+    doubled_patterns,
+    whole,
+)
 from megatron.sft.options.lora import MODULES, LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
@@ -51,6 +57,7 @@ _NAME = re.compile(r"[\w.]+")
 """A pattern that is a name, or the end of one. Others are expressions, which are not evaluated:
 one from a stranger may take for ever.
 """
+_ROUTERS = [f"{name}.weight" for name in ("gate", "mlp.gate", "router", "mlp.router")]
 OF_SOME_LAYERS = "adapters of some layers alone are not supported: merge it with peft"
 """Advice for an adapter that lacks layers."""
 _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -135,6 +142,7 @@ def options_of_adapter(folder: str | Path, flag: str = "--lora-adapter") -> dict
         raise ValueError(
             f"{where} has {name} {shown(config.get(name))}, but only plain LoRA is supported"
         )
+    is_doubled = _is_doubled(config)
     for name, effect in _effects(config, folder, flag).items():
         if effect:
             raise ValueError(
@@ -142,23 +150,26 @@ def options_of_adapter(folder: str | Path, flag: str = "--lora-adapter") -> dict
                 "with one rank and one alpha are supported; merge it into its model with peft"
             )
     parameters = config.get("target_parameters") or []
-    known = [name for one in STACKED for name in (f"mlp.{one}", one)]
+    tails = [one.rpartition(".")[2] for one in STACKED]
+    known = [name for one in STACKED for name in (f"mlp.{one}", one)] + tails + _ROUTERS
     for parameter in (one for one in parameters if one not in known):
         raise ValueError(
             f"{where} has target_parameters {shown(parameter)}, but only adapters of all layers, "
             f"{' or '.join(known)}, are supported"
         )
+    stacked = [name for one in parameters if (name := one.rpartition(".")[2]) in tails]
     modules = {
         name.split(".lora_A.")[0].rsplit(".", 1)[-1]
         for name in open_adapter(folder, flag=flag).tensors
-        if "lora_A" in name and not (parameters and ".experts." in name)
+        if "lora_A" in name and not (stacked and ".experts." in name)
     }
     for module in sorted(modules - MODULES):
         raise ValueError(
             f"{where} has an adapter beside {shown(module)}, but only those beside "
             f"{' '.join(sorted(MODULES))} are supported; merge it into its model with peft"
         )
-    modules |= {parameter.rpartition(".")[2] for parameter in parameters}
+    modules |= set(stacked)
+    joined: dict[str, Any] = {"lora_gate_up": "doubled" if is_doubled else "joined"}
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,
@@ -166,6 +177,7 @@ def options_of_adapter(folder: str | Path, flag: str = "--lora-adapter") -> dict
         "lora_rslora": bool(config.get("use_rslora")),
         "lora_target_modules": sorted(modules),
         "lora_experts": _experts_of(folder),
+        **(joined if tails[0] in stacked else {}),
         "lora_modules_to_save": _modules_to_save(config),
     }
 
@@ -186,9 +198,19 @@ def notes_on_adapter(folder: str | Path) -> list[str]:
     ]
 
 
+def _is_doubled(config: Mapping[str, Any]) -> bool:
+    """Returns whether gate and up of experts share an adapter of twice the rank, as peft's
+    all-linear has them.
+    """
+    patterns = doubled_patterns(config["r"], float(config["lora_alpha"]))
+    return all(config.get(name) == pattern for name, pattern in patterns.items())
+
+
 def _effects(config: Mapping[str, Any], folder: str | Path, flag: str) -> dict[str, str]:
     """Returns for each pattern of a config a module that it changes, in words; "" if none."""
-    effects = {}
+    effects: dict[str, str] = {}
+    if _is_doubled(config):
+        return effects
     for name in _PATTERNS:
         pattern = config.get(name)
         if not pattern:
@@ -199,26 +221,35 @@ def _effects(config: Mapping[str, Any], folder: str | Path, flag: str) -> dict[s
             for key, stored in tensors.items()
             if ".lora_A." in key and stored.shape
         }
+        stacks = [module for module in ranks if re.search(r"\.experts(\.base_layer)?$", module)]
+        for module in stacks:  # whose rows are those of all experts: the pattern alone shows it
+            del ranks[module]
+        layers = [module.partition(".experts")[0] for module in stacks]
+        parameters = [f"{layer}.{stack}" for layer in layers for stack in STACKED]
         if not isinstance(pattern, dict):
             effects[name] = "what it changes is not known"
         elif name == "rank_pattern":  # the weights show it
             others = [module for module, rank in ranks.items() if rank != config.get("r")]
             effects[name] = f"{others[0]} has rank {ranks[others[0]]}" if others else ""
+            if not others and parameters:
+                effects[name] = _effect(pattern, parameters, "rank", config.get("r"))
         else:
-            effects[name] = _effect_on_alpha(pattern, ranks, config.get("lora_alpha"))
+            modules = [*ranks, *parameters]
+            effects[name] = _effect(pattern, modules, "alpha", config.get("lora_alpha"))
     return effects
 
 
-def _effect_on_alpha(pattern: Mapping[str, Any], modules: Iterable[str], alpha: object) -> str:
+def _effect(pattern: Mapping[str, Any], modules: Iterable[str], what: str, usual: object) -> str:
+    """Returns a module that a pattern gives another value of `what` than the usual; "" if none."""
     for key, value in pattern.items():
-        if value == alpha:
+        if value == usual:
             continue
         if not _NAME.fullmatch(key):
-            return f"modules like {shown(key)} may have alpha {shown(value)}"
+            return f"modules like {shown(key)} may have {what} {shown(value)}"
         for module in modules:
             # As peft matches, for whom a point is any character.
             if re.fullmatch(rf"(.*\.)?{key}", module):
-                return f"{module} has alpha {shown(value)}"
+                return f"{module} has {what} {shown(value)}"
     return ""
 
 
@@ -252,7 +283,10 @@ def _experts_of(folder: str | Path) -> str:
         is_shared |= re.search(r"\.mlp\.(gate|up|down)_proj\.", names) is not None
     if is_routed == is_shared:
         return "all"
-    return "routed" if is_routed else "shared"
+    if not is_routed:
+        return "shared"
+    is_dense = re.search(r"\.mlp\.(gate|up|down|gate_up)_proj\.", names) is not None
+    return "routed" if is_dense else "routed-only"
 
 
 def write_adapter_config(
@@ -261,13 +295,13 @@ def write_adapter_config(
     """Writes what PEFT and vLLM read beside the weights. The base is named by the path that it was
     trained from.
     """
-    alpha = lora.lora_alpha
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if "score" in lora.lora_modules_to_save else "CAUSAL_LM",
         "base_model_name_or_path": str(Path(base).resolve()),
         "r": lora.lora_rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": whole(lora.lora_alpha),
+        **weights.patterns(),
         "lora_dropout": lora.lora_dropout,
         "target_modules": weights.target_modules(),
         "exclude_modules": weights.excluded_modules(),

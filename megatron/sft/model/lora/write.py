@@ -21,6 +21,7 @@ from megatron.sft.model.huggingface.write import (
     header_of,
     written_parameters,
 )
+from megatron.sft.model.lora.gates import weight_beside
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import WEIGHTS
 from megatron.sft.peers import wait_for_all
@@ -70,7 +71,7 @@ def merged_values(chunks: Sequence[GPTModel]) -> Callable[[Placed], Tensor]:
     added in float32.
     """
     adapters = {
-        layer.weight: layer.adapter
+        weight_beside(layer): layer.adapter
         for chunk in chunks
         for layer in chunk.modules()
         if hasattr(layer, "adapter")

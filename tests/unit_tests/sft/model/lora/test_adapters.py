@@ -63,16 +63,16 @@ def test_models_that_adapters_cannot_stand_in_are_refused(
 def test_start_is_kaimings_and_a_function_of_name_and_seed() -> None:
     """Within 1 / sqrt(inputs), as peft's; two layers or seeds that began alike would learn
     alike."""
-    from megatron.sft.model.lora.adapter import _kaiming
+    from megatron.sft.model.lora.adapter import kaiming
 
-    first = _kaiming("decoder.layers.0.mlp.linear_fc2.down_proj", 8, 64, seed=1)
+    first = kaiming("decoder.layers.0.mlp.linear_fc2.down_proj", 8, 64, seed=1)
     assert first.shape == (8, 64)
     assert 0.12 < first.abs().max() <= 1 / 8
     assert abs(first.std().item() - 1 / 8 / 3**0.5) < 0.005
-    assert torch.equal(first, _kaiming("decoder.layers.0.mlp.linear_fc2.down_proj", 8, 64, seed=1))
+    assert torch.equal(first, kaiming("decoder.layers.0.mlp.linear_fc2.down_proj", 8, 64, seed=1))
     assert not torch.equal(
-        first, _kaiming("decoder.layers.1.mlp.linear_fc2.down_proj", 8, 64, seed=1)
+        first, kaiming("decoder.layers.1.mlp.linear_fc2.down_proj", 8, 64, seed=1)
     )
     assert not torch.equal(
-        first, _kaiming("decoder.layers.0.mlp.linear_fc2.down_proj", 8, 64, seed=2)
+        first, kaiming("decoder.layers.0.mlp.linear_fc2.down_proj", 8, 64, seed=2)
     )

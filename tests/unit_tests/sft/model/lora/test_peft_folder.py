@@ -12,7 +12,7 @@ from megatron.sft.model.huggingface.families.registry import FAMILIES, language_
 from megatron.sft.model.huggingface.folder import check_folder
 from megatron.sft.model.huggingface.names import naming
 from megatron.sft.model.huggingface.weights import Weights
-from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.model.lora.names import AdapterWeights, note_for_peft
 from megatron.sft.model.lora.peft_folder import (
     CONFIG,
     WEIGHTS,
@@ -296,7 +296,7 @@ def qwen_moe(**changes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "numbers"), [("shared", [10]), ("routed", [6, 6]), ("all", [10, 6, 6])]
+    ("kind", "numbers"), [("shared", [10]), ("routed-only", [6, 6]), ("all", [10, 6, 6])]
 )
 def test_an_adapter_may_leave_out_experts_of_a_kind(tmp_path, kind, numbers):
     """peft's all-linear leaves out experts of one tensor; said to lack them, no such adapter could
@@ -312,11 +312,87 @@ def test_an_adapter_may_leave_out_experts_of_a_kind(tmp_path, kind, numbers):
 
 
 def test_an_adapter_beside_another_layer_is_refused_by_its_name(adapter):
-    """peft's all-linear has one beside the gate of Qwen's shared expert."""
-    name = "base_model.model.model.layers.0.mlp.shared_expert_gate"
+    """An encoder's, for example."""
+    name = "base_model.model.model.layers.0.mlp.dense_h_to_4h"
     save_file({f"{name}.lora_{x}.weight": torch.ones(3, 3) for x in "AB"}, adapter / WEIGHTS)
-    with pytest.raises(ValueError, match=r"an adapter beside 'shared_expert_gate', but .* merge"):
+    with pytest.raises(ValueError, match=r"an adapter beside 'dense_h_to_4h', but .* merge"):
         options_of_adapter(adapter)
+
+
+ALL_LINEAR = {
+    "lora_rank": 3,
+    "lora_alpha": 5,
+    "lora_target_modules": (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate", "gate_up_proj", "down_proj"),
+    ),
+    "lora_experts": "routed-only",
+    "lora_gate_up": "doubled",
+}
+
+
+def test_all_linear_of_a_mixture_is_that_of_peft(tmp_path):
+    """Names, ranks and patterns are those that peft 0.21.2 writes for a Qwen3-MoE; read again, the
+    options are the same.
+    """
+    model = parse(
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --num-experts 4 --swiglu "
+        "--moe-ffn-hidden-size 6 --ffn-hidden-size 6 --qk-layernorm --normalization RMSNorm "
+        "--position-embedding-type rope --disable-bias-linear"
+    ).model
+    lora = LoraConfig(lora=True, **ALL_LINEAR)
+    names = AdapterWeights(Weights(model, 64, FAMILIES["qwen3_moe"]), lora)
+    shapes = {part.name: part.stored_shape for weight in names.all() for part in weight.parts}
+    mlp = "base_model.model.model.layers.0.mlp"
+    assert {name: shape for name, shape in shapes.items() if mlp in name} == {
+        f"{mlp}.gate.lora_A.weight": (3, 8),
+        f"{mlp}.gate.lora_B.weight": (4, 3),
+        f"{mlp}.experts.base_layer.lora_A.weight": (4 * 6, 8),
+        f"{mlp}.experts.base_layer.lora_B.weight": (12, 6 * 4),
+        f"{mlp}.experts.lora_A.weight": (4 * 3, 6),
+        f"{mlp}.experts.lora_B.weight": (8, 3 * 4),
+    }
+    write_adapter_config(tmp_path, lora, names, "base")
+    told = json.loads((tmp_path / CONFIG).read_text())
+    assert told["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert told["target_parameters"] == ["gate_up_proj", "down_proj", "gate.weight"]
+    assert told["rank_pattern"] == {r".*\.gate_up_proj": 6}
+    assert told["alpha_pattern"] == {r".*\.gate_up_proj": 10}
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / WEIGHTS)
+    again = LoraConfig(lora=True, **options_of_adapter(tmp_path))
+    assert again.targets == lora.targets
+    assert again.identity(has_experts=True) == lora.identity(has_experts=True)
+    assert notes_on_adapter(tmp_path) == []
+    change(tmp_path, alpha_pattern={r".*\.gate_up_proj": 5})
+    with pytest.raises(ValueError, match=r"rank_pattern .* merge it into its model with peft"):
+        options_of_adapter(tmp_path)
+
+
+def test_dropout_beside_a_router_is_refused():
+    """PEFT loads no such adapter: it adds the product of A and B to the weights."""
+    base = Weights(qwen_moe()._weights._model, VOCAB_SIZE, FAMILIES["qwen3_moe"])
+    lora = LoraConfig(lora=True, lora_target_modules=("gate",), lora_dropout=0.1)
+    names = AdapterWeights(base, lora)
+    with pytest.raises(ValueError, match="--lora-dropout must be 0 with adapters of a router"):
+        list(names.all())
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "way_out"),
+    [
+        ("qwen2_moe", "all", "--lora-experts shared"),
+        ("qwen2_moe", "shared", ""),
+        ("deepseek_v3", "all", "--lora-experts routed-only"),
+        ("deepseek_v3", "routed-only", ""),
+    ],
+)
+def test_adapters_that_peft_leaves_out_are_noted(family, kind, way_out):
+    """Served by it, a model would lack them, in silence."""
+    base = Weights(qwen_moe()._weights._model, 64, FAMILIES[family])
+    lora = LoraConfig(lora=True, lora_target_modules=("up_proj",), lora_experts=kind)
+    note = note_for_peft(base, lora)
+    assert way_out in note
+    assert bool(note) == bool(way_out)
 
 
 def test_dropout_beside_experts_of_one_tensor_is_refused():
