@@ -125,7 +125,9 @@ def positions_notes(
         return  # the user has stretched them
     way_out = ""
     if decided.get("position_embedding_type") == "rope" and decided["rope_scaling"] is None:
-        stretched = RopeScaling("yarn", round(seq_length / positions, 3), positions).to_json()
+        stretched = RopeScaling(
+            "yarn", round(seq_length / positions, 3), float(positions)
+        ).to_json()
         way_out = f"; pass --rope-scaling '{stretched}'"
     yield (
         f"note: --seq-length {seq_length} exceeds max_position_embeddings {positions} of {where}; "

@@ -178,7 +178,7 @@ def test_a_contradiction_names_both(tmp_path, arguments, named):
     assert f"{tmp_path}/config.json" in str(failure.value)
 
 
-STRETCH = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}'
+STRETCH = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8.0}'
 
 
 @pytest.mark.parametrize(
