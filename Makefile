@@ -14,6 +14,7 @@
 # make recipes  two steps of each recipe for a released model, with the model shrunken
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of parallel sizes)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
+# make long-contexts  options of long contexts, alone and together, in 30 layouts beside the same layouts without them
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
 # make preference  train a tiny model on pairs of answers, and count its wins over the start
 # make preference-layouts  preference losses in 30 layouts beside answers computed one by one (make test: three)
@@ -72,7 +73,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale preference-cost preference-mutants
+.PHONY: run finetune finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts long-contexts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale preference-cost preference-mutants
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -230,6 +231,9 @@ preference-cost: $(VENV)/.dev $(VENV)/.finetune .venv-trl/.installed
 
 preference-mutants: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.preference_mutants --write examples/benchmarks/results/preference_mutants.md
+
+long-contexts: $(VENV)/.dev
+	$(VENV)/bin/python -W ignore -m tests.functional_tests.long_contexts --write examples/benchmarks/results/long_contexts.md
 
 preference-layouts: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.preference_layouts --write examples/benchmarks/results/preference_layouts.md

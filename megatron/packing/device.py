@@ -15,7 +15,9 @@ kernels in Triton take them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -99,6 +101,24 @@ class Device:
 
 
 CPU = Device("cpu")
+_thread = threading.local()
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """Says that tensors made inside, on this thread, are to lie in the host's memory beside a GPU:
+    whoever counts the GPU's bytes leaves them out. It moves nothing.
+    """
+    before, _thread.is_host = is_host_memory(), True
+    try:
+        yield
+    finally:
+        _thread.is_host = before
+
+
+def is_host_memory() -> bool:
+    """Returns whether this is within `host_memory`."""
+    return getattr(_thread, "is_host", False)
 
 
 def pinned(tensor: Tensor) -> Tensor:

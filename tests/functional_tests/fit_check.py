@@ -116,6 +116,11 @@ def _cases() -> dict[str, Case]:
         ),
         "windows-sinks": Case(1, f"{PACKED} {GROUPED} {WINDOWS} --softmax-type learnable --bf16"),
         "cp2-windows": Case(2, f"{PACKED} {GROUPED} {CP2} {WINDOWS} --bf16"),
+        "cp2-by-groups": Case(
+            2,
+            f"{PACKED} {GROUPED} {CP2} {WINDOWS} --softmax-type learnable --bf16 "
+            "--query-groups-per-gather 1",
+        ),
         "delta-net": Case(1, f"{PACKED} {GROUPED} {DELTA_NET} --bf16"),
         "latent": Case(1, f"{PACKED} {ROPE} {LATENT} --bf16"),
         "latent-selective": Case(1, f"{PACKED} {ROPE} {LATENT} {SELECTIVE} --bf16"),

@@ -87,7 +87,14 @@ def need_local_layers(config: TransformerConfig, options: Any) -> bool:
         or getattr(options, "residual_multiplier", 1.0) != 1.0
     )
     engine = Engine(config.context_parallel_size, is_te_min_version)
-    return has_other_residuals or bool(parts_in(options)) or not is_in_engine(options, engine)
+    # an attribute that megatron-core's config has no field for, see `attention.by_groups`
+    by_groups = getattr(config, "query_groups_per_gather", None) is not None
+    return (
+        has_other_residuals
+        or by_groups
+        or bool(parts_in(options))
+        or not is_in_engine(options, engine)
+    )
 
 
 def packed_mtp_block_spec(

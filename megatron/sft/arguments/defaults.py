@@ -4,7 +4,7 @@ size, steps. They are printed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron.packing.flags import flag_of
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config import options_of
 from megatron.sft.model.huggingface.config_file import read_config
-from megatron.sft.options.rope_scaling import parse_rope_scaling
+from megatron.sft.options.rope_scaling import RopeScaling, parse_rope_scaling
 
 MAX_SEQ_LENGTH = 8192
 """Maximum default of --seq-length. Many models allow more, but it would cost a first run memory."""
@@ -104,11 +104,32 @@ def choice_notes(given: Mapping[str, Any]) -> list[str]:
     if chosen:
         listed = " ".join(f"{flag_of(name)} {value:g}" for name, value in chosen.items())
         notes.append(f"chosen, as they are not given: {listed}")
-    positions = positions_of(given.get("pretrained_checkpoint"))
-    seq_length = given.get("seq_length")
-    if positions is not None and seq_length is not None and seq_length > positions:
-        notes.append(
-            f"note: --seq-length {seq_length} exceeds max_position_embeddings {positions} of "
-            f"{given['pretrained_checkpoint']}/config.json; later positions were never trained"
-        )
-    return notes
+    asked = (given.get(name) for name in ("seq_length", "pretrained_checkpoint", "rope_scaling"))
+    return [*notes, *positions_notes(*asked)]
+
+
+def positions_notes(
+    seq_length: int | None, folder: str | None, rope_scaling: str | None
+) -> Iterator[str]:
+    """Yields a line if sequences have more positions than the model in `folder` was made for, with
+    the option that stretches plain rotary embeddings.
+
+    rope_scaling: of the run; None where the user gave none.
+    """
+    positions = positions_of(folder)
+    if folder is None or positions is None or seq_length is None or seq_length <= positions:
+        return
+    where = str(Path(folder) / "config.json")
+    decided = options_of(read_config(folder), where)
+    if rope_scaling not in (None, decided["rope_scaling"]):
+        return  # the user has stretched them
+    way_out = ""
+    if decided.get("position_embedding_type") == "rope" and decided["rope_scaling"] is None:
+        stretched = RopeScaling(
+            "yarn", round(seq_length / positions, 3), float(positions)
+        ).to_json()
+        way_out = f"; pass --rope-scaling '{stretched}'"
+    yield (
+        f"note: --seq-length {seq_length} exceeds max_position_embeddings {positions} of {where}; "
+        f"later positions were never trained{way_out}"
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.packing.flags import flag_of
 from megatron.packing.quoting import shown
 from megatron.sft.model.checkpoints.folder import distributed_checkpoint
-from megatron.sft.model.huggingface.config import options_of
+from megatron.sft.model.huggingface.config import options_of, with_rope_scaling
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.files import refuse_adapter
@@ -46,6 +46,10 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     refuse_adapter(folder, given.get("lora_adapter"))
     config, where = read_config(folder), str(Path(folder) / "config.json")
     decided = options_of(config, where)
+    scaling = given.get("rope_scaling")
+    if scaling is not None and with_rope_scaling(config, scaling) is not None:
+        # Plain rotary embeddings may be stretched for longer contexts.
+        decided["rope_scaling"] = parse_rope_scaling(scaling).to_json()
     _check_given(given, decided, where)
     family, text, _ = language_model(config, where)
     own_tokenizer = given.get("tokenizer_type", "HuggingFaceTokenizer") != "HuggingFaceTokenizer"

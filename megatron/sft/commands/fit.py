@@ -19,7 +19,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError
 from megatron.packing.model.parts import parts_in
 from megatron.packing.rules import Rule, at_least, check_rules, in_range
-from megatron.sft.arguments.defaults import chosen_options, preference_options
+from megatron.sft.arguments.defaults import chosen_options, positions_notes, preference_options
 from megatron.sft.arguments.other_trainers import answers_to
 from megatron.sft.arguments.parse import COMMON, parse_run_options
 from megatron.sft.arguments.pretrained import implied_options
@@ -71,11 +71,17 @@ class FitOptions:
     """Run two steps on a GPU of this machine as well, and say by how much its peaks differ. Needs
     --world-size 1.
     """
+    host_memory: str | None = None
+    """Memory of a node's host, such as 1900GB: says whether what options keep there fits, and ends
+    with status 1 if not.
+    """
+    gpus_per_node: int = 8
+    """GPUs of a node, which share its host."""
     fit_json: str | None = None
     """File for the estimate in bytes."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        *at_least(1, "world_size"),
+        *at_least(1, "world_size", "gpus_per_node"),
         *in_range(0, 1, "loss_share"),
     )
 
@@ -84,6 +90,8 @@ class FitOptions:
         # No rules: the one needs text that is parsed, the other a folder.
         if self.memory is not None:
             parse_memory(self.memory)
+        if self.host_memory is not None:
+            parse_memory(self.host_memory, "--host-memory")
         if self.fit_json is not None and not Path(self.fit_json).resolve().parent.is_dir():
             raise ValueError(f"--fit-json {self.fit_json}: no such folder; make it first")
 
@@ -119,6 +127,8 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
             "Estimate": (
                 "world_size",
                 "memory",
+                "host_memory",
+                "gpus_per_node",
                 "loss_share",
                 "expert_routing",
                 "verify",
@@ -182,6 +192,10 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     columns = [_column(estimate) for estimate in found]
     assumed = _assumptions(request, options)
     print("\n".join([*assumed, ""]))
+    model = config.model
+    folder = config.output.pretrained_checkpoint
+    for line in positions_notes(model.seq_length, folder, model.rope_scaling):
+        print(f"{line}\n")
     memory = None if options.memory is None else parse_memory(options.memory)
     for line in table(columns, memory):
         print(line)
@@ -202,6 +216,13 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
         )
     save_host = max(estimate.save_host_bytes for estimate in found)
     print(f"host      {_host(config, options)}")
+    per_node = _kept_on_node(found, options)
+    if per_node:
+        num_gpus = min(options.gpus_per_node, options.world_size)
+        print(
+            f"          {gib(max(one.host_bytes for one in found))} GiB more for each rank of "
+            f"optimizer and activations, {gib(per_node)} GiB for a node of {num_gpus} GPUs"
+        )
     print(
         f"          at most {gib(save_host)} GiB for a rank that writes a checkpoint, with "
         "--async-save until it is written (described)"
@@ -215,6 +236,17 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     if options.fit_json is not None:
         about = {"world_size": options.world_size, "assumes": assumed}
         Path(options.fit_json).write_text(json.dumps(as_json(columns, about), indent=1))
+    host_memory = None
+    if options.host_memory is not None:
+        host_memory = parse_memory(options.host_memory, "--host-memory")
+    if host_memory is not None and per_node + save_host > host_memory:
+        print(
+            f"does not fit: the host needs {gib(per_node + save_host)} GiB while a checkpoint is "
+            f"written, but has {gib(host_memory)}; drop --optimizer-cpu-offload or "
+            "--fine-grained-activation-offloading, or take more nodes",
+            flush=True,
+        )
+        return False
     if memory is None:
         return True
     fits, line = verdict(columns, memory)
@@ -274,9 +306,11 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
         else f"{config.training.micro_batch_size} rows of {model.seq_length:,} tokens"
     )
     experts = "" if model.num_experts is None else f", {options.expert_routing} routing of experts"
-    plain = ""
+    adam = ""
     if config.optimizer.use_precision_aware_optimizer:
-        plain = "; the optimizer's state in float32 on the GPU, so that less is needed"
+        on_host = config.optimizer.optimizer_cpu_offload
+        name = "the optimizer on the host" if on_host else "Transformer Engine's FusedAdam"
+        adam = f"; {name}, whose memory is described"
     described = [part.described_kernels for part in parts_in(model) if config.training.bf16]
     kernels = "".join(f"; {one}, whose memory is described" for one in described if one)
     stages = ""
@@ -289,8 +323,20 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
         f"{', sequence parallel' * parallel.sequence_parallel}"
         f"{', optimizer sharded' * config.shards_optimizer}{stages}",
         f"assumes   {packs}, {options.loss_share:.0%} of them count for the loss{experts}; layers "
-        f"without Transformer Engine{kernels}{plain}",
+        f"without Transformer Engine{kernels}{adam}",
     ]
+
+
+def _kept_on_node(stages: Sequence[Any], options: FitOptions) -> int:
+    """Returns the bytes that options keep on the host of the fullest node: ranks of a stage are
+    neighbours.
+
+    16 GPUs in 2 stages of 3 and 2 GiB, 8 GPUs a node    ->    24 GiB
+    """
+    per_stage = options.world_size // len(stages)
+    ranks = [stage.host_bytes for stage in stages for _ in range(per_stage)]
+    starts = range(0, len(ranks), options.gpus_per_node)
+    return max(sum(ranks[start : start + options.gpus_per_node]) for start in starts)
 
 
 def _host(config: SFTConfig, options: FitOptions) -> str:

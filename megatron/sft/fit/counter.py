@@ -31,6 +31,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.packing.device import is_host_memory
+
+HOST = "host"
+"""The part of storages that are made within `host_memory`; they count for no sum."""
 DEVICE = torch.ops.prim.device.default
 """`tensor.device` of fake tensors is an operation."""
 
@@ -59,6 +63,10 @@ class Phase:
     peak: int
     at_peak: Mapping[str, int]
     """Bytes by part when most were alive."""
+    host_start: int = 0
+    """Bytes in the host's memory, see `packing.device.host_memory`, before the phase."""
+    host_peak: int = 0
+    """The same at most."""
     alive: tuple[Made, ...] = ()
     """The storages at the end, where the counter keeps them apart."""
     made: tuple[Made, ...] = ()
@@ -97,6 +105,7 @@ class ByteCounter(TorchDispatchMode):
         self._workspaces = workspaces
         self.current = 0
         self.peak = 0
+        self.host_peak = 0
         self.part = "other"
         """The part that new storages count for."""
         self.phases: list[Phase] = []
@@ -157,7 +166,7 @@ class ByteCounter(TorchDispatchMode):
         """Moves storages that are alive to another part."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
-            if key in self._alive:
+            if key in self._alive and self._alive[key][1].part != HOST:
                 reference, made = self._alive[key]
                 self.by_part[made.part] -= made.num_bytes
                 self.by_part[part] += made.num_bytes
@@ -168,7 +177,8 @@ class ByteCounter(TorchDispatchMode):
         """Appends to `phases` what was alive meanwhile."""
         self._settle()
         start = self.peak = self.current
-        self._at_peak = dict(self.by_part)
+        self._at_peak = self._parts()
+        host_start = self.host_peak = self.by_part[HOST]
         first = 0 if self._made is None else len(self._made)
         yield
         self._settle()
@@ -180,6 +190,8 @@ class ByteCounter(TorchDispatchMode):
                 end=self.current,
                 peak=self.peak,
                 at_peak={part: size for part, size in self._at_peak.items() if size},
+                host_start=host_start,
+                host_peak=self.host_peak,
                 alive=tuple(sorted(made for _, made in self._alive.values())) if keeps else (),
                 made=tuple(self._made[first:]) if self._made is not None else (),
             )
@@ -194,13 +206,15 @@ class ByteCounter(TorchDispatchMode):
             self._freed(key)  # by another thread, which has not said so yet; the address is reused
         elif _is_view(func):
             return
-        num_bytes = self._rounded(storage)
-        made = Made(str(func), num_bytes, tuple(tensor.shape), str(tensor.dtype)[6:], self.part)
+        num_bytes, part = self._rounded(storage), HOST if is_host_memory() else self.part
+        made = Made(str(func), num_bytes, tuple(tensor.shape), str(tensor.dtype)[6:], part)
         self._alive[key] = weakref.ref(storage, lambda gone: self._freed(key, gone)), made
-        self.current += num_bytes
-        self.by_part[self.part] += num_bytes
-        if self.current > self.peak:
-            self._reach(0, self.part)
+        self.by_part[part] += num_bytes
+        if part == HOST:
+            self.host_peak = max(self.host_peak, self.by_part[HOST])
+        else:
+            self.current += num_bytes
+            self._reach(0, part)
         if self._made is not None:
             self._made.append(made._replace(part=""))
 
@@ -213,7 +227,7 @@ class ByteCounter(TorchDispatchMode):
         reference, made = found
         resized = made._replace(num_bytes=self._rounded(storage))
         self._alive[storage._cdata] = reference, resized
-        self.current += resized.num_bytes - made.num_bytes
+        self.current += (resized.num_bytes - made.num_bytes) * (made.part != HOST)
         self.by_part[made.part] += resized.num_bytes - made.num_bytes
         self._reach(0, made.part)
 
@@ -221,7 +235,10 @@ class ByteCounter(TorchDispatchMode):
         """Notes a peak of what is alive and `more`."""
         if self.current + more > self.peak:
             self.peak = self.current + more
-            self._at_peak = {**self.by_part, part: self.by_part[part] + more}
+            self._at_peak = {**self._parts(), part: self.by_part[part] + more}
+
+    def _parts(self) -> dict[str, int]:
+        return {part: size for part, size in self.by_part.items() if part != HOST}
 
     def _settle(self) -> None:
         """Waits for what other threads hold; see `SettledCounter`."""
@@ -230,7 +247,7 @@ class ByteCounter(TorchDispatchMode):
         if reference is not None and self._alive.get(key, (None,))[0] is not reference:
             return
         _, made = self._alive.pop(key)
-        self.current -= made.num_bytes
+        self.current -= made.num_bytes * (made.part != HOST)
         self.by_part[made.part] -= made.num_bytes
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron.packing.device import Device
 from megatron.sft.fit.affine import NotAffineError, fitted
-from megatron.sft.fit.counter import ByteCounter, Phase
+from megatron.sft.fit.counter import HOST, ByteCounter, Phase
 from megatron.sft.fit.fake import described_gpu
 from megatron.sft.fit.fake.host_reads import HostReads, Routing
 from megatron.sft.fit.fake.world import fake_world
@@ -57,6 +57,8 @@ class StageEstimate:
     """Peak bytes besides the states in an optimizer step."""
     save_host_bytes: int
     """Peak bytes on the host of the rank that writes a checkpoint."""
+    host_bytes: int = 0
+    """Peak bytes on the host of what options keep there: the optimizer's state, activations."""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -191,18 +193,25 @@ def estimate(request: Request, stage: Stage, shared: Shared) -> StageEstimate:
     if states_key not in shared.states:
         shared.states[states_key] = trace(request, stage.rank, 1, passes=False)
     (build, _, optimizer), save_host_bytes = shared.states[states_key]
+    host_bytes = optimizer.host_peak
     # Only what lives on is at a phase's end.
     states = {name: optimizer.at_peak.get(name, 0) for name in STATES}
     traced = shared.passes.setdefault(_passes_key(request, stage), {})
     remarks: list[str] = []
-    passes = _passes(request, stage, traced, remarks)
+    passes = []
+    for part in _passes(request, stage, traced, remarks):
+        if part.name == HOST:
+            host_bytes += part.num_bytes
+        else:
+            passes.append(part)
     return StageEstimate(
         stage=stage,
         states=tuple(Part(name, size, "run") for name, size in states.items() if size),
-        passes=passes,
+        passes=tuple(passes),
         build=Part("building the model", build.peak, "run"),
         optimizer=Part("optimizer step", optimizer.peak - sum(states.values()), "run"),
         save_host_bytes=save_host_bytes,
+        host_bytes=host_bytes,
         remarks=tuple(remarks),
     )
 
@@ -289,7 +298,7 @@ def bytes_beside_states(
     request: Request, stage: Stage, depth: int | None, num_in_flight: int
 ) -> dict[str, int]:
     """Returns the bytes of each part besides the states, at the peak of the passes of a run of that
-    depth; None takes the stage's own depth.
+    depth; None takes the stage's own depth. `HOST` is what they keep on the host at most.
     """
     if depth is not None:
         request = replace(request, config=at_depth(request.config, depth))
@@ -298,7 +307,13 @@ def bytes_beside_states(
     alive_before = {name: passes.at_peak.get(name, 0) for name in STATES}
     others = {name: size for name, size in passes.at_peak.items() if name not in STATES}
     assert sum(others.values()) + sum(alive_before.values()) == passes.peak
-    return others
+    on_host = passes.host_peak - passes.host_start
+    return others | ({HOST: on_host} if on_host else {})
+
+
+def device_bytes(parts: Mapping[str, int]) -> int:
+    """Returns the sum of parts that are on the device."""
+    return sum(size for name, size in parts.items() if name != HOST)
 
 
 def _extrapolated(
@@ -310,9 +325,14 @@ def _extrapolated(
     are returned as one.
     """
     names: Sequence[str] = sorted({name for parts in points.values() for name in parts})
-    total = fitted({point: sum(parts.values()) for point, parts in points.items()}).at(
+    total = fitted({point: device_bytes(parts) for point, parts in points.items()}).at(
         depth, num_in_flight
     )
+    on_host = fitted({point: parts.get(HOST, 0) for point, parts in points.items()}).at(
+        depth, num_in_flight
+    )
+    names = [name for name in names if name != HOST]
+    host = (Part(HOST, on_host, "extrapolated"),) if on_host else ()
     try:
         found = [
             Part(
@@ -325,6 +345,6 @@ def _extrapolated(
             for name in names
         ]
     except NotAffineError:
-        return (Part("activations and temporaries", total, "extrapolated"),)
+        return (Part("activations and temporaries", total, "extrapolated"), *host)
     assert sum(part.num_bytes for part in found) == total
-    return tuple(part for part in found if part.num_bytes)
+    return (*(part for part in found if part.num_bytes), *host)

@@ -17,6 +17,7 @@ from megatron.sft.fit.estimate import (
     Shared,
     StageEstimate,
     bytes_beside_states,
+    device_bytes,
     estimate,
 )
 from megatron.sft.fit.report import FRAGMENTATION_PERCENT, LIBRARIES_BYTES
@@ -136,7 +137,7 @@ def _kept_by_layers(request: Request) -> tuple[int, int]:
     depths = depths_of(request.config, stage)[:2]
     if not depths:
         return 1, 0
-    low, high = (sum(bytes_beside_states(request, stage, depth, 1).values()) for depth in depths)
+    low, high = (device_bytes(bytes_beside_states(request, stage, depth, 1)) for depth in depths)
     return depths[1] - depths[0], high - low
 
 

@@ -49,14 +49,14 @@ class Column(NamedTuple):
         return with_margin(self.peak) - self.peak
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, flag: str = "--memory") -> int:
     """Returns bytes: `80GiB -> 85899345920`, `80GB -> 80000000000`; ValueError for no size."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or not float(match[1]):
-        raise ValueError(f"--memory {text}: must be a size above 0, such as 80GiB or 141GB")
+        raise ValueError(f"{flag} {text}: must be a size above 0, such as 80GiB or 141GB")
     size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < 2**20 and not match[2]:
-        raise ValueError(f"--memory {text} is {size:,} bytes; give the unit: {text.strip()}GiB")
+        raise ValueError(f"{flag} {text} is {size:,} bytes; give the unit: {text.strip()}GiB")
     return size
 
 

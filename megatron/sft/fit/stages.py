@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from megatron.packing.layers import options_at_depth, options_by_layer
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.options.optimizer import OptimizerStateConfig
 from megatron.sft.options.training import TrainingConfig
 
 
@@ -132,8 +131,7 @@ def at_depth(config: SFTConfig, depth: int) -> SFTConfig:
 
 def one_step(config: SFTConfig) -> SFTConfig:
     """Returns the same run for one step, with a plain schedule: no memory depends on either, and
-    how many steps --train-epochs makes is known only with the data. The optimizer's state is that
-    without options, which takes no more memory.
+    how many steps --train-epochs makes is known only with the data.
     """
     training = config.training
     once = TrainingConfig(
@@ -144,7 +142,7 @@ def one_step(config: SFTConfig) -> SFTConfig:
         },
         train_iters=1,
     )
-    return replace(config, training=once, optimizer=OptimizerStateConfig())
+    return replace(config, training=once)
 
 
 def _repeated(config: SFTConfig) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from megatron.packing.model.attention.zigzag import shard_index
 from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.fake.host_reads import HostReads
+from megatron.sft.fit.fake.optimizers import MAIN_PARAMETER
 from megatron.sft.model.build import Training, build_training
 from megatron.sft.model.forward import PaddedBatch, forward_step, padded_batches
 from megatron.sft.model.module_parts import part_of_module
@@ -260,10 +261,15 @@ def count_by_part(training: Training, counter: ByteCounter) -> None:
     """Counts what lives from step to step as what it is."""
     optimizer: Any = training.optimizer
     states: list[Tensor] = []
+    mains: list[Tensor] = []
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         groups, state = one.optimizer.param_groups, one.optimizer.state
-        counter.count_as("main parameters", [p for group in groups for p in group["params"]])
-        states += [v for own in state.values() for v in own.values() if isinstance(v, Tensor)]
+        mains += [p for group in groups for p in group["params"]]
+        for own in state.values():
+            for name, value in own.items():
+                if isinstance(value, Tensor):
+                    (mains if name == MAIN_PARAMETER else states).append(value)
+    counter.count_as("main parameters", mains)
     counter.count_as("optimizer state", states)
     buffers = [b for chunk in training.model for b in chunk.buffers + chunk.expert_parallel_buffers]
     counter.count_as("gradients", [buffer.grad_data for buffer in buffers])

@@ -4,7 +4,9 @@
     capacity     packs of half as many tokens, as far as the longest sequence lets them
     sharding     the optimizer's state over data-parallel ranks, in small buckets
     recompute    activations of layers computed again in the backward pass: a third more arithmetic
+    groups       keys and values gathered by query groups: one more all-gather per layer
     CP, TP, PP   ranks share sequences, weights or layers: communication, and fewer replicas
+    host         the optimizer's state on the host: its step, at the speed of processors
 
 `main` answers a run that is out of memory, and `train --dry-run` (see `sft.memory_estimate`).
 """
@@ -101,6 +103,8 @@ def _tried(config: SFTConfig) -> Iterator[SFTConfig]:
         yield replace(config, parallel=replace(parallel, use_distributed_optimizer=True))
     if model.recompute_granularity != "full":
         yield replace(config, model=replace(model, recompute_granularity="full"))
+    if config != (smallest := _with_all_that_spares(config)):
+        yield smallest
     context = replace(parallel, context_parallel_size=2 * parallel.context_parallel_size)
     yield _with_smaller_packs(replace(config, parallel=context))
     tensor = 2 * parallel.tensor_model_parallel_size
@@ -108,6 +112,24 @@ def _tried(config: SFTConfig) -> Iterator[SFTConfig]:
     yield replace(config, parallel=wider)
     stages = 2 * parallel.pipeline_model_parallel_size
     yield replace(config, parallel=replace(parallel, pipeline_model_parallel_size=stages))
+    optimizer = replace(
+        config.optimizer, use_precision_aware_optimizer=True, optimizer_cpu_offload=True
+    )
+    sharded = replace(parallel, use_distributed_optimizer=True)
+    if config.training.bf16 and not config.lora.lora and optimizer != config.optimizer:
+        yield replace(config, parallel=sharded, optimizer=optimizer)
+
+
+def _with_all_that_spares(config: SFTConfig) -> SFTConfig:
+    """Returns the options with all that takes activations away and leaves losses as they are."""
+    model, parallel = config.model, config.parallel
+    has_groups = parallel.context_parallel_size > 1 and model.kv_lora_rank is None
+    groups = parallel.query_groups_per_gather or (1 if has_groups else None)
+    return replace(
+        config,
+        model=replace(model, recompute_granularity="full"),
+        parallel=replace(parallel, query_groups_per_gather=groups),
+    )
 
 
 def _with_smaller_packs(config: SFTConfig) -> SFTConfig:

@@ -203,10 +203,11 @@ def build_transformer_config(
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     prepare_config(transformer_config, model)
-    # None of these is a field of megatron-core's dataclass. `Device.of` reads the first, `cost_of`
-    # the second, `build_gpt` the third, the fourth is one of later Megatron-LM's, and
-    # `build_training` completes the last.
+    # None of these is a field of megatron-core's dataclass. `Device.of` reads the first, core
+    # attention the second, `cost_of` the third, `build_gpt` the fourth, the fifth is one of later
+    # Megatron-LM's, and `build_training` completes the last.
     transformer_config.device = device  # type: ignore[attr-defined]
+    transformer_config.query_groups_per_gather = parallel.query_groups_per_gather  # type: ignore[attr-defined]
     transformer_config.layer_kinds = model.layer_kinds()  # type: ignore[attr-defined]
     transformer_config.kernels = kernels  # type: ignore[attr-defined]
     if packing.sequence_packing:

@@ -5,7 +5,6 @@ is built.
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
 
 from megatron.packing.device import Device
 from megatron.packing.flags import flag_of
@@ -29,7 +28,7 @@ def _adam_is_missing(run: SFTConfig, device: Device) -> bool:
     if not is_asked or not device.is_gpu:
         return False
     try:
-        adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
+        adam = device.kernels("transformer_engine.pytorch.optimizers").FusedAdam
     except ImportError:
         return True
     return bool(_OF_FUSED_ADAM - set(inspect.signature(adam).parameters))

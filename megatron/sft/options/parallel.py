@@ -84,6 +84,11 @@ class ParallelConfig:
     all_gather, a2a or a2a+p2p, one for all layers or one for each. Attention without
     Transformer Engine gathers them.
     """
+    query_groups_per_gather: int | None = None
+    """Query groups whose keys and values are gathered at a time over context parallel, and for the
+    nodes of trees; and gathered again in the backward pass instead of kept, at one more all-gather
+    per layer. Layers are those without Transformer Engine (default: all groups, kept).
+    """
     expert_model_parallel_size: int = 1
     """Ranks that share the experts."""
     sequence_parallel: bool = field(
@@ -108,6 +113,7 @@ class ParallelConfig:
     rules: ClassVar[tuple[Rule, ...]] = (
         *at_least(1, "tensor_model_parallel_size", "pipeline_model_parallel_size"),
         *at_least(1, "context_parallel_size", "expert_model_parallel_size"),
+        *at_least(1, "query_groups_per_gather"),
         *at_least(1, "num_layers_per_virtual_pipeline_stage", *_ENDS),
         *at_least(2, "num_virtual_stages_per_pipeline_rank"),
         Rule(

@@ -227,6 +227,12 @@ RUN_RULES = (
         why="{cp_comm_type.flag} must be one value, or one for each of {num_layers}",
     ),
     Rule(
+        when=lambda options: options.query_groups_per_gather and options.kv_lora_rank is not None,
+        why="{query_groups_per_gather.flag} is not supported with {kv_lora_rank.flag}, whose ranks "
+        "exchange latents",
+        way_out="drop it",
+    ),
+    Rule(
         when=lambda run: run.num_virtual_stages == 1,
         why="{num_layers_per_virtual_pipeline_stage.flag} leaves one virtual stage per rank",
         way_out="lower it or drop it",

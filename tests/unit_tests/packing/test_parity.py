@@ -71,6 +71,7 @@ SETTINGS = {
     "sequence_packing_scheduler": "demanded",
     "finalize_model_grads_func": "demanded",
     "sequence_packing_options": "script",  # from the plug-in's flags
+    "query_groups_per_gather": "documented",
     "layer_kinds": "script",  # the cost of layers, which is read from megatron-core's fields else
     "hetereogenous_dist_checkpoint": "script",  # for layers of unlike widths
     "kernels": "script",  # read by the trainer's own builder

@@ -69,12 +69,28 @@ def attend(
     return _Attend.apply(query, key, value, sinks, kernel)
 
 
-class _Attend(torch.autograd.Function):
-    """A sink multiplies the output by exp(log_sum - with_sink). Kernels make shares of scores and
+def add_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns a kernel's output [t, heads, d] and log of sums [heads, t] with the sinks' part.
+
+    A sink multiplies the output by exp(log_sum - with_sink). Kernels make shares of scores and
     `log_sum` again in their backward pass: given `with_sink` and the new output in place of their
     own, their formulas are those of the softmax with the sink.
     """
+    if sinks is None:
+        return output, log_sum
+    with_sink = torch.logaddexp(log_sum, sinks.to(log_sum.dtype).unsqueeze(1))
+    share = (log_sum - with_sink).exp().t().unsqueeze(2)
+    return (output * share).to(output.dtype), with_sink
 
+
+def sink_gradient(gradient: Tensor, output: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the gradient of sinks [heads] from that of the output, of what `add_sinks` gave."""
+    share = (sinks.to(log_sum.dtype).unsqueeze(1) - log_sum).exp()
+    products = (gradient.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1).t()
+    return -(share * products).sum(1).to(sinks.dtype)
+
+
+class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -84,11 +100,7 @@ class _Attend(torch.autograd.Function):
         sinks: Tensor | None,
         kernel: LogSumKernel,
     ) -> Tensor:
-        output, log_sum = kernel.forward(query, key, value)
-        if sinks is not None:
-            with_sink = torch.logaddexp(log_sum, sinks.to(log_sum.dtype).unsqueeze(1))
-            share = (log_sum - with_sink).exp().t().unsqueeze(2)
-            output, log_sum = (output * share).to(output.dtype), with_sink
+        output, log_sum = add_sinks(*kernel.forward(query, key, value), sinks)
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.kernel = kernel
         return output
@@ -99,9 +111,7 @@ class _Attend(torch.autograd.Function):
         of_inputs = ctx.kernel.backward(gradient, (query, key, value), output, log_sum)
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            share = (sinks.to(log_sum.dtype).unsqueeze(1) - log_sum).exp()
-            products = (gradient.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1).t()
-            of_sinks = -(share * products).sum(1).to(sinks.dtype)
+            of_sinks = sink_gradient(gradient, output, log_sum, sinks)
         return *of_inputs, of_sinks, None
 
 
@@ -120,6 +130,10 @@ class BlockKernel:
 
     segments: Segments
     scores: Scores
+    num_heads: int | None = None
+    """Heads of the layer, if it is called for some of them at a time: blocks are then those of all,
+    and so are sums to the bit.
+    """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """See `LogSumKernel`."""
@@ -169,14 +183,14 @@ class BlockKernel:
         block of the last two queries takes keys 2-4 and hides one pair in each row.
         """
         query_end = key_end = 0
-        window = self.scores.window
+        window, num_heads = self.scores.window, self.num_heads or query.shape[1]
         for num_queries, num_keys in zip(*self.segments, strict=True):
             query_start, query_end = query_end, query_end + num_queries
             key_start, key_end = key_end, key_end + num_keys
             # As many queries as keep a block's scores in the cache; with a window a block of q
             # queries takes at most window + q keys.
             reach = min(num_keys, num_keys if window is None else window + _MAX_QUERIES)
-            size = _BLOCK_SCORES // max(query.shape[1] * reach, 1)
+            size = _BLOCK_SCORES // max(num_heads * reach, 1)
             size = min(max(size, _MIN_QUERIES), _MAX_QUERIES)
             for start in range(query_start, query_end, size):
                 stop = min(start + size, query_end)

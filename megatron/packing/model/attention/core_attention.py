@@ -8,7 +8,8 @@ Context parallel: keys and values are all-gathered (backward is the reduce-scatt
 rank's two zigzag pieces of a sequence attends to all tokens up to its own last one, as if it were a
 sequence of its own. Memory: the keys and values of the whole pack, per layer, until the backward
 pass, or those that a window reaches; `recompute_granularity="selective"` gathers them again
-instead.
+instead. With `query_groups_per_gather` that many groups' are gathered at a time, and again in the
+backward pass (see `by_groups`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from torch import Tensor
 
 from megatron.packing.device import Device
 from megatron.packing.model.attention.blocks import Scores, Segments
-from megatron.packing.model.attention.kernels import causal_attention
+from megatron.packing.model.attention.by_groups import GroupSteps, attend_by_groups
+from megatron.packing.model.attention.kernels import causal_attention, log_sum_kernel
 from megatron.packing.model.attention.tree_keys import PackTree, tree_keys, tree_of
-from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, zigzag
+from megatron.packing.model.attention.zigzag import Lengths, Zigzag, padded_lengths, zigzag
 
 
 class PackedDotProductAttention(MegatronModule):
@@ -46,7 +48,8 @@ class PackedDotProductAttention(MegatronModule):
     Reads of megatron-core's config `window_size` (of the layers that `window_attn_skip_freq` says)
     and `softmax_type` ("learnable": the parameter `softmax_offset`, a sink per head). `softcap`,
     which megatron-core has no field for, is an argument: give
-    `ModuleSpec(PackedDotProductAttention, params={"softcap": 50.0})`.
+    `ModuleSpec(PackedDotProductAttention, params={"softcap": 50.0})`. `query_groups_per_gather`,
+    which it has none for either, is an attribute that the config may be given; see `by_groups`.
 
     Raises ValueError for what is not supported: attention dropout, masks other than causal, windows
     that look ahead, other softmax types.
@@ -91,6 +94,7 @@ class PackedDotProductAttention(MegatronModule):
             softcap=softcap,
         )
         self.softmax_offset = self._sinks() if has_sinks else None
+        self.groups_per_gather: int | None = getattr(config, "query_groups_per_gather", None)
 
     def _sinks(self) -> torch.nn.Parameter:
         """Returns this rank's heads' part, initialised as Transformer Engine does: at zero."""
@@ -133,9 +137,34 @@ class PackedDotProductAttention(MegatronModule):
     ) -> Tensor:
         if self.cp_group.size() == 1 and tree is None:
             return self._computed(query, key, value, Segments.square(lengths))
-        return self.attend_to_all(
-            query, self.gather(torch.cat((key, value), dim=-1)), lengths, tree
+        keys_values = torch.cat((key, value), dim=-1)
+        seen = self._keys_seen(query, lengths, tree)
+        # Where they are equal, each node is a whole sequence: nothing is picked.
+        if self.groups_per_gather is None or seen.query_lengths == seen.key_lengths:
+            return self.attend_to_all(query, self.gather(keys_values), lengths, tree)
+        kernel = log_sum_kernel(
+            query,
+            value.shape[-1],
+            Segments(seen.query_lengths, seen.key_lengths),
+            self.scores,
+            has_sinks=self.softmax_offset is not None,
+            device=Device.of(self.config, query),
         )
+        return attend_by_groups(
+            query,
+            keys_values,
+            self.softmax_offset,
+            GroupSteps(
+                self.groups_per_gather,
+                lambda own: self.gather(own).index_select(0, seen.key_index),
+                kernel,
+            ),
+        )
+
+    def _keys_seen(self, query: Tensor, lengths: Lengths, tree: PackTree | None) -> Zigzag:
+        """Returns what this rank's tokens attend to, of all ranks' keys or of a tree's."""
+        place = self.cp_group.size(), self.cp_group.rank(), query.device, self.scores.window
+        return zigzag(lengths, *place) if tree is None else tree_keys(tree, *place)
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the tokens of all context-parallel ranks, one after the other."""
@@ -153,15 +182,9 @@ class PackedDotProductAttention(MegatronModule):
 
         keys_values: [T, groups, d + d_v], keys and behind them values, as `gather` returns them.
         """
-        size, rank = self.cp_group.size(), self.cp_group.rank()
         segments = Segments.square(lengths)
-        if size > 1 or tree is not None:
-            where = query.device, self.scores.window
-            seen = (
-                zigzag(lengths, size, rank, *where)
-                if tree is None
-                else tree_keys(tree, size, rank, *where)
-            )
+        if self.cp_group.size() > 1 or tree is not None:
+            seen = self._keys_seen(query, lengths, tree)
             keys_values = keys_values.index_select(0, seen.key_index)
             segments = Segments(seen.query_lengths, seen.key_lengths)
         key, value = keys_values.tensor_split((query.shape[-1],), dim=-1)

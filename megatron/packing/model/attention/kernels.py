@@ -10,6 +10,7 @@ soft caps, sinks and pieces of sequences; on CUDA both are slow, and a warning s
 | plain, windows | yes              | windows from torch 2.11   | sequence or blocks |
 | soft cap       | yes              | no                        | blocks             |
 | sinks          | no               | by `attend`, torch 2.11   | blocks             |
+| by groups      | no               | torch 2.11                | blocks             |
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron.packing.device import Device, to_device
-from megatron.packing.model.attention.blocks import BlockKernel, Scores, Segments, attend
+from megatron.packing.model.attention.blocks import (
+    BlockKernel,
+    LogSumKernel,
+    Scores,
+    Segments,
+    attend,
+)
 from megatron.packing.model.attention.zigzag import Lengths
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, Scores, Tensor | None], Tensor]
@@ -66,6 +73,30 @@ def causal_attention(
     return kernel(query, key, value, segments, scores, sinks)
 
 
+def log_sum_kernel(
+    query: Tensor,
+    value_width: int,
+    segments: Segments,
+    scores: Scores,
+    *,
+    has_sinks: bool = False,
+    device: Device | None = None,
+) -> LogSumKernel:
+    """Returns what computes `causal_attention` without sinks, forward and backward apart, for the
+    heads of `query` [t, heads, d], all at once or some at a time.
+    """
+    kernel = kernel_for(
+        device or Device.at(query.device),
+        query.dtype,
+        max(query.shape[-1], value_width),
+        torch.are_deterministic_algorithms_enabled(),
+        Needs(scores.window is not None, scores.softcap is not None, has_sinks, is_apart=True),
+    )
+    if kernel is _by_sequence:
+        return BlockKernel(segments, scores, num_heads=query.shape[1])
+    return _VarlenKernel(segments, scores)
+
+
 @dataclass(frozen=True)
 class Needs:
     """Features that a layer asks of a kernel beside causal attention."""
@@ -73,6 +104,8 @@ class Needs:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
+    is_apart: bool = False
+    """Forward and backward pass are called apart."""
 
 
 @cache
@@ -92,16 +125,20 @@ def kernel_for(
     # FlashAttention 4 is for Hopper and later; its backward pass adds in no fixed order. With heads
     # of 80 channels 4.0.0b36 gave wrong gradients of queries on an H200.
     is_new = device.capability >= (9, 0) and width in (64, 96, 128) and not is_deterministic
-    takes_flash_4 = is_new and not needs.sinks and _flash_4_installed()
+    takes_flash_4 = is_new and not (needs.sinks or needs.is_apart) and _flash_4_installed()
     reasons = {
         f"heads of {width} channels: it takes 256 at most": width > 256,
         f"{str(dtype).removeprefix('torch.')}: it takes bfloat16; pass --bf16": dtype
         not in (torch.bfloat16, torch.float16),
         f"{device.name}: it takes compute capability 8.0 and later": device.capability < (8, 0),
+        "soft caps of scores by groups; drop --query-groups-per-gather": needs.softcap
+        and needs.is_apart,
         "soft caps of scores: FlashAttention 4 takes them; install flash-attn-4 on compute "
         "capability 9.0 or later": needs.softcap and not takes_flash_4,
-        "windows or sinks in this torch; install torch 2.11 or later": (
-            (needs.window or needs.sinks) and not takes_flash_4 and not _varlen_takes_windows()
+        "windows or sinks in this torch, or groups apart; install torch 2.11 or later": (
+            (needs.window or needs.sinks or needs.is_apart)
+            and not takes_flash_4
+            and not _varlen_takes_windows()
         ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
@@ -193,27 +230,25 @@ class _VarlenKernel:
         options: dict[str, Any] = {}
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
+        width = _common_width(query, value)
         output, log_sum = varlen_attn(
-            query,
-            key,
-            value,
+            *(_widened(x, width) for x in (query, key, value)),
             *_places(self.segments, query.device),
             return_aux=AuxRequest(lse=True),
             scale=self.scores.scale,
             window_size=_window_of(self.scores),
             **options,
         )
-        return output, log_sum
+        return output[..., : value.shape[-1]], log_sum
 
     def backward(
         self, gradient: Tensor, inputs: tuple[Tensor, ...], output: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `LogSumKernel`."""
-        window = _window_of(self.scores)
-        return torch.ops.torch_attn._varlen_attn_backward(
-            gradient.contiguous(),
-            *inputs,
-            output,
+        window, width = _window_of(self.scores), _common_width(inputs[0], inputs[2])
+        found = torch.ops.torch_attn._varlen_attn_backward(
+            _widened(gradient, width).contiguous(),
+            *(_widened(x, width) for x in (*inputs, output)),
             log_sum,
             *_places(self.segments, gradient.device),
             is_causal=window == (-1, 0),
@@ -222,6 +257,20 @@ class _VarlenKernel:
             scale=self.scores.scale,
             window_size=list(window),
         )
+        of_query, of_key, of_value = (
+            one[..., : x.shape[-1]] for one, x in zip(found, inputs, strict=True)
+        )
+        return of_query, of_key, of_value
+
+
+def _common_width(query: Tensor, value: Tensor) -> int:
+    """Returns the channels of heads that the kernel takes for both, a multiple of 8."""
+    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Returns `x` with channels of zeros behind its own, which change no score and no sum."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _window_of(scores: Scores) -> tuple[int, int]:

@@ -5,8 +5,9 @@ In fine-tuning half of the tokens or more are masked, and logits are the largest
 the others go through it and the cross entropy a chunk at a time, forward and again backward. Losses
 and gradients are exactly those of all tokens at once.
 
-    hidden [t, h] -> gather over tensor parallel where it is split -> rows that count [n, h]
-    for each chunk of them: logits [c, v / tensor-parallel size]
+    for each chunk of the rows of hidden [t, h] that count:
+        rows [c, h], gathered over tensor parallel where it is split
+        -> logits [c, v / tensor-parallel size]
         -> log of the sum of exponentials, logit of the label
     -> losses [n] -> [b, s]
 """
@@ -20,14 +21,10 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 
 from megatron.packing.device import Device
-from megatron.packing.model.loss.cross_entropy import CrossEntropy, Words, likeliest_words
+from megatron.packing.model.loss.cross_entropy import CrossEntropy, Rows, Words, likeliest_words
 from megatron.packing.model.multipliers import PLAIN, LogitRule
 
 MASKED_LABEL = -100
@@ -170,20 +167,19 @@ class _Head:
             if self._rows is not None
             else (of_tokens != MASKED_LABEL).nonzero().squeeze(1)
         )
-        if self._layer.sequence_parallel:
-            states = gather_from_sequence_parallel_region(states, group=group)
-        states = states.flatten(0, 1).index_select(0, rows)
-        if not self._layer.sequence_parallel:
-            states = copy_to_tensor_model_parallel_region(states, group=group)
+        states = states.flatten(0, 1)
+        taken = Rows(rows, group, is_split=self._layer.sequence_parallel and group.size() > 1)
         # Nothing is kept for a backward pass that does not come.
         keeps = self._words.keeps_logits and torch.is_grad_enabled()
         device = Device.of(self._layer.config, states)
         words = self._words._replace(keeps_logits=keeps, device=device)
-        losses, is_right = CrossEntropy.apply(states, logits.weight, of_tokens[rows], words, group)
+        losses, is_right = CrossEntropy.apply(
+            states, logits.weight, of_tokens[rows], words, group, taken
+        )
         if self._num_paths is not None:
             is_right = is_right * self._num_paths.flatten()[rows]
         self.num_right = is_right.sum()
         if self.likeliest is not None:
-            self.likeliest.append(likeliest_words(states, logits.weight, self._words, group))
+            self.likeliest.append(likeliest_words(states, logits.weight, self._words, group, taken))
         whole = losses.new_zeros(of_tokens.shape).index_copy(0, rows, losses)
         return whole.view(labels.shape[1], labels.shape[0]).t().contiguous()

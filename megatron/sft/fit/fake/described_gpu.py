@@ -30,6 +30,7 @@ from megatron.packing.device import CPU, Device
 from megatron.packing.model.attention import kernels as attention_kernels
 from megatron.packing.model.loss import cross_entropy
 from megatron.packing.model.parts import known_parts
+from megatron.sft.fit.fake import optimizers
 
 ALLOCATION_BYTES = 512
 """torch's allocator on CUDA rounds each tensor up to a multiple of it."""
@@ -99,7 +100,8 @@ class _FusedLoss:
 def _kernels() -> dict[str, Any]:
     """Returns what takes the place of modules of kernels, by their names."""
     of_parts = (part.kernel_stand_ins().items() for part in known_parts())
-    return {cross_entropy.FUSED: _FusedLoss} | dict(chain.from_iterable(of_parts))
+    others = {cross_entropy.FUSED: _FusedLoss, optimizers.FUSED_ADAM: optimizers}
+    return others | dict(chain.from_iterable(of_parts))
 
 
 def _half(x: Tensor, *_: Tensor) -> Tensor:

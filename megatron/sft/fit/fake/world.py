@@ -39,7 +39,7 @@ from megatron.packing.device import CPU, Device
 from megatron.packing.model import get_batch
 from megatron.sft import distributed
 from megatron.sft.fit.counter import DEVICE
-from megatron.sft.fit.fake import described_gpu, experts
+from megatron.sft.fit.fake import described_gpu, experts, optimizers
 from megatron.sft.fit.fake.host_reads import HostReads
 from megatron.sft.fit.fake.results import Results
 from megatron.sft.model import cpu_support, mcore_fixes
@@ -69,7 +69,8 @@ def fake_world(
         # Of slow kernels: the run will say so, and the estimate does not wait for them.
         warnings.filterwarnings("ignore", module=r"megatron\.packing\.model\.")
         others = described_gpu.replaced() if device.is_gpu else ()
-        for owner, name, replacement in (*_replaced(reads), *others):
+        of_optimizer = optimizers.replaced(config.optimizer)
+        for owner, name, replacement in (*_replaced(reads), *others, *of_optimizer):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         stack.callback(dist.destroy_process_group)

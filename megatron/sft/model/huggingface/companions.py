@@ -18,7 +18,7 @@ from megatron.sft.data.records.messages import Message
 from megatron.sft.data.templates.named import TOOL_USE
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.checkpoints.folder import huggingface_source
-from megatron.sft.model.huggingface.config import config_of
+from megatron.sft.model.huggingface.config import config_of, with_rope_scaling
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.folder import DTYPES, Folder, open_source
@@ -79,6 +79,9 @@ class Companions(NamedTuple):
             found.pop("_name_or_path", None)
             found.pop("transformers_weights", None)  # a file of the source, not of the export
             found = without_quantization(found)
+            scaling = self.config.model.rope_scaling
+            if scaling is not None:
+                found = with_rope_scaling(found, scaling) or found
         # transformers 5 writes "dtype", earlier ones "torch_dtype", which all of them read.
         if found.get("dtype") is None and found.get("torch_dtype") is None:
             found["torch_dtype"] = self.dtype

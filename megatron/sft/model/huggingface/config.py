@@ -134,6 +134,28 @@ def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
+def with_rope_scaling(config: Mapping[str, Any], text: str) -> dict[str, Any] | None:
+    """Returns a config.json of plain rotary embeddings with those of --rope-scaling `text`; None
+    where its family does not read them back so, as of layers with several kinds.
+    """
+    before = options_of(config)
+    if before["rope_scaling"] is not None or before["position_embedding_type"] != "rope":
+        return None
+    changed = deepcopy(dict(config))
+    inner = changed.get("text_config")
+    inner = inner if isinstance(inner, dict) else changed
+    fields = parse_rope_scaling(text).huggingface_fields()
+    if isinstance(inner.get("rope_parameters"), dict):
+        inner["rope_parameters"] |= fields
+    if "rope_scaling" in inner or "rope_parameters" not in inner:
+        inner["rope_scaling"] = fields
+    wanted = before | {"rope_scaling": parse_rope_scaling(text).to_json()}
+    try:
+        return changed if options_of(changed) == wanted else None
+    except ValueError:
+        return None
+
+
 def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Returns a config.json for a model that was trained from scratch. It is that of the first
     family that computes the same model.

@@ -52,7 +52,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ("arguments", "device", "message"),
     [
         (PRECISION, CPU, "--use-precision-aware-optimizer needs a GPU; drop it"),
-        (PRECISION, CUDA, "needs Transformer Engine's FusedAdam; pip install"),
+        (PRECISION, Device("cuda"), "needs Transformer Engine's FusedAdam; pip install"),
         (f"{PRECISION} --optimizer-cpu-offload", CPU, "needs a GPU; drop it"),
         (
             "--cross-entropy-loss-fusion",
@@ -82,10 +82,10 @@ def test_what_is_here_is_taken(engine: ModuleType, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(needs, "transformer_engine_installed", lambda: True)
     needs.check_needs(parse("--attention-dropout 0.1"), CUDA)
-    needs.check_needs(parse(PRECISION), CUDA)
+    needs.check_needs(parse(PRECISION), Device("cuda"))
     engine.FusedAdam = type("FusedAdam", (), {"__init__": lambda self, params: None})  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="FusedAdam"):  # of an old release
-        needs.check_needs(parse(PRECISION), CUDA)
+        needs.check_needs(parse(PRECISION), Device("cuda"))
     needs.check_needs(parse(f"{PRECISION} --optimizer-cpu-offload"), CUDA)
 
 

@@ -94,6 +94,7 @@ def test_defaults():
         "account_for_loss_in_pipeline_split": False,
         "context_parallel_size": 1,
         "cp_comm_type": ["p2p"],
+        "query_groups_per_gather": None,
         "expert_model_parallel_size": 1,
         "sequence_parallel": False,
         "use_tp_pp_dp_mapping": False,

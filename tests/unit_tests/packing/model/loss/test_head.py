@@ -134,10 +134,31 @@ def test_kernels_take_twice_the_rows_of_half_precision():
     weight = torch.empty(1 << 20, 1, dtype=torch.bfloat16)
     states = torch.empty(1000, 1, dtype=torch.bfloat16)
     sizes = [
-        cross_entropy._Chunks(rows, weight, 1, words).parts[0].stop
+        cross_entropy._Chunks(len(rows), rows, weight, 1, words).parts[0].stop
         for rows, words in ((states, plain), (states, fused), (states.float(), fused))
     ]
     assert sizes == [256, 512, 256]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_of_split_tokens_are_the_owners(rank, monkeypatch):
+    """A row of another rank's, or one that two ranks add, has a loss and a gradient, too."""
+    states = torch.arange(1.0, 17.0).view(8, 2)
+    here, others = states.chunk(2)[rank], states.chunk(2)[1 - rank]
+    rows = cross_entropy.Rows(torch.tensor([1, 3, 4, 7]), Ranks(2, rank), is_split=True)
+    other = cross_entropy.Rows(rows.index, Ranks(2, 1 - rank), is_split=True)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
+    part = slice(1, 4)
+    sent = other.take(others, part)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.add_(sent))
+    assert torch.equal(rows.take(here, part), states[[3, 4, 7]])
+    # Ranks have parts of each row's gradient, which are summed: here 1 and 2.
+    sent = torch.full((3, 2), 2.0)
+    of_states = torch.zeros(4, 2)
+    rows.add_(of_states, torch.ones(3, 2), part)
+    expected = torch.zeros(8, 2)
+    expected[[3, 4, 7]] = 3.0
+    assert torch.equal(of_states, expected.chunk(2)[rank])
 
 
 @pytest.mark.parametrize("keeps_logits", [False, True])
@@ -147,9 +168,9 @@ def test_kept_logits_are_computed_once(keeps_logits, monkeypatch):
     states, weight, labels = rows_and_weight(torch.float64)
     products, rows = cross_entropy._Chunks.products, list[int]()
 
-    def counted(chunks: Any, states: Tensor, weight: Tensor, part: slice) -> Tensor:
-        rows.append(len(states[part]))
-        return products(chunks, states, weight, part)
+    def counted(chunks: Any, chunk: Tensor, weight: Tensor) -> Tensor:
+        rows.append(len(chunk))
+        return products(chunks, chunk, weight)
 
     monkeypatch.setattr(cross_entropy._Chunks, "products", counted)
     words = PLAIN._replace(keeps_logits=keeps_logits)
@@ -234,7 +255,7 @@ def test_a_model_trains_as_before_and_computes_no_logits_of_masked_tokens(
     apply = cross_entropy.CrossEntropy.apply
 
     def counting(states: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        num_rows.append(len(states))
+        num_rows.append(len(others[1]))
         return apply(states, *others)
 
     monkeypatch.setattr(cross_entropy.CrossEntropy, "apply", counting)

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from megatron.packing.flags import FlagError
-from megatron.sft.model.huggingface.config import config_of, identity_of, options_of
+from megatron.sft.model.huggingface.config import (
+    config_of,
+    identity_of,
+    options_of,
+    with_rope_scaling,
+)
 from megatron.sft.model.huggingface.families.latent import LATENT_ROWS
 from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.options.model import ModelConfig
@@ -162,7 +167,6 @@ def test_an_own_tokenizer_wins(tmp_path):
         ("--vocab-size 299", "--vocab-size 299"),
         ("--no-swiglu", "--swiglu False"),
         ("--rotary-base 9999", "--rotary-base 9999.0"),
-        ('--rope-scaling {"rope_type":"linear","factor":2}', "--rope-scaling"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1"),
     ],
 )
@@ -172,6 +176,25 @@ def test_a_contradiction_names_both(tmp_path, arguments, named):
         parse_with(tmp_path, LLAMA, arguments)
     assert named in str(failure.value)
     assert f"{tmp_path}/config.json" in str(failure.value)
+
+
+STRETCH = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8.0}'
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, {"rope_scaling": None}, {"rope_parameters": {"rope_theta": 1e4}}]
+)
+def test_plain_rotary_embeddings_may_be_stretched(tmp_path, rope):
+    """The folder that is saved must say so: served without, the model would be another one."""
+    source = LLAMA | rope
+    given = f"--rope-scaling {STRETCH.replace(' ', '')}"
+    scaling = parse_with(tmp_path, source, given).model.rope
+    assert scaling.to_json() == STRETCH
+    stretched = with_rope_scaling(source, STRETCH)
+    assert options_of(stretched) == options_of(source) | {"rope_scaling": STRETCH}
+    assert with_rope_scaling(stretched, STRETCH) is None
+    with pytest.raises(FlagError, match=r"--rope-scaling .* contradicts"):
+        parse_with(tmp_path, stretched, given.replace("4.0", "2.0"))
 
 
 def test_the_same_again_is_no_contradiction(tmp_path):

@@ -1,0 +1,155 @@
+"""Options of long contexts, alone and together, in parallel layouts beside the same layout without
+them:
+
+    python -m tests.functional_tests.long_contexts --write PAGE [--only TEXT]
+
+Each row of the page is a layout; each column the largest difference of loss, gradients and weights
+over two steps, relative as the oracle measures it. The layouts without these options are compared
+with sequences one by one by `make layouts` and `make trees`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.functional_tests.layouts import MODELS, Layout
+from tests.functional_tests.oracle import Step, assemble, largest_difference, train_packed
+from tests.functional_tests.ranks import run_ranks
+from tests.functional_tests.test_layouts import BATCHES
+from tests.functional_tests.trees import batches_of_trees
+
+LIMIT = 1e-12
+FULL = "--recompute-granularity full"
+LORA = "--lora --lora-rank 4"
+BY_GROUPS = "by groups"
+OPTIONS = {
+    BY_GROUPS: "--query-groups-per-gather 1",
+}
+TREES = ("forest", "deep", "prefixes", "star", "wide", "sequence", "weights", "equal")
+
+
+class Row(NamedTuple):
+    """A layout, further options, and whether its data are trees."""
+
+    layout: Layout
+    more: str = ""
+    has_trees: bool = False
+
+    def __str__(self) -> str:
+        more = self.more.replace("--", "")
+        return " ".join(filter(None, (str(self.layout), more, "trees" * self.has_trees)))
+
+    def names(self) -> list[str]:
+        """Returns the options that this layout may have."""
+        can_gather = self.has_trees or self.layout.context > 1
+        is_refused = {BY_GROUPS: not can_gather or self.layout.model == "deepseek"}
+        return [name for name in OPTIONS if not is_refused.get(name)]
+
+    def run(self, options: str) -> list[Step]:
+        """Returns the steps with these options."""
+        batches = batches_of_trees(7, TREES, 2) if self.has_trees else BATCHES
+        layout = self.layout
+        depth = layout.depth if layout.model in MODELS else ""
+        flags = f"{layout.flags} {depth} {self.more} {options}"
+        return assemble(run_ranks(train_packed, layout.world_size, flags, batches))
+
+
+ROWS = [
+    Row(Layout(model="grouped")),
+    Row(Layout(model="grouped"), FULL, has_trees=True),
+    Row(Layout(model="learned"), LORA),
+    Row(Layout(data=2, model="tied", optimizer="sharded"), FULL),
+    Row(Layout(data=2, model="experts", optimizer="overlapped"), FULL),
+    Row(Layout(data=2, model="grouped", optimizer="overlapped"), has_trees=True),
+    Row(Layout(tensor=2, model="grouped"), FULL),
+    Row(Layout(tensor=2, sequence=True, model="tied"), FULL),
+    Row(Layout(tensor=2, sequence=True, model="grouped"), f"{LORA} {FULL}"),
+    Row(Layout(tensor=2, sequence=True, model="experts", optimizer="sharded"), FULL),
+    Row(Layout(tensor=4, sequence=True, model="learned"), FULL),
+    Row(Layout(pipeline=2, model="grouped"), FULL),
+    Row(Layout(pipeline=2, interleaved=True, data=2, model="tied", optimizer="sharded"), FULL),
+    Row(Layout(pipeline=4, model="learned")),
+    Row(Layout(context=2, model="grouped")),
+    Row(Layout(context=2, model="grouped"), FULL, has_trees=True),
+    Row(Layout(context=2, model="gemma"), FULL),
+    Row(Layout(context=2, model="gpt-oss"), FULL),
+    Row(Layout(context=2, model="grouped"), f"{LORA} {FULL}"),
+    Row(Layout(context=3, data=2, model="tied", optimizer="overlapped"), FULL),
+    Row(Layout(context=4, model="gemma")),
+    Row(Layout(context=4, model="gpt-oss", optimizer="sharded"), FULL),
+    Row(Layout(context=4, model="grouped"), FULL, has_trees=True),
+    Row(Layout(context=2, data=2, model="experts"), FULL),
+    Row(Layout(tensor=2, sequence=True, context=2, model="grouped"), FULL),
+    Row(Layout(tensor=2, sequence=True, context=2, model="gemma", optimizer="sharded"), FULL),
+    Row(Layout(tensor=2, sequence=True, context=2, model="grouped"), FULL, has_trees=True),
+    Row(Layout(tensor=2, sequence=True, pipeline=2, context=2, model="grouped"), FULL),
+    Row(Layout(tensor=2, sequence=True, pipeline=2, model="gpt-oss", optimizer="overlapped"), FULL),
+    Row(Layout(pipeline=2, context=2, data=2, model="tied", optimizer="sharded"), FULL),
+    Row(Layout(context=2, model="deepseek"), FULL),
+    Row(Layout(context=2, model="qwen3.5"), FULL),
+]
+
+
+def measured(only: str) -> Iterator[tuple[Row, dict[str, float]]]:
+    """Yields each layout with the difference that each option makes, and all together."""
+    for row in ROWS:
+        if only not in str(row):
+            continue
+        plain, names = row.run(""), row.names()
+        alone = {name: OPTIONS[name] for name in names}
+        asked = alone | ({"together": " ".join(alone.values())} if len(names) > 1 else {})
+        found = {}
+        for name, options in asked.items():
+            steps = row.run(options)
+            found[name] = largest_difference(steps, plain)
+            is_exact = found[name] == 0.0 if name == BY_GROUPS else found[name] <= LIMIT
+            print(f"{found[name]:.1e} {name}: {row}{'' if is_exact else ' FAILED'}", flush=True)
+        yield row, found
+
+
+def page(found: list[tuple[Row, dict[str, float]]]) -> str:
+    """Returns the page in Markdown."""
+    names = [*OPTIONS, "together"]
+    lines = [
+        "# Options of long contexts in parallel layouts",
+        "",
+        f"`make long-contexts` on {time.strftime('%Y-%m-%d')}, torch {version('torch')}, "
+        f"megatron-core {version('megatron-core')}, float64 on CPU.",
+        "",
+        "Two steps with each option, and with all, beside the same layout without: the largest "
+        "difference of loss, gradients and weights, relative to the loss, to the largest gradient "
+        "of the module and to the largest weight. `0` is equal to the bit. An empty cell is an "
+        "option that does nothing in that layout, or is refused there.",
+        "",
+        f"| layout | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for row, values in found:
+        cells = [f"{values[name]:.1e}" if values.get(name) else "" for name in names]
+        cells = ["0" if values.get(name) == 0 else cell for name, cell in zip(names, cells)]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Measures, and writes the page; status 1 where a difference is too large."""
+    parser = argparse.ArgumentParser(description="Options of long contexts in layouts.")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    found = list(measured(options.only))
+    if options.write is not None:
+        options.write.write_text(page(found))
+    values = [(name, value) for _, row in found for name, value in row.items()]
+    limits = [(0.0 if name == BY_GROUPS else LIMIT, value) for name, value in values]
+    if not values or any(value > limit for limit, value in limits):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
