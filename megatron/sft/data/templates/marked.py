@@ -2,16 +2,18 @@
 
 Calls of a function are inserted into the template's syntax tree: at the start of each loop pass,
 after each loop, and at both ends of {% generation %}. The function writes nothing. It records how
-many characters were written so far, and the message that the loop is at. A single rendering thus
-gives all places:
+many parts were written so far, and the message that the loop is at. A single rendering thus gives
+all places:
 
-    {% for m in messages %}{{ MARK(m) }}<{{ m.role }}>{{ m.content }}{% endfor %}{{ MARK(none) }}
-    "<user>hi<assistant>yo": marks at 0 (message 0), 8 (message 1), 21: turns [0, 8) and [8, 21)
+    {% for m in messages %}MARK(m)<{{ m.role }}>{{ m.content }}{% endfor %}MARK(none)
+    "<", "user", ">", "hi", "<", "assistant", ">", "yo"
+    marks behind 0 parts (message 0), 4 (message 1) and 8: turns [0, 8) and [8, 21) of the text
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes
@@ -24,10 +26,9 @@ from megatron.sft.data.templates.sandbox import (
     EndlessTemplateError,
     Limits,
     Sandbox,
+    call_of_sandbox,
     check_private_names,
 )
-
-_MARK = "mark_place"
 
 
 class Written(NamedTuple):
@@ -61,82 +62,86 @@ class MarkedTemplate:
 
     def write(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Written:
         """Renders `messages`. Raises TemplateError if the template refuses them."""
-        marks = _Marks(messages, self._sandbox.check_time, self._sandbox.limits)
-        self._sandbox.begin()
-        with self._sandbox.time_limit():
-            for part in self._compiled.generate(
-                {**variables, "messages": messages, _MARK: marks.reach}
-            ):
-                marks.write(part)
+        sandbox, parts = self._sandbox, list[str]()
+        marks = _Marks(messages, parts, sandbox)
+        sandbox.begin(marks.reach)
+        with sandbox.time_limit():
+            for part in self._compiled.generate({**variables, "messages": messages}):
+                parts.append(part)
         return marks.written()
 
 
 class _Place(NamedTuple):
-    """A recorded mark: position in the text, number of the loop, number of the message or None."""
+    """A recorded mark: number of parts before it, number of the loop, number of the message or
+    None.
+    """
 
-    position: int
+    num_parts: int
     loop: int
     message: int | None
 
 
 class _Marks:
-    """The text of a rendering so far, and its marks."""
+    """The marks of a rendering."""
 
     def __init__(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        check_time: Callable[[], None],
-        limits: Limits,
+        self, messages: Sequence[Mapping[str, Any]], parts: Sequence[str], sandbox: Sandbox
     ) -> None:
-        self._check_time, self._limits = check_time, limits
+        """parts: the text of the rendering so far, which grows."""
+        self._parts, self._sandbox = parts, sandbox
         self._number_of = {id(message): number for number, message in enumerate(messages)}
-        self._parts: list[str] = []
-        self._length = self._num_reached = 0
+        self._num_reached = 0
         self._places: list[_Place] = []
         self._message: int | None = None
         self._opened: list[tuple[int, int | None]] = []
         self._generated: list[tuple[int, int, int | None]] = []
 
-    def write(self, part: str) -> None:
-        self._parts.append(part)
-        self._length += len(part)
-        if self._length > self._limits.characters:
-            raise TemplateError(f"it writes more than {self._limits.characters:,} characters")
-
-    def reach(self, kind: str, loop: int = 0, item: object = None) -> str:
-        """Records a mark. The template calls it, and writes the empty string that it returns."""
+    def reach(self, kind: str, loop: int = 0, item: object = None) -> None:
+        """Records a mark. The template calls it."""
         self._num_reached += 1
-        if self._num_reached > self._limits.passes:
+        num_parts = len(self._parts)
+        # Parts are texts that exist already, so that only their number takes memory.
+        if num_parts > self._sandbox.limits.characters:
+            raise TemplateError(f"it writes more than {self._sandbox.limits.characters:,} texts")
+        if self._num_reached > self._sandbox.limits.passes:
             raise EndlessTemplateError("it never ends")
-        self._check_time()
+        self._sandbox.check_time()
         if kind == "turn":
             message = self._number_of.get(id(item))
-            self._places.append(_Place(self._length, loop, message))
+            self._places.append(_Place(num_parts, loop, message))
             self._message = self._message if message is None else message
         elif kind == "generation":
-            self._opened.append((self._length, self._message))
+            self._opened.append((num_parts, self._message))
         elif kind == "end":
             start, message = self._opened.pop()
-            self._generated.append((start, self._length, message))
-        return ""
+            self._generated.append((start, num_parts, message))
 
     def written(self) -> Written:
+        """Returns the whole rendering. Raises TemplateError if it is too long."""
+        # Characters before each part: "<", "user", ">" -> 0, 1, 5, 6
+        starts = [0, *accumulate(map(len, self._parts))]
+        limit = self._sandbox.limits.characters
+        if starts[-1] > limit:
+            raise TemplateError(f"it writes more than {limit:,} characters")
         turns: dict[int, list[tuple[int, int]]] = {}
         last: dict[int, _Place] = {}
         loop_end = 0
         for place in self._places:
             before = last.get(place.loop)
             if before is not None and before.message is not None:
-                loop_end = place.position
-                if place.position > before.position:
-                    turns.setdefault(before.message, []).append((before.position, place.position))
+                start, loop_end = starts[before.num_parts], starts[place.num_parts]
+                if loop_end > start:
+                    turns.setdefault(before.message, []).append((start, loop_end))
             last[place.loop] = place
-        return Written("".join(self._parts), turns, self._generated, loop_end)
+        generated = [
+            (starts[start], starts[end], message) for start, end, message in self._generated
+        ]
+        return Written("".join(self._parts), turns, generated, loop_end)
 
 
 class _MarkTurns(NodeTransformer):
     """Inserts marks at the start of each loop's body and after each loop. Also replaces `a ~ b` by
-    a call, so that the sandbox can bound its size.
+    a call, so that the sandbox can bound its size, and sums by one call.
     """
 
     def __init__(self) -> None:
@@ -154,7 +159,17 @@ class _MarkTurns(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> Any:
         self.generic_visit(node)
-        return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+        return call_of_sandbox("joined", node.nodes)
+
+    def visit_Add(self, node: nodes.Add) -> Any:
+        # a + b + c is (a + b) + c: a sum of texts is counted and made once.
+        terms: list[Any] = [node.right]
+        first: Any = node.left
+        while isinstance(first, nodes.Add):
+            terms.append(first.right)
+            first = first.left
+        terms = [self.visit(term) for term in (first, *reversed(terms))]
+        return call_of_sandbox("added", terms)
 
 
 def _item_of(loop: nodes.For) -> nodes.Expr:
@@ -190,7 +205,5 @@ class _Generation(Extension):
         ]
 
 
-def _mark(kind: str, *arguments: nodes.Expr) -> nodes.Output:
-    return nodes.Output(
-        [nodes.Call(nodes.Name(_MARK, "load"), [nodes.Const(kind), *arguments], [], None, None)]
-    )
+def _mark(kind: str, *arguments: nodes.Expr) -> nodes.ExprStmt:
+    return nodes.ExprStmt(call_of_sandbox("mark", [nodes.Const(kind), *arguments]))

@@ -14,9 +14,11 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from types import BuiltinMethodType
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes, pass_environment
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -31,6 +33,11 @@ _VARIABLE_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|:[^}]*\{")
 # Methods and filters that no chat template needs, and whose width has no bound.
 _NO_METHODS = frozenset("center expandtabs format_map ljust rjust translate zfill".split())
 _NO_FILTERS = frozenset("batch center pprint slice urlize wordwrap xmlattr".split())
+_MAKE_NOTHING = frozenset("count d default first last length".split())
+"""Filters whose arguments need no count: they return one of them, a part or a number."""
+_OF_DICT = frozenset(dir(dict))
+_MAX_REMEMBERED = 1000
+"""Largest number of attributes whose safety is remembered."""
 
 
 class EndlessTemplateError(TemplateError):
@@ -62,29 +69,61 @@ class Limits(NamedTuple):
 LIMITS = Limits()
 
 
+class _CodeGenerator(CodeGenerator):
+    """Jinja's, which also writes calls of the sandbox's own functions (`call_of_sandbox`) as plain
+    calls. Calls in a template are checked; it has no syntax for these.
+    """
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
+        if not isinstance(node.node, nodes.EnvironmentAttribute):
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+            return
+        self.visit(node.node, frame)
+        self.write("(")
+        for argument in node.args:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write(")")
+
+
+def call_of_sandbox(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
+    """Returns a call of the sandbox's method `name` for a template's syntax tree."""
+    return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox, which also refuses texts that are too large and renderings that
     take too long.
     """
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
+    code_generator_class = _CodeGenerator
+    mark: Callable[..., None]
+    """Function that a template with marks calls (`marked`)."""
 
     def __init__(self, limits: Limits = LIMITS, **options: object) -> None:
         super().__init__(finalize=self.counted, **options)
         self.limits = limits
+        self._are_safe: dict[tuple[type, str], bool] = {}
         self._too_long = (
             f"the chat template takes longer than {limits.seconds_at_most:g} seconds in one "
             "operation; pass another --chat-template"
         )
-        self.begin()
+        self.begin(lambda *_: None)
         del self.globals["lipsum"]
         own = {"join": _join, "replace": _replace, "indent": _indent, "tojson": _to_json}
         kept = {name: function for name, function in FILTERS.items() if name not in _NO_FILTERS}
-        self.filters = {name: self._bounded(function) for name, function in {**kept, **own}.items()}
+        self.filters = {
+            name: function if name in _MAKE_NOTHING else self._bounded(function)
+            for name, function in {**kept, **own}.items()
+        }
         self.globals["raise_exception"] = _raise_exception
 
-    def begin(self) -> None:
-        """Resets the counts of characters and of time for the next rendering."""
+    def begin(self, mark: Callable[..., None]) -> None:
+        """Resets the counts of characters and of time for the next rendering, and sets its
+        function `mark`.
+        """
+        self.mark = mark
         self._made = 0
         self._started = time.thread_time()
         self._next_look = time.monotonic() + self.limits.seconds
@@ -97,7 +136,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def check_time(self) -> None:
         """Raises EndlessTemplateError after `limits.seconds` of processor time. It is called in
-        each loop pass, at each call and for each text.
+        each loop pass, at each call and by filters: between two of them a template has an end.
 
         Real time, which is cheap to read, is checked first. Processor time decides, so that a
         process that was stopped for a while does not fail.
@@ -113,14 +152,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Counts a text or list of `size` characters that is about to be made. Raises TemplateError
         if it is too large, or all together are.
         """
-        self.check_time()
         self._made += size
         if size > self.limits.characters or self._made > self.limits.made:
             raise TemplateError(f"it makes a text of {size:,} characters, or one again and again")
 
     def counted(self, value: object) -> Any:
-        """Counts a value that is about to be written, and returns it."""
-        self.make(len(value) if type(value) is str else self._size(value))
+        """Returns a value that is about to be written. Counts the text that is made of it."""
+        if type(value) is not str:
+            self.make(self._size(value))
         return value
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
@@ -131,12 +170,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def joined(self, *parts: object) -> str:
         """Returns `a ~ b`. Jinja has no hook for this operator; `marked` replaces it by a call."""
-        return self.concat(str(self.counted(part)) for part in parts)
+        return self.concat([str(self.counted(part)) for part in parts])
+
+    def added(self, *terms: Any) -> Any:
+        """Returns a sum, from the left; of texts alone it is made once."""
+        if {*map(type, terms)} == {str}:
+            return self.concat(terms)
+        return functools.reduce(lambda left, right: self.call_binop(None, "+", left, right), terms)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is type(right) is str:  # the common case, made fast
-            self.make(len(left) + len(right))
-            return left + right
         if operator == "%" and isinstance(left, str):
             self.check_format(left, [right])
         if (
@@ -159,14 +201,37 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self.make(int(numbers[0] * numbers[1]) * (1 if is_text else _POINTER))
         return super().call_binop(context, operator, left, right)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Returns `obj.attribute`, or `obj["attribute"]`, as Jinja's sandbox does.
+
+        It is the most frequent call of a rendering. Jinja's verdict on an attribute is one on the
+        type of the object, so that it is asked once for each type.
+        """
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        is_safe = self._are_safe.get((kind, attribute))
+        if is_safe is None:
+            is_format = attribute in ("format", "format_map")  # wrapped by `wrap_str_format`
+            is_safe = not is_format and self.is_safe_attribute(obj, attribute, None)
+            if len(self._are_safe) < _MAX_REMEMBERED:
+                self._are_safe[kind, attribute] = is_safe
+        if is_safe:
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                pass
+        return super().getattr(obj, attribute)
+
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         is_wide = isinstance(obj, (str, bytes)) and attr in _NO_METHODS
         return not is_wide and super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Any, obj: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
         self.check_time()
-        text, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        text = getattr(obj, "__self__", None)
         if isinstance(text, str):
+            name = obj.__name__
             self.make(len(text))
             if name == "replace" and len(arguments) > 1:
                 self.make(_size_replaced(text, *arguments))
@@ -178,6 +243,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self._check_parts(
                     text.count(separator) if separator else sum(map(str.isspace, text))
                 )
+            if type(obj) is BuiltinMethodType:  # safe, and takes no context
+                options.pop("_loop_vars", None)
+                options.pop("_block_vars", None)
+                return obj(*arguments, **options)
         return super().call(context, obj, *arguments, **options)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -210,6 +279,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def filtered(*arguments: object, **options: object) -> Any:
+            self.check_time()
             for value in arguments[at:]:
                 self.make(self._size(value))
             if function is FILTERS["format"]:
