@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import megatron.core
 import torch
 import torch.distributed as dist
 
@@ -256,9 +257,10 @@ def _page(done: dict[str, list[Any]], repeat: int) -> tuple[list[str], int]:
     lines = [
         "# The doctor on this trainer: sound runs, and mutants of packing code",
         "",
-        f"torch {torch.__version__}, CPU, one thread a rank. {num_sound} examinations of "
-        f"{len(sound)} sound runs (model, layout, precision, further options) over {len(models)} "
-        f"families and {len(layouts)} layouts, {len(mutants)} mutants, {num_wrong} wrong.",
+        f"torch {torch.__version__}, megatron-core {megatron.core.__version__}, CPU, one thread a "
+        f"rank. {num_sound} examinations of {len(sound)} sound runs (model, layout, precision, "
+        f"further options) over {len(models)} families and {len(layouts)} layouts, {len(mutants)} "
+        f"mutants, {num_wrong} wrong.",
         "",
         "```\nmake doctor-sound\n```",
         "",

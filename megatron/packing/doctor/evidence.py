@@ -116,6 +116,28 @@ class SequenceShare:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepNoise:
+    """What rounding may do to the numbers of a step, as measured; 0 in float32 and float64, where
+    it lies below what counts.
+    """
+
+    shares: float = 0.0
+    residual: float = 0.0
+    scale: float = 0.0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossMistake:
+    """A mistake of labels, and what the loss would be with it."""
+
+    name: str
+    """Key of `step_rows.LOSSES`."""
+    num_trained: tuple[int, ...]
+    """Tokens of each sequence that would be trained, or counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepEvidence:
     """One optimizer step beside its sequences' own, and beside the loss."""
 
@@ -128,13 +150,14 @@ class StepEvidence:
     """Reported norm beside the step's."""
     loss: float | None
     """Reported loss beside that of the samples' own labels."""
-    loss_as: str
-    """Mistake that gives the reported loss, "?" for none that is known, "" where it is right."""
+    mistakes: tuple[LossMistake, ...]
+    """Those that would give the reported loss."""
     unequal: tuple[str, ...]
     """Parameters whose copies on several ranks change differently."""
     num_copies: dict[str, int]
     balances: bool
     reduction: str
+    noise: StepNoise
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.packing.doctor.autopsy import draw_step, examine_loss
 from megatron.packing.doctor.decisions.decision_table import ROWS
+from megatron.packing.doctor.decisions.step_rows import hidden_faults
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.experiments import Examination
 from megatron.packing.doctor.locate import (
@@ -106,6 +107,11 @@ def _examine_logits(
     examine_loss(examination, evidence)
     if not only_equal_shapes:
         examine_step(examination, evidence, draw_step(subject))
+        if evidence.step is not None and (hidden := hidden_faults(evidence.step)):
+            evidence.notes.append(
+                f"step: {evidence.dtype} rounds more than these would change, so that they cannot "
+                f"be told from a sound one: {', '.join(hidden)}; examine in float32, too"
+            )
 
 
 def is_rounding_of_experts(examination: Examination, evidence: Evidence) -> bool:

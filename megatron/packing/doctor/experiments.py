@@ -6,8 +6,8 @@ of other shapes are held to what rounding does to this model, which is measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,10 @@ class Examination:
     def repeat(self, evidence: Evidence) -> None:
         """Runs the pack three times, with another pack before the first."""
         probe = self.probe
-        probe.logits(self.other)  # kernels are chosen, states filled
+        # Kernels are chosen in the first run, states filled.
+        coarsest = probe.coarsest(self.other, self.dtype)
+        if torch.finfo(coarsest).eps > LARGEST_ROUNDING:  # norms in float32 are no precision
+            self.dtype = coarsest
         after_other = probe.logits(self.pack)
         self.logits = probe.logits(self.pack)
         self.scale = max(
@@ -87,27 +90,38 @@ class Examination:
 
     def set_tolerance(self, evidence: Evidence) -> None:
         """Measures how logits answer to embeddings that differ by one rounding."""
-        ulp = max(float(torch.finfo(self.dtype).eps), LARGEST_ROUNDING)
+        ulp = self.rounding
         response = 0.0
-        embedding = self.subject.embeds()
-        if embedding is not None or self.subject.ranks is not None:
-            noise = torch.Generator().manual_seed(4)
-
-            def shake(_: nn.Module, args: object, kwargs: object, output: object) -> object:
-                if not isinstance(output, Tensor):
-                    return None
-                sign = torch.randn(output.shape, generator=noise).to(output).clamp(-1, 1)
-                return output * (1 + ulp * sign)
-
-            with ExitStack() as hooks:
-                if embedding is not None:
-                    hooks.enter_context(hooked(embedding, shake))
+        if self.subject.embeds() is not None or self.subject.ranks is not None:
+            with self.shaken(seed=4):
                 response = difference(self.logits, self.probe.logits(self.pack), self.scale)
         evidence.tolerance = max(
             _RESPONSE_MARGIN * response,
             _ULPS.get(self.dtype, _DEFAULT_ULPS) * ulp,
             _NOISE_MARGIN * evidence.repeat.difference,
         )
+
+    @property
+    def rounding(self) -> float:
+        """Returns one relative rounding of the model's activations."""
+        return max(float(torch.finfo(self.dtype).eps), LARGEST_ROUNDING)
+
+    @contextmanager
+    def shaken(self, seed: int) -> Iterator[None]:
+        """Changes embeddings at random by at most one rounding within the block, so that all that
+        comes behind them rounds otherwise.
+        """
+        noise = torch.Generator().manual_seed(seed)
+
+        def shake(_: nn.Module, args: object, kwargs: object, output: object) -> object:
+            if not isinstance(output, Tensor):
+                return None
+            sign = torch.randn(output.shape, generator=noise).to(output).clamp(-1, 1)
+            return output * (1 + self.rounding * sign)
+
+        embedding = self.subject.embeds()
+        with nullcontext() if embedding is None else hooked(embedding, shake):
+            yield
 
     def influence(self, evidence: Evidence) -> None:
         """Changes each sequence from its middle on, and watches all of them."""

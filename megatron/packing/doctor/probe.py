@@ -146,6 +146,22 @@ class Probe:
             )
         return logits
 
+    def coarsest(self, sequences: Sequence[Tensor], dtype: torch.dtype) -> torch.dtype:
+        """Returns the precision in which the model computes, by one run: the coarsest of its
+        modules' outputs, such as bfloat16 within autocast, or `dtype` if none is coarser.
+        """
+        found = {dtype}
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found.update(tensor.dtype for tensor in tensors_in(output))
+
+        with ExitStack() as hooks:
+            for module in self.names:
+                hooks.enter_context(hooked(module, hook))
+            self.logits(sequences)
+        found = {one for of_rank in self.gather(found) for one in of_rank}
+        return max(found, key=lambda one: torch.finfo(one).eps)
+
     @torch.no_grad()
     def trace(
         self, sequences: Sequence[Tensor], *, fill: int = 0, only: Sequence[str] = ()

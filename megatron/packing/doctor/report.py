@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from megatron.packing.doctor.decisions.decision_row import PROPERTIES
+from megatron.packing.doctor.decisions.step_rows import share_limit
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.loss_reading import read_loss
 
@@ -128,7 +129,7 @@ def measured(evidence: Evidence) -> dict[str, tuple[float | str | None, float | 
         "weights": ("read" if has_weights else None, ""),
         "step": (
             None if e.step is None else max(abs(share.share - 1) for share in e.step.shares),
-            0.01,
+            0.0 if e.step is None else share_limit(e.step),
         ),
         "norm": (None if e.step is None or e.step.norm is None else e.step.norm - 1, 0.01),
     }

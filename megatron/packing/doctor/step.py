@@ -1,12 +1,16 @@
 """tensor. One optimizer step beside the sum of its sequences' own steps, and beside the loss.
 
 Of parameters only sums of products are used, so that between ranks nothing else travels. Let g be
-the change of a step of SGD, g_i that of a step on sequence i alone, and L the loss that logits and
-the samples' own labels give:
+the change of a step of SGD, g_i that of a step on sequence i alone:
 
 - g = sum a_i g_i by least squares: a_i says how much a sequence counts;
-- the slope of L along g is g g where g is the gradient of L: their ratio is the step's scale;
-- the norm that the trainer reports is the root of g g.
+- the norm that the trainer reports is the root of g g;
+- `step_scale` holds g to the gradient of the loss.
+
+In bfloat16 each number is measured several times, with embeddings that differ by a rounding. Of two
+repeats each product takes one factor from each: their roundings are independent, and add nothing to
+it in the mean, while g g of one repeat has the square of its rounding in it. What the pairs of
+repeats differ by is what rounding may do.
 """
 
 from __future__ import annotations
@@ -14,19 +18,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.packing.doctor.evidence import Evidence, SequenceShare, StepEvidence
+from megatron.packing.doctor.evidence import Evidence, SequenceShare, StepEvidence, StepNoise
 from megatron.packing.doctor.experiments import Examination
-from megatron.packing.doctor.subject import Sample, Step, Subject
+from megatron.packing.doctor.step_scale import (
+    Scale,
+    explain_loss,
+    measure_loss,
+    measure_scale,
+    products_of_steps,
+)
+from megatron.packing.doctor.subject import Sample, Step
 
 WEIGHTS = (1.0, 0.5, 2.0, 1.25, 0.75)
 """Weights of the examined step's samples, in turn."""
-_SLOPE_STEPS = (0.004, 0.002, 0.0007, 0.0002)
-"""Share of the loss by which the weights are moved along the step, both ways."""
-_DTYPES = (torch.float32, torch.float64)
+_NUM_REPEATS = 4
+"""Of a step in bfloat16: six pairs."""
+_NOISE_MARGIN = 2
+"""Times the largest distance of a pair from the mean of all, which is nearer to the truth."""
+
+
+class _Fit(NamedTuple):
+    """A step as the sum of its sequences' own."""
+
+    shares: Tensor
+    """1 for a sequence whose tokens count as in the declared mean, float64 [sequences]."""
+    left: float
+    """Square of the part that is no such sum, relative to the step's; below 0 by rounding."""
 
 
 def examine_step(
@@ -36,54 +59,92 @@ def examine_step(
     subject = examination.subject
     if subject.step is None and subject.loss is None:
         return
-    if examination.dtype not in _DTYPES:
-        evidence.notes.append("step: not examined in this precision; examine in float32, too")
-        return
     if subject.takes_weights:
         weights = iter(WEIGHTS)
         packs = [[replace(sample, weight=next(weights, 1.0)) for sample in pack] for pack in packs]
     samples = [sample for pack in packs for sample in pack]
-    singles = [_step(examination, [[replace(sample, weight=1.0)]]) for sample in samples]
-    whole = _step(examination, packs)
-    products = _products(examination, [whole, *singles])
-    size = float(products[0, 0])
+    is_coarse = examination.rounding > torch.finfo(torch.float32).eps
+    repeats, whole = _take_steps(examination, packs, _NUM_REPEATS if is_coarse else 1)
+    products = products_of_steps(examination, [*repeats, whole])
+    size = float(products[-1, -1])
     if not size > 0:
         evidence.notes.append("step: it changes nothing, so it is not examined")
         return
-    shares = torch.linalg.lstsq(products[1:, 1:], products[1:, :1]).solution[:, 0]
-    left = float(products[0, 0] - shares @ products[1:, 0]) / size
-    losses = _losses(examination, packs)
-    loss = _mean_loss(samples, losses, subject.reduction)
-    scale = _scale(examination, whole, packs, size, loss)
     count = sum(int(sample.trained.sum()) for sample in samples)
-    per_sequence = subject.reduction == "sequence"
+    declared = [
+        sample.weight
+        * (
+            1 / len(samples)
+            if subject.reduction == "sequence"
+            else int(sample.trained.sum()) / count
+        )
+        for sample in samples
+    ]
+    fit, noise = _fit_repeats(products[:-1, :-1], torch.tensor(declared, dtype=torch.float64))
+    if is_coarse:  # what rounds alike in all repeats, such as gradients once, is no spread of them
+        noise = replace(noise, residual=max(noise.residual, examination.rounding))
+    loss = measure_loss(examination, packs, _NUM_REPEATS if is_coarse else 0)
+    if is_coarse and not (noise.shares > 0 and loss.noise > 0):
+        evidence.notes.append(
+            f"step: not examined in {evidence.dtype}, as its rounding could not be measured (the "
+            "embeddings are not known); examine in float32, too"
+        )
+        return
+    scale = (
+        Scale(1.0, 0.0)
+        if subject.has_further_losses
+        else measure_scale(examination, whole, packs, size, loss)
+    )
     places = [(p, s) for p, pack in enumerate(packs) for s in range(len(pack))]
-    replicas = [number for pack in whole.replicas for number in pack]
+    replicas = [number for pack in whole.replicas for number in pack] or [0] * len(samples)
     own = StepEvidence(
         shares=tuple(
             SequenceShare(
                 pack=pack,
                 sequence=sequence,
-                replica=replicas[index] if replicas else 0,
+                replica=replica,
                 num_trained=int(sample.trained.sum()),
                 weight=sample.weight,
-                share=float(shares[index])
-                / (1 / len(samples) if per_sequence else int(sample.trained.sum()) / count)
-                / sample.weight,
+                share=share,
             )
-            for index, (sample, (pack, sequence)) in enumerate(zip(samples, places))
+            for sample, (pack, sequence), replica, share in zip(
+                samples, places, replicas, fit.shares.tolist()
+            )
         ),
-        residual=math.sqrt(max(left, 0.0)),
-        scale=1.0 if subject.has_further_losses else scale,
+        residual=math.sqrt(max(fit.left, 0.0)),
+        scale=scale.factor,
         norm=None if whole.norm is None else whole.norm / math.sqrt(size),
-        loss=None if whole.loss is None else whole.loss / loss,
-        loss_as=_explain_loss(examination, packs, whole.loss, count),
+        loss=None if whole.loss is None else whole.loss / loss.value,
+        mistakes=() if whole.loss is None else explain_loss(examination, packs, whole.loss, loss),
         unequal=_unequal_copies(examination, whole),
         num_copies=dict(subject.num_copies),
         balances=subject.balances,
         reduction=subject.reduction,
+        noise=replace(noise, scale=scale.noise, loss=loss.noise),
     )
     evidence.step = examination.probe.gather(own)[0]  # ranks must say the same
+
+
+def _take_steps(
+    examination: Examination, packs: Sequence[Sequence[Sample]], num_repeats: int
+) -> tuple[list[Step], Step]:
+    """Returns for each repeat a step on all packs and one on each sequence alone, and the last
+    step, which is on all packs and has the subject's own embeddings.
+
+    A single repeat has them, too.
+    """
+    samples = [sample for pack in packs for sample in pack]
+    singles = [[[replace(sample, weight=1.0)]] for sample in samples]
+    if num_repeats == 1:
+        alone = [_step(examination, single) for single in singles]
+        whole = _step(examination, packs)
+        return [whole, *alone], whole
+    steps = []
+    for number in range(num_repeats):
+        for place, work in enumerate([packs, *singles]):
+            with examination.shaken(seed=100 * (number + 1) + place):
+                steps.append(_step(examination, work))
+    return steps, _step(examination, packs)
 
 
 def _step(examination: Examination, packs: Sequence[Sequence[Sample]]) -> Step:
@@ -106,32 +167,33 @@ def _step(examination: Examination, packs: Sequence[Sequence[Sample]]) -> Step:
     return Step(change=change, loss=float(loss.detach()))
 
 
-def _products(examination: Examination, steps: Sequence[Step]) -> Tensor:
-    """Returns the products of each two steps' changes over all parameters, [steps, steps].
+def _fit_repeats(products: Tensor, declared: Tensor) -> tuple[_Fit, StepNoise]:
+    """Returns the fit of all repeats together, and what pairs of them differ from it by.
 
-    A parameter of which ranks have copies counts once: its change is the same on each, to the bit.
+    Args:
+        products: of the steps of all repeats, each of which begins with the whole one.
+        declared: share that each sequence should have in the whole one.
     """
-    own: dict[tuple[float, float, int], list[list[float]]] = {}
-    for name, change in steps[0].change.items():
-        vectors = torch.stack(
-            [
-                step.change[name].detach().double().flatten()
-                if name in step.change
-                else torch.zeros(change.numel(), dtype=torch.float64)
-                for step in steps
-            ]
-        )
-        table = vectors @ vectors.T
-        key = float(table[0, 0]), float(vectors[0].sum()), change.numel()
-        if key[0] > 0:
-            own[key] = table.tolist()
-    every = {
-        key: table for of_rank in examination.probe.gather(own) for key, table in of_rank.items()
-    }
-    total = torch.zeros(len(steps), len(steps), dtype=torch.float64)
-    for table in every.values():
-        total += torch.tensor(table, dtype=torch.float64)
-    return total
+    width = 1 + len(declared)
+    blocks = products.reshape(len(products) // width, width, -1, width).transpose(1, 2)
+    pairs = [(blocks[k, j] + blocks[j, k]) / 2 for k, j in combinations(range(len(blocks)), 2)]
+    fit = _fit(torch.stack(pairs or [blocks[0, 0]]).mean(0), declared)
+    of_pairs = [_fit(pair, declared) for pair in pairs]
+    largest = float(fit.shares.abs().max())
+    return fit, StepNoise(
+        shares=_NOISE_MARGIN
+        * max((float((one.shares - fit.shares).abs().max()) for one in of_pairs), default=0.0)
+        / largest,
+        residual=math.sqrt(
+            _NOISE_MARGIN * max((abs(one.left - fit.left) for one in of_pairs), default=0.0)
+        ),
+    )
+
+
+def _fit(products: Tensor, declared: Tensor) -> _Fit:
+    shares = torch.linalg.lstsq(products[1:, 1:], products[1:, :1]).solution[:, 0]
+    left = float(products[0, 0] - shares @ products[1:, 0]) / float(products[0, 0])
+    return _Fit(shares / declared, left)
 
 
 def _unequal_copies(examination: Examination, step: Step) -> tuple[str, ...]:
@@ -146,105 +208,3 @@ def _unequal_copies(examination: Examination, step: Step) -> tuple[str, ...]:
         for parameter, key in of_rank.items():
             found.setdefault(parameter, set()).add(key)
     return tuple(sorted(parameter for parameter, keys in found.items() if len(keys) > 1))
-
-
-def _losses(
-    examination: Examination, packs: Sequence[Sequence[Sample]], shift: int = 1
-) -> list[Tensor]:
-    """Returns the cross entropy of each token with the one `shift` places on, [length - shift]."""
-    losses = []
-    for pack in packs:
-        logits = examination.probe.logits([sample.tokens for sample in pack])
-        for sample, values in zip(pack, logits):
-            size = len(sample.tokens) - shift
-            targets = sample.tokens[shift:]
-            losses.append(-values[:size].log_softmax(1)[torch.arange(size), targets])
-    return losses
-
-
-def _mean_loss(samples: Sequence[Sample], losses: Sequence[Tensor], reduction: str) -> float:
-    count = sum(int(sample.trained.sum()) for sample in samples)
-    total = 0.0
-    for sample, of_token in zip(samples, losses):
-        own = sample.trained[1:]
-        part = sample.weight * float(of_token[own].sum())
-        total += part / (int(own.sum()) * len(samples) if reduction == "sequence" else count)
-    return total
-
-
-def _scale(
-    examination: Examination,
-    whole: Step,
-    packs: Sequence[Sequence[Sample]],
-    size: float,
-    loss: float,
-) -> float:
-    """Returns the step's change relative to the gradient, by the distance at which it is nearest
-    to 1: a clamp or a router's choice within one distance bends the loss, a wrong scale shows at
-    each. One of two distances was too often bent: in gpt-oss, once in fifty runs.
-    """
-    slopes = [_slope(examination, whole, packs, step * loss / size) for step in _SLOPE_STEPS]
-    return min(
-        (size / slope if slope else math.inf for slope in slopes), key=lambda one: abs(one - 1)
-    )
-
-
-def _slope(
-    examination: Examination, whole: Step, packs: Sequence[Sequence[Sample]], distance: float
-) -> float:
-    """Returns how fast the loss falls along the step's change."""
-    samples = [sample for pack in packs for sample in pack]
-    found = []
-    for factor in (-distance, distance):
-        _move(examination.subject, whole, factor)
-        losses = _losses(examination, packs)
-        _move(examination.subject, whole, -factor)
-        found.append(_mean_loss(samples, losses, examination.subject.reduction))
-    return (found[1] - found[0]) / (2 * distance)
-
-
-@torch.no_grad()
-def _move(subject: Subject, step: Step, factor: float) -> None:
-    if subject.move is not None:
-        subject.move(factor)
-        return
-    for name, parameter in subject.model.named_parameters():
-        if name in step.change:
-            parameter.add_(factor * step.change[name].to(parameter))
-
-
-def _explain_loss(
-    examination: Examination,
-    packs: Sequence[Sequence[Sample]],
-    reported: float | None,
-    count: int,
-) -> str:
-    """Returns the mistake with which the loss is the reported one; "" for none or an unknown one.
-
-    Each is tried: fused losses put out no logits whose gradients would tell.
-    """
-    if reported is None or examination.subject.reduction == "sequence":
-        return ""
-    samples = [sample for pack in packs for sample in pack]
-    plain = _losses(examination, packs)
-    weighted = [sample.weight * of_token for sample, of_token in zip(samples, plain)]
-    trained = [of_token[sample.trained[1:]] for sample, of_token in zip(samples, weighted)]
-    total = float(sum(part.sum() for part in trained))
-    tried = {
-        "": total / count,
-        "prompt": float(torch.cat(weighted).mean()),
-        "last": float(sum(part[:-1].sum() for part in trained)) / (count - len(samples)),
-        "slots": total / sum(len(sample.tokens) for sample in samples),
-        "sequence": sum(float(part.mean()) for part in trained) / len(samples),
-    }
-    for name, shift in (("0", 0), ("2", 2)):
-        others = _losses(examination, packs, shift)
-        kept = [
-            sample.weight * of_token[sample.trained[1:][: len(of_token)]]
-            if shift
-            else sample.weight * of_token[1:][sample.trained[1:]]
-            for sample, of_token in zip(samples, others)
-        ]
-        tried[name] = float(torch.cat(kept).mean())
-    tolerance = 1e-3 * abs(total / count)
-    return next((name for name, value in tried.items() if abs(value - reported) < tolerance), "?")

@@ -122,8 +122,11 @@ class Subject:
     """Takes packs of samples. Takes one optimizer step on all of them, with clipping off, and puts
     the weights back (default: the gradients of `loss`). The trainer may pack otherwise.
     """
-    move: Callable[[float], None] | None = None
-    """Adds a multiple of the last step's change to the weights (default: by parameters' names)."""
+    move: Callable[[float], Mapping[str, Tensor]] | None = None
+    """Takes a factor. Sets the weights to those before the last step, plus that multiple of its
+    change; 0 restores them. Returns what it added, under the names of the change (default: by
+    parameters' names).
+    """
     takes_weights: bool = False
     """Whether `step` heeds `Sample.weight`."""
     balances: bool = False

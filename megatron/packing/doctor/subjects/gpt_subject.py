@@ -296,6 +296,8 @@ class _Stepping:
 
     def __init__(self, script: GPTScript) -> None:
         self._script = script
+        self._saved: dict[str, Tensor] = {}
+        """Parameter of an inner optimizer, as `_sgd` names it -> its values before the step."""
 
     def step(self, packs: Sequence[Sequence[Sample]]) -> Step:
         """Runs the passes of all packs, and the optimizer without moving the weights."""
@@ -307,10 +309,14 @@ class _Stepping:
         script.optimizer.zero_grad()
         trained = script.train(packs)
         loss = None if script.report_loss is None else script.report_loss(trained.losses)
-        change: dict[str, Tensor] = {}
-        norm = self._update(0.0, change)
+        self._saved.clear()
+        update, norm = self._update(0.0)
         return Step(
-            change=change, loss=loss, norm=norm, replicas=trained.replicas, copies=self._copies()
+            change=update.change,
+            loss=loss,
+            norm=norm,
+            replicas=trained.replicas,
+            copies=self._copies(),
         )
 
     def _copies(self) -> dict[str, str]:
@@ -319,11 +325,13 @@ class _Stepping:
         Shards of a distributed optimizer are of one rank of a replica: they have no names here.
         """
         names = {
-            parameter: f"stage {parallel_state.get_pipeline_model_parallel_rank()}: {name}"
+            held: f"stage {parallel_state.get_pipeline_model_parallel_rank()}: {name}"
             for chunk in self._script.model
             for name, parameter in unwrap_model(chunk).named_parameters()
             if not getattr(parameter, "tensor_model_parallel", False)
             and getattr(parameter, "allreduce", True)
+            and not getattr(parameter, "main_param_sharded", False)
+            for held in (parameter, getattr(parameter, "main_param", None))
         }
         optimizer = self._script.optimizer
         return {
@@ -335,20 +343,23 @@ class _Stepping:
             if parameter in names
         }
 
-    def move(self, factor: float) -> None:
+    def move(self, factor: float) -> dict[str, Tensor]:
         """Moves the weights along the last step's gradients, which are still in their buffers."""
-        self._update(factor, {})
+        update, _ = self._update(factor)
+        return update.moved
 
-    def _update(self, factor: float, change: dict[str, Tensor]) -> float | None:
+    def _update(self, factor: float) -> tuple[_Update, float | None]:
         optimizer = self._script.optimizer
         assert optimizer is not None
         norm: Any = None
+        update = _Update(factor, self._saved, self._dtypes())
         with ExitStack() as stack:
             for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
                 inner = part.optimizer
                 if inner is not None:
-                    update = _sgd(inner, factor, change, f"{number}")
-                    stack.enter_context(mock.patch.object(inner, "step", update))
+                    stack.enter_context(
+                        mock.patch.object(inner, "step", update.of(inner, f"{number}"))
+                    )
                 stack.enter_context(mock.patch.object(part.config, "clip_grad", NO_CLIPPING))
             stack.enter_context(mock.patch.object(optimizer.config, "clip_grad", NO_CLIPPING))
             _, norm, _ = optimizer.step()
@@ -357,20 +368,50 @@ class _Stepping:
                 chunk.ddp_config, "overlap_param_gather", False
             ):
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
-        return None if norm is None else float(norm)
+        return update, None if norm is None else float(norm)
+
+    def _dtypes(self) -> dict[Tensor, torch.dtype]:
+        """Returns main parameters -> precision of the model's own, to which they are rounded."""
+        return {
+            main: parameter.dtype
+            for chunk in self._script.model
+            for parameter in unwrap_model(chunk).parameters()
+            if (main := getattr(parameter, "main_param", None)) is not None
+        }
 
 
-def _sgd(inner: Any, factor: float, change: dict[str, Tensor], name: str) -> Callable[..., None]:
-    """Returns a step that adds a multiple of the gradients to what an optimizer holds."""
+class _Update:
+    """One step that sets what optimizers hold to its saved values and a multiple of the gradients.
 
-    @torch.no_grad()
-    def step(closure: Any = None) -> None:
-        for group, settings in enumerate(inner.param_groups):
-            for place, parameter in enumerate(settings["params"]):
-                gradient = getattr(parameter, "decoupled_grad", None)
-                gradient = parameter.grad if gradient is None else gradient
-                if gradient is not None:
-                    change[f"{name}.{group}.{place}"] = gradient.detach().clone()
-                    parameter.add_(factor * gradient.to(parameter))
+    The first step after a training step saves the values.
+    """
 
-    return step
+    def __init__(
+        self, factor: float, saved: dict[str, Tensor], dtypes: dict[Tensor, torch.dtype]
+    ) -> None:
+        self._factor, self._saved, self._dtypes = factor, saved, dtypes
+        self.change: dict[str, Tensor] = {}
+        """Gradients."""
+        self.moved: dict[str, Tensor] = {}
+        """What is added to the model's weights, as they round it."""
+
+    def of(self, inner: Any, name: str) -> Callable[..., None]:
+        """Returns the step of one inner optimizer."""
+
+        @torch.no_grad()
+        def step(closure: Any = None) -> None:
+            for group, settings in enumerate(inner.param_groups):
+                for place, parameter in enumerate(settings["params"]):
+                    gradient = getattr(parameter, "decoupled_grad", None)
+                    gradient = parameter.grad if gradient is None else gradient
+                    if gradient is not None:
+                        self._move(f"{name}.{group}.{place}", parameter, gradient)
+
+        return step
+
+    def _move(self, key: str, parameter: Tensor, gradient: Tensor) -> None:
+        saved = self._saved.setdefault(key, parameter.detach().clone())
+        self.change[key] = gradient.detach().clone()
+        parameter.copy_(saved + self._factor * gradient.to(parameter))
+        dtype = self._dtypes.get(parameter, parameter.dtype)
+        self.moved[key] = parameter.to(dtype).double() - saved.to(dtype).double()

@@ -11,32 +11,51 @@ collator, its own loss and its own step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from megatron.packing.doctor.subject import LENGTHS, Sample, Step, Subject, draw_pack, draw_weights
+from megatron.packing.doctor.subject import (
+    LENGTHS,
+    Ranks,
+    Sample,
+    Step,
+    Subject,
+    draw_pack,
+    draw_weights,
+)
 from megatron.packing.doctor.subjects.collators import IGNORED
+
+MAX_RANKS = 5
+"""Sequences of the examined step, of which each rank has to have one."""
 
 
 def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
-    """Draws random weights, and returns a Trainer as a subject.
+    """Draws random weights, and returns a Trainer as a subject. Collective over all its processes.
 
-    Random weights stay in the model. Samples go into the trainer's `data_collator` as its data set
-    would give them, so that what makes the data set is not examined.
+    Random weights stay in the model, which is prepared as `train` does it: in mixed precision, and
+    in DistributedDataParallel where there are several processes. Samples go into the trainer's
+    `data_collator` as its data set would give them, so that what makes the data set is not
+    examined.
 
     Raises:
         ValueError: for a trainer whose collator makes no rows of the doctor's sequences, or whose
             ranks hold parts of the model.
     """
-    if getattr(trainer, "is_fsdp_enabled", False) or getattr(
-        trainer, "is_deepspeed_enabled", False
-    ):
+    if any(getattr(trainer, name, False) for name in _HOLD_PARTS):
         raise ValueError(
-            f"{name}: ranks hold parts of the model (FSDP, DeepSpeed); run the script in one "
-            "process, without them, on a small model"
+            f"{name}: ranks hold parts of the model (FSDP, DeepSpeed, tensor parallelism); run the "
+            "script without them, on a small model"
+        )
+    num_ranks = trainer.args.world_size
+    if num_ranks > MAX_RANKS:
+        raise ValueError(
+            f"{name}: {num_ranks} processes, but the doctor's step has {MAX_RANKS} sequences; run "
+            f"the script with at most {MAX_RANKS}"
         )
     draw_weights(trainer.model)
     trainer.model.train()
@@ -47,8 +66,8 @@ def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
     notes = []
     if not is_plain:
         notes.append("loss and step: this trainer's loss is no plain cross entropy")
-    if trainer.args.world_size > 1:
-        notes.append("ranks with unlike numbers of tokens: each rank was given the same samples")
+    if trainer.args.n_gpu > 1:
+        notes.append("DataParallel: one GPU was examined; start the script by torchrun")
     return Subject(
         name=name,
         model=trainer.model,
@@ -62,8 +81,27 @@ def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
         step=passes.step if is_plain else None,
         balances=bool(getattr(trainer, "aux_loss_enabled", False))
         or bool(getattr(config, "output_router_logits", False)),
+        ranks=None
+        if num_ranks == 1
+        else Ranks(gather=_gather, is_first=trainer.args.process_index == 0),
+        num_copies={"data-parallel ranks": num_ranks},
         notes=tuple(notes),
     )
+
+
+_HOLD_PARTS = (
+    "is_fsdp_enabled",
+    "is_fsdp_xla_enabled",
+    "is_deepspeed_enabled",
+    "is_distributed_loading_by_transformers",
+)
+"""Attributes of trainers whose ranks have no whole model."""
+
+
+def _gather(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _is_cross_entropy(trainer: Any) -> bool:
@@ -91,7 +129,10 @@ class _Passes:
 
     def __init__(self, trainer: Any, name: str) -> None:
         self._trainer, self._name = trainer, name
-        self._model = trainer.model_wrapped
+        self._model: nn.Module = trainer.model
+        self._trained: Any = trainer.model_wrapped  # in DistributedDataParallel
+        if self._trained is self._model:  # before `train`
+            self._trained = trainer.accelerator.prepare_model(self._model)
         self._takes_packs = bool(getattr(trainer.args, "packing", False))
 
     def check(self) -> None:
@@ -216,18 +257,59 @@ class _Passes:
         return takes_count or getattr(trainer, "compute_loss_func", None) is not None
 
     def step(self, packs: Sequence[Sequence[Sample]]) -> Step:
-        """Runs the trainer's own training steps, without its optimizer."""
-        inputs, count = self._counted(packs)
-        model = self._trainer.model
-        model.zero_grad(set_to_none=True)
-        losses = [
-            self._trainer.training_step(self._model, dict(one), num_items_in_batch=count)
-            for one in inputs
-        ]
+        """Runs the trainer's own training steps, without its optimizer.
+
+        Each of several processes trains its own sequences, or all of them the only one.
+        """
+        trainer = self._trainer
+        rank, num_ranks = trainer.args.process_index, trainer.args.world_size
+        dealt = _deal(packs, num_ranks)
+        inputs, count = self._counted(dealt[rank])
+        trainer.model.zero_grad(set_to_none=True)
+        losses = []
+        for number, one in enumerate(inputs):
+            with self._synced(is_last=number == len(inputs) - 1):
+                losses.append(
+                    trainer.training_step(self._trained, dict(one), num_items_in_batch=count)
+                )
         change = {
             name: parameter.grad.detach().clone()
-            for name, parameter in model.named_parameters()
+            for name, parameter in trainer.model.named_parameters()
             if parameter.grad is not None
         }
-        model.zero_grad(set_to_none=True)
-        return Step(change=change, loss=float(sum(losses)))
+        trainer.model.zero_grad(set_to_none=True)
+        total = torch.stack([loss.detach().float() for loss in losses]).sum()
+        owners = {
+            id(sample): owner
+            for owner, of_rank in enumerate(dealt)
+            for pack in of_rank
+            for sample in pack
+        }
+        return Step(
+            change=change,
+            loss=float(trainer.accelerator.gather(total[None]).mean()),
+            copies={} if num_ranks == 1 else {name: name for name in change},
+            replicas=tuple(tuple(owners[id(sample)] for sample in pack) for pack in packs),
+        )
+
+    def _synced(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Lets ranks sum gradients in the last of accumulated batches alone, as `train` does."""
+        if is_last or not hasattr(self._trained, "no_sync"):
+            return nullcontext()
+        return self._trained.no_sync()
+
+
+def _deal(packs: Sequence[Sequence[Sample]], num_ranks: int) -> list[list[list[Sample]]]:
+    """Returns the batches of each rank.
+
+    A single sample is that of all ranks, which then have the same gradients as one: batches without
+    a trained token would have no mean. [[a, b, c], [d, e]] on 2 ranks -> [[[a, b, c]], [[d, e]]].
+    """
+    samples = [sample for pack in packs for sample in pack]
+    if num_ranks == 1:
+        return [[list(pack) for pack in packs]]
+    if len(samples) == 1:
+        return [[samples] for _ in range(num_ranks)]
+    if len(packs) == num_ranks:
+        return [[list(pack)] for pack in packs]
+    return [[samples[rank::num_ranks]] for rank in range(num_ranks)]
