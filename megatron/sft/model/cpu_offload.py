@@ -87,7 +87,7 @@ def make_adam_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             adam.state[parameter] = {
                 "step": torch.tensor(0.0),
-                **{name: torch.zeros_like(parameter) for name in ADAM_STATE},
+                **{name: torch.empty_like(parameter) for name in ADAM_STATE},
             }
     if isinstance(optimizer, HybridDeviceOptimizer):
         optimizer._sync_sub_optimizers_state_to_hdo()

@@ -18,6 +18,7 @@ from megatron.packing.device import Device
 from megatron.packing.model.layers.routers import define_te_general_gemm
 from megatron.packing.model.loss import auxiliary_losses
 from megatron.sft.model import cpu_offload, host_time, weight_gradients
+from megatron.sft.model.checkpoints import read, shares
 
 
 def install() -> None:
@@ -28,11 +29,12 @@ def install() -> None:
     _recompute_without_a_compiler()
     _load_distributed_adam()
     _count_float32_weights_first()
-    _save_weights_where_they_are()
     _tell_parameter_groups_apart_by_what_they_are()
     _save_without_other_processes()
     _keep_norms_on_the_device()
     _clip_in_place()
+    read.install()
+    shares.install()
     cpu_offload.install()
     host_time.install()
     weight_gradients.install()
@@ -148,30 +150,6 @@ def _count_float32_weights_first() -> None:
 
     count_in_order.has_order = True  # type: ignore[attr-defined]
     DistributedOptimizer._build_optimizer_group_ranges = classmethod(count_in_order)  # type: ignore[method-assign, assignment]
-
-
-def _save_weights_where_they_are() -> None:
-    """Saves weights and states where they are, though buckets have padding between them.
-
-    The distributed optimizer gathers what it saves without that padding, then cuts it up by places
-    that count it: all buckets but the first are saved shifted. Here buckets claim to have no
-    padding, so that all is gathered.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    state_of = DistributedOptimizer.sharded_param_state_fully_reshardable
-    if hasattr(state_of, "counts_padding"):
-        return
-
-    def state_with_padding(self: Any, *arguments: Any, **options: Any) -> Any:
-        for buffer in self.buffers:
-            buffer.numel_unpadded = buffer.numel
-            for bucket in buffer.buckets:
-                bucket.numel_unpadded = bucket.grad_data.numel()
-        return state_of(self, *arguments, **options)
-
-    state_with_padding.counts_padding = True  # type: ignore[attr-defined]
-    DistributedOptimizer.sharded_param_state_fully_reshardable = state_with_padding  # type: ignore[method-assign]
 
 
 def _tell_parameter_groups_apart_by_what_they_are() -> None:

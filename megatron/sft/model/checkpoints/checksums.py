@@ -18,7 +18,7 @@ from megatron.packing.quoting import shown
 from megatron.packing.user_files import read_json
 
 CHECKSUMS = "checksums.json"
-_BLOCK = 1 << 24
+_BLOCK = 1 << 20
 
 
 class Sum(NamedTuple):
@@ -29,11 +29,12 @@ class Sum(NamedTuple):
 
 
 def sum_of(path: Path) -> Sum:
-    """Reads a file once, in blocks of 16 MiB, and returns its sum."""
+    """Reads a file once, in blocks of 1 MiB in the same memory, and returns its sum."""
     num_bytes, crc = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            num_bytes, crc = num_bytes + len(block), zlib.crc32(block, crc)
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(block):
+            num_bytes, crc = num_bytes + length, zlib.crc32(block[:length], crc)
     return Sum(num_bytes, crc)
 
 

@@ -27,18 +27,13 @@ from megatron.sft.data.sample_set import blend_changes, match_saved_form
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.files import CheckpointError, check_sound, read_or_refused
 from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
-from megatron.sft.model.checkpoints.own_state import own_state_alone
+from megatron.sft.model.checkpoints.shares import share_out
 from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
 from megatron.sft.model.cpu_offload import make_adam_state
 from megatron.sft.options.lora import key_of_part
 from megatron.sft.options.model import ModelConfig
 
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    # The rank that writes gathers the state over gloo. With False every rank gathers all of it, on
-    # device and host, only to throw it away: n ranks of a node need n times the memory.
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Makes megatron-core save the optimizer's state as one tensor per parameter, in any layout."""
 # Checkpoints from before an option existed do not record it. Their runs had its default.
 _DEFAULTS_OF_OLD = {
@@ -95,9 +90,10 @@ def whole_parameters(training: Training) -> None:
 def state_to_save(
     training: Training, progress: Progress, model_options: dict[str, Any], data: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of a checkpoint; collective."""
+    """Returns this rank's share of a checkpoint, without a copy of tensors; collective."""
     whole_parameters(training)
     state = _sharded_state(training, is_loading=False)
+    share_out(state)
     state["progress"] = {
         name: value for name, value in progress._asdict().items() if name != "waiting" or value
     }
@@ -262,8 +258,7 @@ def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any
         if wanted.optimizer:
             for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
                 make_adam_state(part.optimizer)
-        with own_state_alone(training.optimizer):
-            template = _sharded_state(training, is_loading=True, with_optimizer=wanted.optimizer)
+        template = _sharded_state(training, is_loading=True, with_optimizer=wanted.optimizer)
         if not wanted.random_states:
             del template["random_states"]
         # Not validated: that each tensor is asked for by its first replica.

@@ -78,13 +78,12 @@ class CheckpointSave:
                 async_sharded_save=True,
                 **_WRITER,
             )
-        # `preload_fn` copies tensors to the host.
-        parts = self._request.preload_fn() if self._request.preload_fn is not None else []
-        # Without a GPU there is no copy: the tensors are the weights themselves, and the next step
-        # would change them under the writing thread.
-        if in_background and not training.device.is_gpu:
+        # The tensors are those of the run, wherever they are. On a rank that has nothing to write
+        # there is no function, and no parts.
+        parts = self._request.async_fn_args[1] if self._request.async_fn is not None else []
+        if in_background:  # the next step would change them under the writing thread
             parts = [
-                (path, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
+                (path, key, (others, [(item, held.to("cpu", copy=True)) for item, held in tensors]))
                 for path, key, (others, tensors) in parts
             ]
         self._thread = threading.Thread(target=self._write, args=(parts,), name="save", daemon=True)

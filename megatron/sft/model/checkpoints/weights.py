@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron.packing.model.names import layer_prefix
 from megatron.sft.base_exceptions import describe_failure, is_failure
 from megatron.sft.model.checkpoints.files import CheckpointError, found_faults
+from megatron.sft.model.checkpoints.read import CheckpointReader
 from megatron.sft.model.checkpoints.unpickling import only_weights
 
 
@@ -45,7 +46,7 @@ class CheckpointWeights:
         if found := found_faults(checkpoint).faults:
             raise CheckpointError(f"{found[0]}; {way_out}")
         self._path, self._way_out = checkpoint, way_out
-        self._reader = FileSystemReader(str(checkpoint))
+        self._reader = CheckpointReader(str(checkpoint))
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._parameters: dict[str, Tensor] = dict(gpt.named_parameters())

@@ -9,7 +9,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 METHODS = (
     *("_set_main_param_and_optimizer_states", "load_state_dict", "_build_optimizer_group_ranges"),
-    "sharded_param_state_fully_reshardable",
 )
 
 
@@ -37,11 +36,6 @@ def optimizer(monkeypatch):
         @classmethod
         def _build_optimizer_group_ranges(cls, groups, buffers):
             return buffers
-
-        def sharded_param_state_fully_reshardable(self):
-            return [
-                (buffer.numel_unpadded, buffer.buckets[0].numel_unpadded) for buffer in self.buffers
-            ]
 
     for name in METHODS:
         assert callable(getattr(distrib_optimizer.DistributedOptimizer, name))
@@ -201,15 +195,6 @@ def test_float32_weights_are_counted_first(optimizer):
     install()
     found = optimizer._build_optimizer_group_ranges([], [{half: []}, {other: []}, {whole: []}])
     assert found == [{whole: []}, {half: []}, {other: []}]
-
-
-def test_what_is_saved_is_cut_up_as_it_was_gathered(optimizer):
-    """With the padding of its buckets, or the weights of all but the first are saved as others'."""
-    install()
-    install()
-    bucket = SimpleNamespace(numel_unpadded=5, grad_data=torch.zeros(8))
-    own = SimpleNamespace(buffers=[SimpleNamespace(numel=16, numel_unpadded=13, buckets=[bucket])])
-    assert optimizer.sharded_param_state_fully_reshardable(own) == [(16, 8)]
 
 
 def test_recomputes_without_a_compiler(monkeypatch):

@@ -14,7 +14,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.model.checkpoints.content import (
-    METADATA,
     Wanted,
     _check_same_model,
     _check_same_parts,
@@ -194,18 +193,3 @@ def test_adams_state_is_declared_once():
         if any(name in path.read_text() for name in ADAM_STATE)
     ]
     assert users == ["optimizer.py"]  # of options
-
-
-def test_a_sharded_optimizer_is_gathered_by_one_rank():
-    """Each rank of a node would gather all of it, on its device and then on the host, to throw it
-    away: twice the optimizer's bytes, eight times where eight ranks share a machine.
-    """
-    asked = []
-    optimizer = SimpleNamespace(
-        buffers=[], get_parameter_state_dp_zero=lambda **how: asked.append(how)
-    )
-    save: Any = DistributedOptimizer.sharded_param_state_fully_reshardable
-    assert save(optimizer, {}, is_loading=False, metadata=METADATA) is None
-    assert asked == [
-        {"use_gloo_comm": True, "empty_data": False, "return_on_all_ranks": False},
-    ]
