@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,8 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.packing.model.embeddings import merged_embeddings
 from megatron.sft.data.image_chats import SizedImage
+from megatron.sft.images import model, rotary
 from megatron.sft.images.positions import axis_positions
+from megatron.sft.images.rotary import AxisRotary
 from megatron.sft.images.sizes import Grid
 from megatron.sft.images.source import ImageSize, ImageSource
 from tests.functional_tests.hf_models import _keep_double, train_by_product, write_model
@@ -149,8 +152,37 @@ def write_vision_model(name: str, folder: Path, dtype: torch.dtype = torch.float
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
 
 
-def train_images(*arguments: Any, **options: Any) -> Any:
-    """`train_by_product`, with towers that compute in the type of their weights."""
+def _without_features(hidden: Tensor, *_: object) -> Tensor:
+    return hidden
+
+
+def _along_time(self: AxisRotary, position_ids: Tensor, *_: object, **__: object) -> Tensor:
+    angles = torch.outer(position_ids[0, 0].float(), self.inv_freq)
+    return torch.cat((angles, angles), -1)[:, None, None]
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "no DeepStack": lambda: setattr(model, "with_features", _without_features),
+    "time alone": lambda: setattr(AxisRotary, "forward", _along_time),
+    "chunks of channels": lambda: setattr(
+        rotary, "axes_of_pairs", lambda sections, n: torch.arange(n) * 3 // n
+    ),
+    "rows in another order": lambda: setattr(
+        model,
+        "merged_embeddings",
+        lambda gpt, batch, rows, token: merged_embeddings(
+            gpt, batch, None if rows is None else rows.flip(0), token
+        ),
+    ),
+}
+
+
+def train_images(*arguments: Any, mistake: str = "", **options: Any) -> Any:
+    """`train_by_product`, with towers that compute in the type of their weights; with a mistake of
+    `MISTAKES`, for scale.
+    """
+    MISTAKES[mistake]()
     for name in MODULES:
         module = f"transformers.models.{name}.modeling_{name}"
         import_module(module)

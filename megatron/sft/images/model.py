@@ -23,6 +23,8 @@ from megatron.sft.images.vision import PARAMETERS, Vision
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.images import ImageConfig
 
+IS_TOWER, IS_PROJECTOR = "is_vision_tower", "is_vision_projector"
+"""Attributes of trained parameters, by which the optimizer finds their learning rates."""
 PIXELS, PATCHES = "pixels", "patches"
 """Name of the images of a sample's payload, and kind of its costs."""
 
@@ -60,6 +62,8 @@ def set_trained(gpt: GPTModel, vision: Vision, images: ImageConfig) -> None:
         if name.startswith(PARAMETERS):
             of_tower = name.removeprefix(PARAMETERS)
             parameter.requires_grad_(vision.family.is_trained(of_tower, images))
+            is_projector = of_tower.startswith(vision.family.projector)
+            setattr(parameter, IS_PROJECTOR if is_projector else IS_TOWER, True)
 
 
 def decoder_input(gpt: Any, batch: Any, vision: Vision) -> Tensor:
