@@ -370,9 +370,11 @@ def write_model(
     dtype: torch.dtype = torch.float32,
     vocab_size: int | None = None,
     sizes: dict[str, int] | None = None,
+    vision: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100
-    kB."""
+    kB; with `vision` within a vision model, see `functional_tests.vision`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     _register_classes()
@@ -382,11 +384,15 @@ def write_model(
     )
     torch.manual_seed(1)
     model: Any
-    if kind in VISION_MODELS:
+    if kind in VISION_MODELS or vision is not None:
+        tower, ids, rope = _VISION | VISION_MODELS.get(kind, {}), {}, changes.get("rope_parameters")
+        if vision is not None:
+            tower, ids, rope = vision["tower"], vision["ids"], vision["rope"]
         config = AutoConfig.for_model(
             kind.removesuffix("_text"),
-            text_config=_COMMON | changes,
-            vision_config=_VISION | VISION_MODELS[kind],
+            text_config=_COMMON | changes | {"rope_parameters": rope},
+            vision_config=tower,
+            **ids,
         )
         model = AutoModelForImageTextToText.from_config(config)
     else:
@@ -471,7 +477,10 @@ def train_by_transformers(
         num_tokens = sum(int((sample.loss_mask != 0).sum()) for sample in batch)
         loss = 0.0
         for sample in batch:
-            found = model(input_ids=torch.from_numpy(sample.tokens)[None]).logits[0]
+            inputs = {"input_ids": torch.from_numpy(sample.tokens)[None]}
+            if hasattr(sample, "inputs"):  # images, see `vision`
+                inputs |= sample.inputs()
+            found = model(**inputs).logits[0]
             each = cross_entropy(
                 found.to(_wide(dtype)), torch.from_numpy(sample.labels), reduction="none"
             )

@@ -68,7 +68,7 @@ class BatchPayloads(NamedTuple):
         return Placeholders(rows if self.shard is None else rows[self.shard], int(is_one.sum()))
 
 
-def merged_embeddings(gpt: Any, batch: Any, embeddings: Tensor, token_id: int) -> Tensor:
+def merged_embeddings(gpt: Any, batch: Any, embeddings: Tensor | None, token_id: int) -> Tensor:
     """Returns the input of the decoder: words, and `embeddings` in place of `token_id`.
 
     The gradient of `embeddings` is that of this rank's tokens. Where a pack has no placeholder it
@@ -79,7 +79,7 @@ def merged_embeddings(gpt: Any, batch: Any, embeddings: Tensor, token_id: int) -
             sequence parallel is on.
         batch: from `get_batch_on_this_rank_for_sequence_packing`.
         embeddings: [n, h], one row per placeholder of the pack, in order; [any, h] where it has
-            none.
+            none, or None where no gradient is wanted.
 
     Returns:
         [t, 1, h], with sequence parallel this rank's part of it.
@@ -87,31 +87,55 @@ def merged_embeddings(gpt: Any, batch: Any, embeddings: Tensor, token_id: int) -
     Raises:
         ValueError: for another number of rows than placeholders.
     """
-    config = gpt.config
-    if config.sequence_parallel and gpt.embedding.scatter_to_sequence_parallel:
+    if gpt.config.sequence_parallel and gpt.embedding.scatter_to_sequence_parallel:
         raise ValueError(
             "embeddings can be merged only before sequence parallel cuts them; build the model "
             "with GPTModel(scatter_embedding_sequence_parallel=False)"
         )
-    places = Placeholders(torch.full((batch.tokens.numel(),), -1), 0)
-    if batch.payloads is not None:
-        places = batch.payloads.placeholders(token_id)
-    if places.number and places.number != len(embeddings):
-        raise ValueError(
-            f"a pack has {places.number} tokens {token_id}, but there are {len(embeddings)} "
-            "embeddings; give each image as many placeholders as its tower makes of it"
-        )
+    places = _places(batch, embeddings, token_id)
     rows = to_device(places.rows, batch.tokens.device)
     is_word = (rows < 0)[:, None, None]
     # Placeholders may be no words of the vocabulary, as -200 is.
     words = gpt.embedding(
         input_ids=batch.tokens.masked_fill(~is_word.view(1, -1), 0), position_ids=batch.position_ids
     )
-    if places.number:
+    if embeddings is not None and places.number:
         taken = embeddings.to(words.dtype).index_select(0, rows.clamp(min=0))
         words = torch.where(is_word, words, taken[:, None])
-    else:
+    elif embeddings is not None:
         words = words + (0 * embeddings.to(words.dtype)).sum()
-    if config.sequence_parallel:
-        words = scatter_to_sequence_parallel_region(words, group=gpt.pg_collection.tp)
-    return words
+    return _part_of_rank(gpt, words)
+
+
+def rows_at_placeholders(gpt: Any, batch: Any, rows: Tensor, token_id: int) -> Tensor:
+    """Returns `rows` at the tokens `token_id`, and zero at words; see `merged_embeddings`.
+
+    Args:
+        rows: [n, h], one row per placeholder of the pack, in order.
+
+    Returns:
+        [t, 1, h], with sequence parallel this rank's part of it.
+    """
+    places = to_device(_places(batch, rows, token_id).rows, batch.tokens.device)
+    taken = rows.index_select(0, places.clamp(min=0))
+    return _part_of_rank(gpt, taken.masked_fill((places < 0)[:, None], 0)[:, None])
+
+
+def _places(batch: Any, embeddings: Tensor | None, token_id: int) -> Placeholders:
+    places = Placeholders(torch.full((batch.tokens.numel(),), -1), 0)
+    if batch.payloads is not None:
+        places = batch.payloads.placeholders(token_id)
+    num_rows = 0 if embeddings is None else len(embeddings)
+    if places.number and places.number != num_rows:
+        raise ValueError(
+            f"a pack has {places.number} tokens {token_id}, but there are {num_rows} "
+            "embeddings; give each image as many placeholders as its tower makes of it"
+        )
+    return places
+
+
+def _part_of_rank(gpt: Any, rows: Tensor) -> Tensor:
+    if not gpt.config.sequence_parallel:
+        return rows
+    part: Tensor = scatter_to_sequence_parallel_region(rows, group=gpt.pg_collection.tp)
+    return part

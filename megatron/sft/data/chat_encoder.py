@@ -15,7 +15,7 @@ Invariants:
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -24,7 +24,14 @@ import numpy.typing as npt
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.tree import MergedPaths
 from megatron.packing.quoting import shortened, shown
-from megatron.sft.data.records.content import Answers, Conversation, Passage, TokenIds
+from megatron.sft.data.image_chats import ImageChats, SampleImages
+from megatron.sft.data.records.content import (
+    Answers,
+    Conversation,
+    Passage,
+    TokenIds,
+    messages_of,
+)
 from megatron.sft.data.records.formats import Reading, read_record
 from megatron.sft.data.records.token_ids import whole_numbers
 from megatron.sft.data.records.turns import Contexts, merged_turns, only_last, within
@@ -136,6 +143,27 @@ class EncodedSample:
     """The tree of sequences that the tokens above belong to; None for a single sequence."""
     fields: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Further fields of the sample: a row per path of the tree, or per token."""
+    images: SampleImages | None = None
+    """Images of the sequence; None if it has none."""
+    further: "tuple[EncodedSample, ...]" = ()
+    """Further sequences of the same record, each trained as a sample of its own: turns of a chat
+    with images that have contexts of their own.
+    """
+
+    def named(self, record: str) -> "EncodedSample":
+        """Returns the same sample with `record` in the names of its images, for messages."""
+        if self.images is None and not self.further:
+            return self
+        return replace(
+            self,
+            images=None if self.images is None else self.images.named(record),
+            further=tuple(one.named(record) for one in self.further),
+        )
+
+    @property
+    def parts(self) -> "tuple[EncodedSample, ...]":
+        """All sequences of the record."""
+        return (self, *self.further)
 
 
 class Dropped(NamedTuple):
@@ -179,6 +207,8 @@ class ChatEncoder:
     """
     preferences: Preferences | None = None
     """Encodes records of preference data; None for those of answers to imitate."""
+    images: ImageChats | None = None
+    """Puts images into chats; None if a record with images is an error."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
     """Unread keys and notes that were logged before."""
 
@@ -201,6 +231,11 @@ class ChatEncoder:
             return self.preferences.encode(self, record, weight)
         content, own_weight, unread = self.read(record)
         self.log_unread(unread)
+        if self.images is not None:
+            self.images.check_texts(content)
+            has_images = any(message.images for message in messages_of(content))
+            if isinstance(content, Conversation) and (has_images or self.train_turns != "all"):
+                return self._encode_images(self.images, content, own_weight * weight)
         if isinstance(content, Answers):
             return self._encode_paths(content, own_weight * weight)
         if self.train_turns != "all" and isinstance(content, Conversation):
@@ -218,7 +253,60 @@ class ChatEncoder:
         if not loss_mask.any():
             return Dropped("no loss token left after truncation")
         self.check_rows(ids)
+        if self.images is not None:
+            self.images.check_ids(ids)
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)
+
+    def _encode_images(
+        self, chats: ImageChats, conversation: Conversation, weight: float
+    ) -> EncodedSample | Dropped:
+        """Returns a conversation that may have images as one sample. Turns with contexts of their
+        own are sequences of their own: batches with images have no trees.
+        """
+        messages = conversation.messages
+        sized = chats.sized(messages)
+        # The number of images up to each message, itself included.
+        counts = np.cumsum([len(message.images) for message in messages]).tolist()
+        if self.train_turns == "all":
+            turns, visible = [self.tokenizer.encode_chat(conversation)], [len(sized)]
+        else:
+            chosen = only_last(conversation) if self.train_turns == "last" else conversation
+            turns = self.tokenizer.encode_turns(chosen)
+            visible = [
+                counts[number]
+                for number, one in enumerate(chosen.messages)
+                if one.role == "assistant" and one.weight and number
+            ]
+            if self.tokenizer.contexts == "kept":
+                visible = [len(sized)]
+        found: list[EncodedSample] = []
+        reason: DropReason = "no loss token"
+        for turn, count in zip(turns, visible, strict=True):
+            images = sized[:count]
+            ids, weights, starts = chats.expand(*turn, [chats.grid(image) for image in images])
+            loss_mask = weights[1:] * np.float32(weight)
+            if not loss_mask.any():
+                continue
+            is_cut = len(loss_mask) > self.seq_length
+            kept = within(ids, loss_mask, self.seq_length, self.over_length_policy, "sample is")
+            placed = None
+            if kept is not None:
+                placed = chats.placed(len(kept[1]), images, starts)
+            if kept is None or placed is None:  # a cut never goes through an image
+                reason = "over length"
+            elif not kept[1].any():
+                reason = "no loss token left after truncation"
+            else:
+                ids, loss_mask = kept
+                self.check_rows(ids)
+                tokens, labels = ids[:-1], ids[1:].copy()
+                images_of_turn = placed if images else None
+                found.append(
+                    EncodedSample(tokens, labels, loss_mask, is_cut, images=images_of_turn)
+                )
+        if not found:
+            return Dropped(reason)
+        return replace(found[0], further=tuple(found[1:]))
 
     def _encode_paths(self, answers: Answers, weight: float) -> EncodedSample | Dropped:
         """Returns the answers as one sample: a tree, or a sequence if only one path is left."""
@@ -272,7 +360,7 @@ class ChatEncoder:
         """Returns the content of `record`."""
         if self.preferences is not None:
             return self.preferences.read(record, self.columns)
-        return read_record(record, self.columns)
+        return read_record(record, self.columns, takes_images=self.images is not None)
 
     def list_unread(self, record: Mapping[str, Any]) -> None:
         """Logs the keys of `record` that are not read. Called once before workers are forked, so

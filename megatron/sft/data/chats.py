@@ -14,6 +14,7 @@ all its samples. `weight` in a record scales the loss of that record.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -63,11 +64,12 @@ class ChatLoad:
         Raises SkipSample, with the reason, for a record without a token to train on, and
         SampleError for a broken one.
         """
-        TIME_LIMIT.subject = f"{self.path} record {key[2]}"
+        place = f"{self.path} record {key[2]}"
+        TIME_LIMIT.subject = place
         made = self.encoder.encode(self.content(record), self.weight)
         if isinstance(made, Dropped):
             raise SkipSample(made.reason)
-        return self.source, made
+        return self.source, made.named(place)
 
     def read(self, record: Record) -> record_formats.Reading:
         """Returns the content of a record, before it is encoded."""
@@ -101,6 +103,9 @@ def open_chats(entry: SourceEntry | Join, encoder: ChatEncoder) -> SourceDataset
         content = _content_of(opened)
         if opened.forms is not None:
             encoder.note(*check_columns(opened.forms, encoder.columns))
+    if encoder.images is not None:
+        images = encoder.images.within(os.path.dirname(opened.path))
+        encoder = replace(encoder, images=images)
     load = ChatLoad(
         encoder=encoder,
         content=content,

@@ -10,6 +10,7 @@ them); the shares of --split.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from megatron.blending.formats.sources import Record
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
 from megatron.sft.data.hf_tokenizer import note_on_rows
+from megatron.sft.data.image_chats import ImageChats
 from megatron.sft.data.mock.dataset import MockSFTDataset
 from megatron.sft.data.preference.of_run import identity_of, preferences_of, with_partners
 from megatron.sft.data.prompts import Prompt, read_prompts
@@ -27,6 +29,7 @@ from megatron.sft.data.record_notes import notes_on_records
 from megatron.sft.data.sample_set import SampleSet, concatenated
 from megatron.sft.data.splits import SplitBuilder
 from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.images.vision import read_vision
 from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig, TrainTurns
@@ -94,9 +97,10 @@ def build_datasets(config: SFTConfig) -> Datasets:
         config.packing.over_length_policy,
         data.columns,
         _train_turns(config, tokenizer),
-        _allows_trees(config),
+        _allows_trees(config) and not config.images.images,
         num_rows,
         preferences_of(config),
+        _image_chats(config, tokenizer),
     )
     schedule = data.weight_schedule(config.training.global_batch_size)
     builder = SplitBuilder(data, encoder, config.training.seed, schedule)
@@ -109,7 +113,14 @@ def build_datasets(config: SFTConfig) -> Datasets:
     encoder.note(*notes_on_held_out(data.data_path, "--data-path"))
     encoder.note(*notes_on_records(train.sources))
     turns = encoder.train_turns
+    if encoder.images is not None and turns == "served" and tokenizer.contexts == "differ":
+        encoder.note(
+            "with --images each turn and its context are a sequence of their own, and images are "
+            "encoded once for each"
+        )
     encoding_options = _encoding_options(data, turns) | identity_of(config.preference)
+    if encoder.images is not None:
+        encoding_options["image_max_pixels"] = str(encoder.images.vision.max_pixels)
     train, valid, test = (
         replace(samples, identity=samples.identity | encoding_options)
         for samples in (train, valid, test)
@@ -122,6 +133,29 @@ def build_datasets(config: SFTConfig) -> Datasets:
     path = config.training.sample_prompts
     prompts = [] if path is None else read_prompts(path, encoder)
     return Datasets(train, valid, test, num_rows, tokenizer, turns, prompts)
+
+
+def _image_chats(config: SFTConfig, tokenizer: Tokenizer) -> ImageChats | None:
+    """Returns what puts images into chats; None without --images."""
+    images, folder = config.images, config.output.pretrained_checkpoint
+    if not images.images:
+        return None
+    assert folder is not None  # by a rule
+    if importlib.util.find_spec("PIL") is None:
+        raise ValueError("--images needs Pillow; pip install megatron-sft[images]")
+    vision = read_vision(folder, images.image_max_pixels)
+    if max(vision.reserved_tokens) >= tokenizer.vocab_size:
+        raise ValueError(
+            f"--images needs the tokenizer of the model, but {config.data.tokenizer_model} has no "
+            f"token {max(vision.reserved_tokens)}, which {folder} has for images"
+        )
+    return ImageChats(
+        vision,
+        tuple(tokenizer.show([token]) for token in vision.reserved_tokens),
+        images.image_root or "",
+        # A damaged file that is found only where it is trained ends the run.
+        decodes=config.data.bad_samples_in_a_row is not None,
+    )
 
 
 def _encoding_options(data: DataConfig, turns: TrainTurns) -> dict[str, str]:

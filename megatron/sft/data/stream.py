@@ -27,7 +27,7 @@ from megatron.blending.loading.chunk_loader import ChunkLoader
 from megatron.blending.streams.chunk import ChunkDataset, SkippedSample
 from megatron.blending.streams.failures import Failures, FatalSampleError
 from megatron.blending.streams.worker_config import WorkerConfig
-from megatron.sft.data.chat_encoder import ChatEncoder, SampleError
+from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.counts import COLUMNS, Counts
 from megatron.sft.data.sample_set import SampleSet
 
@@ -38,6 +38,8 @@ PATH_FIELD = "path_weight"
 """Field that every sample with fields per path has."""
 POSITION, SOURCE = "path_position", "path_source"
 """Fields that the stream adds to these: position of the sample in the data, and its source."""
+PATCHES = "patches"
+"""Kind of the costs of images: patches that a tower encodes."""
 
 
 class Share(NamedTuple):
@@ -165,25 +167,12 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             source, sample = made
             if self._failures is not None:
                 self._failures.succeeded({source}.copy)
-            length = len(sample.tokens)
-            self._table[source][:4] += (1, length, length * length, sample.is_cut)
-            fields = {
-                "tokens": sample.tokens,
-                "labels": sample.labels,
-                "loss_mask": sample.loss_mask,
-            }
-            if sample.tree is not None:
-                fields |= {
-                    "num_paths": sample.tree.num_paths,
-                    "cu_seqlens": sample.tree.cu_seqlens,
-                    "parents": sample.tree.parents,
-                }
-            if sample.fields:
-                num_paths = len(sample.fields[PATH_FIELD])
-                ids = np.full(num_paths, position, np.int64)
-                sources = np.full(num_paths, source, np.int32)
-                fields |= {**sample.fields, POSITION: ids, SOURCE: sources}
-            samples.append({**fields, "source": source})
+            self._table[source][0] += 1
+            self._table[source][3] += sample.is_cut
+            for part in sample.parts:
+                length = len(part.tokens)
+                self._table[source][1:3] += (length, length * length)
+                samples.append({**_fields_of(part, source, position), "source": source})
         return samples
 
     def _reason(self, skipped: SkippedSample) -> str:
@@ -210,3 +199,30 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         except FatalSampleError as fatal:
             raise ValueError(f"{fatal}; see --max-bad-samples-in-a-row") from None
         return _BAD
+
+
+def _fields_of(sample: EncodedSample, source: int, position: int) -> dict[str, Any]:
+    """Returns a sequence, or a tree of them, as a sample of packing."""
+    fields: dict[str, Any] = {
+        "tokens": sample.tokens,
+        "labels": sample.labels,
+        "loss_mask": sample.loss_mask,
+    }
+    if sample.tree is not None:
+        fields |= {
+            "num_paths": sample.tree.num_paths,
+            "cu_seqlens": sample.tree.cu_seqlens,
+            "parents": sample.tree.parents,
+        }
+    if sample.fields:
+        num_paths = len(sample.fields[PATH_FIELD])
+        ids = np.full(num_paths, position, np.int64)
+        sources = np.full(num_paths, source, np.int32)
+        fields |= {**sample.fields, POSITION: ids, SOURCE: sources}
+    if sample.images is not None:
+        fields |= {
+            "position_ids": sample.images.positions,
+            "payload_key": sample.images.images,
+            "costs": {PATCHES: sample.images.num_patches},
+        }
+    return fields

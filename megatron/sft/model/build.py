@@ -42,6 +42,8 @@ from megatron.packing.model.loss.head import (
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered
+from megatron.sft.images.model import add_vision, image_cost, payload_store, set_trained
+from megatron.sft.images.vision import Vision, read_vision
 from megatron.sft.model.checkpoints.weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import (
     add_to_gpt,
@@ -96,6 +98,14 @@ def build_training(
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     return Training(model, optimizer, build_scheduler(config, optimizer), flops, device)
+
+
+def vision_of(config: SFTConfig) -> Vision | None:
+    """Returns how the model of a run sees images; None without --images."""
+    folder = config.output.pretrained_checkpoint
+    if not config.images.images or folder is None:
+        return None
+    return read_vision(folder, config.images.image_max_pixels)
 
 
 def flops_of(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost:
@@ -203,6 +213,8 @@ def build_transformer_config(
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     prepare_config(transformer_config, model)
+    if (vision := vision_of(config)) is not None:
+        transformer_config.mrope_section = list(vision.sections)
     # None of these is a field of megatron-core's dataclass. `Device.of` reads the first, core
     # attention the second, `cost_of` the third, `build_gpt` the fourth, the fifth is one of later
     # Megatron-LM's, and `build_training` completes the last.
@@ -217,6 +229,7 @@ def build_transformer_config(
             over_length_policy=packing.over_length_policy,
             scheduling=config.scheduling,
             seed=config.training.seed,
+            payloads=None if vision is None else payload_store(image_cost(config, vision)),
         )
         transformer_config.sequence_packing_options = options  # type: ignore[attr-defined]
     return transformer_config
@@ -243,6 +256,7 @@ def build_model(
         build_gpt(config, transformer_config, vocab_size, number).to(device.place)
         for number in range(config.num_virtual_stages or 1)
     ]
+    vision = vision_of(config)
     adapter = pretrained.adapter if isinstance(pretrained, Pretrained) else None
     if isinstance(pretrained, MegatronCheckpoint):
         for gpt in gpts:
@@ -265,6 +279,8 @@ def build_model(
             add_adapters(gpt, config.lora, config.training.seed, tensors)
             if adapter is not None:
                 read_weights([gpt], adapter.weights, adapter.folder)
+        if vision is not None:
+            set_trained(gpt, vision, config.images)
         place_side_by_side(gpt)
         with side_by_side_in_buffers(module):
             chunk = DistributedDataParallel(
@@ -298,6 +314,7 @@ def build_gpt(
         transformer_config, vp_stage, model, arguments_of_attention(model)
     )
     has_scores = config.preference.scores_answers
+    vision = vision_of(config)
     gpt = GPTModel(
         config=transformer_config,
         transformer_layer_spec=block_spec,
@@ -313,6 +330,8 @@ def build_gpt(
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        # Images are merged into the whole of a pack's embeddings, before they are cut.
+        scatter_embedding_sequence_parallel=vision is None,
         vp_stage=vp_stage,
     )
     gpt.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
@@ -329,6 +348,8 @@ def build_gpt(
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
+    if vision is not None:
+        add_vision(gpt, vision)
     if has_scores:
         add_score_head(gpt, model.init_method_std, config.training.seed)
     elif config.training.logits_of_masked_tokens:

@@ -24,6 +24,8 @@ from megatron.packing.model.get_batch import (
     sources_of_tokens,
 )
 from megatron.packing.step.global_batch import GROUPS
+from megatron.sft.images.model import decoder_input
+from megatron.sft.images.vision import Vision
 
 Loss = tuple[Tensor, Tensor, dict[str, Any]]
 
@@ -105,10 +107,15 @@ def forward_step(
         batch = padded = next(data_iterator)
         if tells_sources:
             sources = padded.sources.to(padded.tokens.device, non_blocking=True)
+    gpt = unwrap_model(model)
+    vision: Vision | None = getattr(gpt, "vision_settings", None)
+    takes_images = vision is not None and is_first
     output = model(
         batch.tokens if has_embedding else None,
-        batch.position_ids if has_embedding else None,
+        # Those along axes make the rotary embedding of each stage.
+        batch.position_ids if has_embedding or vision is not None else None,
         None,
+        decoder_input=decoder_input(gpt, batch, vision) if takes_images else None,
         labels=batch.labels if is_last else None,
         packed_seq_params=batch.packed_seq_params,
         loss_mask=batch.loss_mask if is_last else None,
@@ -116,7 +123,7 @@ def forward_step(
         if isinstance(batch, PaddedBatch) and config.num_moe_experts is not None
         else None,  # packs bring their own, see `layers.routers`
     )
-    head = getattr(unwrap_model(model), "masked_tokens_head", None) if is_last else None
+    head = getattr(gpt, "masked_tokens_head", None) if is_last else None
     asked = Asked(num_sources, sources, None if head is None else head.num_right)
     return output, partial(objective.loss, batch, asked=asked)
 

@@ -4,6 +4,8 @@ them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,9 +16,11 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.sft.images.model import IS_PROJECTOR, IS_TOWER
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.optimizer import ADAM_STATE
 
@@ -56,9 +60,24 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
         optimizer_offload_fraction=state.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=state.overlap_cpu_optimizer_d2h_h2d,
     )
-    return get_megatron_optimizer(
-        optimizer_config, model, config_overrides=get_standard_config_overrides(optimizer_config)
-    )
+    overrides = get_standard_config_overrides(optimizer_config) | _rates_of_tower(config)
+    return get_megatron_optimizer(optimizer_config, model, config_overrides=overrides)
+
+
+def _rates_of_tower(config: SFTConfig) -> dict[ParamKey, Any]:
+    """Returns the learning rates of a trained vision tower and its projector, which follow the
+    schedule of the others in proportion.
+    """
+    found: dict[ParamKey, Any] = {}
+    training = config.training
+    for mark, rate in (
+        (IS_TOWER, config.images.tower_lr),
+        (IS_PROJECTOR, config.images.projector_lr),
+    ):
+        if rate is not None:
+            min_lr = training.min_lr * rate / training.lr if training.lr else 0.0
+            found[ParamKey(attr=mark)] = {"max_lr": rate, "min_lr": min_lr}
+    return found
 
 
 def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

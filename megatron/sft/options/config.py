@@ -20,6 +20,7 @@ from megatron.packing.model.parts import fewest_groups
 from megatron.packing.rules import Layout, check_rules
 from megatron.packing.scheduling.options import SchedulerOptions
 from megatron.sft.options.data import DataConfig
+from megatron.sft.options.images import ImageConfig
 from megatron.sft.options.kernels import KernelConfig
 from megatron.sft.options.lora import LoraConfig
 from megatron.sft.options.model import ModelConfig
@@ -41,6 +42,7 @@ GROUPS = (
     OptimizerStateConfig,
     KernelConfig,
     LoraConfig,
+    ImageConfig,
     PreferenceConfig,
     OutputConfig,
 )
@@ -60,6 +62,7 @@ class SFTConfig:
     optimizer: OptimizerStateConfig = field(default_factory=OptimizerStateConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    images: ImageConfig = field(default_factory=ImageConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     output: OutputConfig
 

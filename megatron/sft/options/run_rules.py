@@ -154,6 +154,42 @@ PREFERENCE_RULES = (
 )
 """Rules of preference tuning."""
 
+IMAGE_RULES = (
+    *needs("images", "pretrained_checkpoint", "sequence_packing"),
+    Rule(
+        when=lambda options: options.images and options.loss != "sft",
+        why="{images.flag} trains answers by imitation, not {loss}",
+        way_out="drop one",
+    ),
+    Rule(
+        when=lambda options: options.images and options.mtp_num_layers is not None,
+        why="{images.flag} must not be used with {mtp_num_layers.flag}, which would predict images",
+        way_out="drop one",
+    ),
+    Rule(
+        when=lambda options: options.images and options.sample_prompts is not None,
+        why="{sample_prompts.flag} answers by text alone, without the images of {images.flag}",
+        way_out="drop it, and ask the model of --save-hf by megatron-sft chat",
+    ),
+    Rule(
+        when=lambda options: options.images and options.doctor,
+        why="{doctor.flag} examines the language model without the tower of {images.flag}",
+        way_out="drop it",
+    ),
+    Rule(
+        when=lambda options: (
+            options.lora
+            and (options.tower_lr or options.projector_lr)
+            and options.save_hf is not None
+            and not options.lora_merge
+        ),
+        why="{save_hf.flag} would write an adapter, which has no place for the tower that "
+        "{tower_lr.flag} and {projector_lr.flag} train",
+        way_out="pass {lora_merge.flag}",
+    ),
+)
+"""Rules of images."""
+
 LENGTH_RULES = (
     Rule(
         when=_dump_after_the_end,
@@ -245,6 +281,7 @@ RUN_RULES = (
     ),
     *LENGTH_RULES,
     *PREFERENCE_RULES,
+    *IMAGE_RULES,
     Rule(
         when=lambda options: options.sample_prompts is not None and options.mock_data,
         why="{sample_prompts.flag} needs words",

@@ -33,7 +33,7 @@ READ_COLUMNS = frozenset((*_READ, "answers", "tokens", *TOKEN_COLUMNS, "weight",
 _JSON_TEXT = frozenset(
     (
         *(*TURNS, "responses", "weights", "history", "answers"),
-        *(*TOOLS, "chat_template_kwargs", "tokens", *TOKEN_COLUMNS),
+        *(*TOOLS, "chat_template_kwargs", "tokens", *TOKEN_COLUMNS, "images"),
     )
 )
 """Keys whose values are lists or objects. Such a value may be JSON text."""

@@ -21,7 +21,7 @@ the record decide its format.
 
 A record has the first of these formats whose keys it has. A key with an empty value (null, "", [],
 {}) counts as absent. A value that must be a list or an object may be its JSON text. Any record may
-have `weight`, which scales its loss.
+have `weight`, which scales its loss. A conversation may have images, see `images`.
 
 Invariant: no text is lost silently. A text under one of the names in `TEXT_COLUMNS` is read, or
 repeats text that is read, or is an error. Other keys are ignored, and are logged once.
@@ -59,8 +59,10 @@ from megatron.sft.data.records.content import (
     Conversation,
     Passage,
     TokenIds,
+    messages_of,
     said_in,
 )
+from megatron.sft.data.records.images import filled, read_images, split_marks
 from megatron.sft.data.records.messages import Message, read_turns
 from megatron.sft.data.records.preferences import (
     check_marks,
@@ -90,15 +92,25 @@ class Reading(NamedTuple):
     """Keys of the record and of its turns that have a value and were not read."""
 
 
-def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
+def read_record(
+    record: Mapping[str, Any], columns: Mapping[str, str], *, takes_images: bool = False
+) -> Reading:
     """Reads the content of `record`. Raises SampleError if it has none of the formats, or if text
     in it would be lost.
 
     columns: column of the record -> its name in the table above; "none" leaves the column out.
+    takes_images: whether the caller trains images; otherwise a record with images is an error.
     """
     fields = rename_fields(record, columns)
     keys = Keys(*(_column_of(name, columns) for name in ("role", "content")))
     reading = _find(fields, keys, record)
+    if takes_images:
+        reading = _with_images(reading, fields)
+    elif any(message.images for message in messages_of(reading.content)):
+        raise SampleError(
+            "record has images, which would be lost; pass --images to train them, or leave the "
+            "record out"
+        )
     weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
     unread = {key for key in fields if not is_empty(fields[key])} - reading.read - {"weight"}
     _check_unread(fields, unread, reading.content, keys)
@@ -113,6 +125,38 @@ class _Found(NamedTuple):
     content: Content
     read: set[str]
     unread_of_turns: Set[str] = frozenset()
+
+
+def _with_images(found: _Found, fields: Mapping[str, Any]) -> _Found:
+    """Returns a conversation whose messages have the images of the record, all of them."""
+    listed, read = read_images(fields)
+    messages = messages_of(found.content)
+    has_parts = any(message.images for message in messages)
+    if not listed and not has_parts:
+        return found
+    if not isinstance(found.content, Conversation):
+        raise SampleError(
+            "record has images, but no conversation, or several answers to a turn; give each "
+            "answer as a conversation of its own"
+        )
+    if listed and not has_parts:
+        texts = (split_marks(message.content) for message in messages)
+        messages = [
+            message._replace(content=text, images=places)
+            for message, (text, places) in zip(messages, texts)
+        ]
+    used: set[int] = set()
+    messages = [
+        message._replace(images=filled(message.images, listed, used, f"message {number}"))
+        for number, message in enumerate(messages)
+    ]
+    if len(used) < len(listed):
+        raise SampleError(
+            f"record has {len(listed)} images, but the conversation has places for {len(used)}; "
+            'write <image> where each belongs, or a part {"type": "image"}'
+        )
+    content = found.content._replace(messages=messages)
+    return found._replace(content=content, read=found.read | read)
 
 
 def _column_of(name: str, columns: Mapping[str, str]) -> str | None:

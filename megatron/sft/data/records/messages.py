@@ -3,7 +3,7 @@ template.
 
     {"role": "user", "content": "hi"}               OpenAI, TRL, ms-swift; content may be a list of
                                                     text parts, {"type": "text", "text": ...};
-                                                    LLaMA-Factory: "value"
+                                                    LLaMA-Factory: "value"; images see `images`
     {"from": "human", "value": "hi"}                ShareGPT, OpenHermes, LLaMA-Factory, Axolotl
     {"human": "hi", "assistant": "hello"}           ms-swift: two turns
     {"role": "assistant", "tool_calls": [...]}      OpenAI, TRL; `function_call` is the older name
@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.packing.quoting import shown
+from megatron.sft.data.records.images import MessageImage, is_image_part, source_of_part
 from megatron.sft.data.records.tool_calls import calls_of_json, calls_of_turn
 from megatron.sft.data.records.values import SampleError, is_empty, text_of, weight_of
 
@@ -79,10 +80,26 @@ class Message(NamedTuple):
     """Fields that chat templates may read: tool_calls, reasoning_content, name, tool_call_id."""
     is_null: bool = False
     """True if the record has no content beside the calls, or null. Then `content` is empty."""
+    images: Sequence[MessageImage] = ()
+    """Images in the content, in order."""
+
+    @property
+    def pieces(self) -> list[str]:
+        """Texts of the content: before the first image, between images, and behind the last."""
+        ends = [0, *(image.at for image in self.images), len(self.content)]
+        return [self.content[start:end] for start, end in itertools.pairwise(ends)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the message as chat templates expect it."""
-        return {"role": self.role, "content": self.content, **self.fields}
+        """Returns the message as chat templates expect it; with images its content is a list of
+        parts.
+        """
+        if not self.images:
+            return {"role": self.role, "content": self.content, **self.fields}
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(self.pieces):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": text}] if text else []
+        return {"role": self.role, "content": parts, **self.fields}
 
 
 class Turns(NamedTuple):
@@ -185,8 +202,8 @@ def _read_turn(
         fields["tool_calls"] = calls
     role = ROLES[name]
     is_null = content is None and bool(calls)
-    text = "" if is_null else _content(content, content_place)
-    return Message(role, text, _loss_weight(turn, role, place), fields, is_null)
+    text, images = ("", []) if is_null else _content(content, content_place)
+    return Message(role, text, _loss_weight(turn, role, place), fields, is_null, images)
 
 
 def _checked_role(role: object, where: str) -> str:
@@ -238,22 +255,29 @@ def _only_calls(message: Message) -> bool:
     return (
         message.role == "assistant"
         and not message.content
+        and not message.images
         and message.fields.keys() == {"tool_calls"}
     )
 
 
-def _content(content: object, where: str) -> str:
+def _content(content: object, where: str) -> tuple[str, list[MessageImage]]:
+    """Returns the text of a content, and its images."""
     if not isinstance(content, list):
-        return text_of(content, where)
+        return text_of(content, where), []
+    texts: list[str] = []
+    images: list[MessageImage] = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
+        if isinstance(part, Mapping) and is_image_part(part):
+            place = f"{where} image {len(images)}"
+            images.append(MessageImage(sum(map(len, texts)), source_of_part(part, place)))
+        elif isinstance(part, Mapping) and part.get("type", "text") == "text":
+            texts.append(text_of(_either(part, ("text", "value"))[1], f"{where} part"))
+        else:
             raise SampleError(
-                f'{where} must hold parts {{"type": "text", "text": ...}} only, but holds '
-                f"{shown(part)}"
+                f'{where} must hold parts {{"type": "text", "text": ...}} and {{"type": "image", '
+                f'"image": ...}} only, but holds {shown(part)}'
             )
-    return "".join(
-        text_of(_either(part, ("text", "value"))[1], f"{where} part") for part in content
-    )
+    return "".join(texts), images
 
 
 def _loss_weight(turn: Mapping[str, Any], role: str, place: str) -> float:
@@ -282,6 +306,6 @@ def texts_of(messages: Iterable[Message]) -> list[str]:
     said = [
         text
         for message in messages
-        for text in (message.content, message.fields.get("reasoning_content", ""))
+        for text in (*message.pieces, message.fields.get("reasoning_content", ""))
     ]
     return [text.strip() for text in said if text.strip()]

@@ -48,10 +48,10 @@ def without_earlier_thoughts(conversation: Conversation) -> Conversation:
     messages = []
     for message in conversation.messages[:-1]:
         fields = {k: v for k, v in message.fields.items() if k not in REASONING_NAMES}
-        content = message.content
         if message.role == "assistant":
-            content = content.rpartition("</think>")[2]
-        messages.append(message._replace(content=content, fields=fields))
+            content = message.content.rpartition("</think>")[2]
+            message = message._replace(content=content, images=())
+        messages.append(message._replace(fields=fields))
     return conversation._replace(messages=[*messages, conversation.messages[-1]])
 
 
@@ -68,6 +68,7 @@ def kind_of(conversation: Conversation) -> tuple[Any, ...]:
     for message in conversation.messages:
         calls, is_trained = "tool_calls" in message.fields, message.weight > 0
         thinks = is_thinking(message)
-        steps.add((before, message.role, thinks, calls, bool(message.content), is_trained))
+        content = bool(message.content), bool(message.images)
+        steps.add((before, message.role, thinks, calls, *content, is_trained))
         before = message.role
     return frozenset(steps), bool(conversation.tools)

@@ -63,7 +63,9 @@ class MessageForm(NamedTuple):
         read = message.as_dict()
         if "tool_calls" in read:
             read["tool_calls"] = [self._call(call) for call in read["tool_calls"]]
-        if self.text_is_parts:
+        if message.images:
+            pass  # parts, in any form
+        elif self.text_is_parts:
             read["content"] = [{"type": "text", "text": message.content}] if message.content else []
         elif "tool_calls" in read and not message.content:
             read["content"] = self.null if message.is_null else self.empty

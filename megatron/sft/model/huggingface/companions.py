@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.templates.named import TOOL_USE
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
+from megatron.sft.images.vision import FAMILIES
 from megatron.sft.model.checkpoints.folder import huggingface_source
 from megatron.sft.model.huggingface.config import config_of, with_rope_scaling
 from megatron.sft.model.huggingface.config_file import read_config
@@ -34,10 +36,11 @@ from megatron.sft.model.huggingface.served_files import (
     write_as_read,
     write_object,
 )
-from megatron.sft.model.huggingface.weights import Head, Weights
+from megatron.sft.model.huggingface.weights import Head, Tower, Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import write_adapter_config
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.images import ImageConfig
 from megatron.sft.options.model import ModelConfig
 
 COMPANIONS = "huggingface"
@@ -108,7 +111,9 @@ class Companions(NamedTuple):
         """Returns the table of the tensors that belong to this config.json."""
         source = self.source()
         tensors = {} if source is None else source.tensors
-        return weights_of(self.config.model, self.model_config(), tensors)
+        return weights_of(
+            self.config.model, self.model_config(), tensors, images=self.config.images
+        )
 
     def are_saved(self) -> bool:
         """Returns whether checkpoints include these files. They do if `megatron-sft export` can
@@ -159,19 +164,27 @@ def weights_of(
     model_config: Mapping[str, Any],
     tensors: Mapping[str, Stored] = MappingProxyType({}),
     head: Head | None = None,
+    images: ImageConfig | None = None,
 ) -> Weights:
     """Returns the table of tensors of a model whose config.json is `model_config`.
 
     tensors: those of the folder that training started from. Experts may be one tensor each, or one
     stack per layer, and an export keeps the form of that folder. head: None for what config.json
-    says.
+    says. images: options of a run with images, whose table has the vision tower, too.
     """
     family, text, prefix = language_model(model_config)
     if head is None:
         head = "score" if is_reward_model(model_config) else "words"
     if are_stacked(tensors):
         family = with_stacked_experts(family, tensors, model.hidden_size)
-    return Weights(model, text.number("vocab_size"), family, prefix, head)
+    tower = None
+    if images is not None and images.images:
+        vision = FAMILIES[model_config["model_type"]]
+        shapes = {
+            name: stored.shape for name, stored in tensors.items() if name.startswith(vision.prefix)
+        }
+        tower = Tower(vision.prefix, shapes, partial(vision.is_trained, images=images))
+    return Weights(model, text.number("vocab_size"), family, prefix, head, tower)
 
 
 def dtype_of(model_config: Mapping[str, Any]) -> str:

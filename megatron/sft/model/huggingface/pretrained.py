@@ -75,7 +75,11 @@ def open_pretrained(
     folder = open_folder(output.pretrained_checkpoint)
     model_config = read_config(output.pretrained_checkpoint)
     weights = weights_of(
-        config.model, model_config, folder.tensors, _head(config, model_config, pad)
+        config.model,
+        model_config,
+        folder.tensors,
+        _head(config, model_config, pad),
+        config.images,
     )
     if weights.head == "none":  # its output layer is left out
         check_folder(folder, weights_of(config.model, model_config, folder.tensors))

@@ -8,13 +8,14 @@ and writing share: `rows`, changed by the model's family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron.packing.layers import LayerKind
 from megatron.packing.model.names import OUTPUT, LogicalName, is_of_adapter, logical_name
 from megatron.packing.model.parts import attention
+from megatron.sft.images.vision import PARAMETERS
 from megatron.sft.model.huggingface.families.family import Family, Prefix
 from megatron.sft.model.huggingface.names import is_of_language_model, stacked_family
 from megatron.sft.model.huggingface.rows import LAYER_ROWS, MODEL_ROWS, Row, Source
@@ -22,6 +23,16 @@ from megatron.sft.model.huggingface.tensors import Part, Weight
 from megatron.sft.options.model import ModelConfig
 
 Head = Literal["words", "score", "none"]
+
+
+class Tower(NamedTuple):
+    """Tensors of a vision tower, whose parameters are these: nothing is cut or joined."""
+
+    prefix: str
+    """Prefix of their names in files."""
+    shapes: Mapping[str, tuple[int, ...]]
+    is_trained: Callable[[str], bool]
+    """Function from a name without prefix to whether the run changes the tensor."""
 
 
 class Weights:
@@ -34,9 +45,13 @@ class Weights:
         family: Family,
         prefix: Prefix | None = None,
         head: Head = "words",
+        tower: Tower | None = None,
     ) -> None:
-        """head: output layer of the model, score of a reward model, or neither in this table."""
+        """head: output layer of the model, score of a reward model, or neither in this table.
+        tower: the vision tower beside the language model, if the run has one.
+        """
         self.head = head
+        self._tower = tower
         self._model = model
         self._vocab_size = vocab_size
         self._family = family
@@ -61,6 +76,9 @@ class Weights:
         """Returns the weight of a parameter. Layers and experts in its name are numbered over the
         whole model. Raises KeyError if no HuggingFace tensor belongs to it.
         """
+        if self._tower is not None and name.startswith(PARAMETERS):
+            tensor = self._tower.prefix + name.removeprefix(PARAMETERS)
+            return Weight("whole", (Part(tensor, self._tower.shapes[tensor]),), part=name)
         place = logical_name(name)
         rows = MODEL_ROWS if place.layer is None else self._rows
         conditions = self._conditions(place.layer)
@@ -81,6 +99,8 @@ class Weights:
         """Returns whether a tensor is outside the trained model, and copied by an export: one of a
         vision tower, or of layers that predict further tokens.
         """
+        if self._tower is not None and name.startswith(self._tower.prefix):
+            return not self._tower.is_trained(name.removeprefix(self._tower.prefix))
         if name.startswith(self._family.carried):
             return True
         if not name.startswith((self.prefix.body, self.prefix.head)):
@@ -90,7 +110,12 @@ class Weights:
         return is_beyond and self._family.carries_further_layers
 
     def all(self) -> Iterator[Weight]:
-        """Yields every weight of the model."""
+        """Yields every weight that an export writes."""
+        if self._tower is not None:
+            for tensor in self._tower.shapes:
+                name = tensor.removeprefix(self._tower.prefix)
+                if self._tower.is_trained(name):
+                    yield self.of_parameter(PARAMETERS + name)
         conditions = self._conditions(None)
         for row in MODEL_ROWS:
             if row.when in conditions:

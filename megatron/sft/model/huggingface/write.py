@@ -127,10 +127,16 @@ def finished_folder(folder: str | Path) -> Iterator[Path]:
 
 def written_parameters(chunks: Sequence[GPTModel], weights: Tensors) -> list[Placed]:
     """Returns the parameters that this rank writes: not those that a lower data-parallel rank has,
-    and not the second copy of tied embeddings.
+    not the second copy of tied embeddings, and none whose tensors are copied (a frozen tower's).
     """
     placed = [p for chunk in chunks for p in placed_parameters(chunk, weights)]
-    return [p for p in placed if p.is_first_replica and not p.is_repeated]
+    return [
+        p
+        for p in placed
+        if p.is_first_replica
+        and not p.is_repeated
+        and not weights.is_carried(p.weight.parts[0].name)
+    ]
 
 
 def _dtypes(default: torch.dtype, source: Folder | None) -> Dtypes:

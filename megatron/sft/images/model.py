@@ -1,0 +1,124 @@
+"""mcore. The vision tower in a GPTModel: on the first stage a module `vision`, and on all stages
+the rotary embedding of positions with axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron.packing.model.embeddings import merged_embeddings, rows_at_placeholders
+from megatron.packing.model.shared_tower import SharedTower
+from megatron.packing.scheduling.payload_cost import PayloadCost
+from megatron.packing.step.payload_store import PayloadStore
+from megatron.sft.images.deepstack import add_deepstack, with_features
+from megatron.sft.images.rotary import AxisRotary
+from megatron.sft.images.sizes import tower_cost
+from megatron.sft.images.source import pixels_of
+from megatron.sft.images.tower import VisionTower
+from megatron.sft.images.vision import PARAMETERS, Vision
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.images import ImageConfig
+
+IS_TOWER, IS_PROJECTOR = "is_vision_tower", "is_vision_projector"
+"""Attributes of trained parameters, by which the optimizer finds their learning rates."""
+PIXELS, PATCHES = "pixels", "patches"
+"""Name of the images of a sample's payload, and kind of its costs."""
+
+
+def check_stages(config: SFTConfig, vision: Vision) -> None:
+    """Raises ValueError if a layer that adds features of the tower is not on the first stage."""
+    of_first, needed = config.layers_of_parts[0], vision.num_deepstack
+    if of_first < needed:
+        raise ValueError(
+            f"--images needs {needed} layers on the first pipeline stage, which add features of "
+            f"the tower (DeepStack), but it has {of_first}; pass "
+            f"--decoder-first-pipeline-num-layers {needed}, or fewer stages"
+        )
+
+
+def add_vision(gpt: GPTModel, vision: Vision) -> None:
+    """Lets a GPTModel read images; before DistributedDataParallel and the optimizer are made."""
+    gpt.vision_settings = vision
+    # megatron-core hands positions to such an embedding, in place of the longest length.
+    gpt.position_embedding_type = "mrope"
+    gpt.mrope_section = list(vision.sections)
+    gpt.rotary_pos_emb = AxisRotary(gpt.rotary_pos_emb.inv_freq, vision.sections)
+    if not gpt.pre_process:
+        return
+    tower = VisionTower(vision).to(gpt.config.params_dtype)
+    gpt.vision = SharedTower(tower, gpt.config, gpt.pg_collection)
+    add_deepstack(gpt, vision.num_deepstack)
+
+
+def set_trained(gpt: GPTModel, vision: Vision, images: ImageConfig) -> None:
+    """Freezes the tower and the projector, or makes them trainable; behind the adapters of LoRA,
+    which freeze all there is.
+    """
+    for name, parameter in gpt.named_parameters():
+        if name.startswith(PARAMETERS):
+            of_tower = name.removeprefix(PARAMETERS)
+            parameter.requires_grad_(vision.family.is_trained(of_tower, images))
+            is_projector = of_tower.startswith(vision.family.projector)
+            setattr(parameter, IS_PROJECTOR if is_projector else IS_TOWER, True)
+
+
+def decoder_input(gpt: Any, batch: Any, vision: Vision) -> Tensor:
+    """Returns what the first layer of a first stage reads, [t, 1, h], with sequence parallel this
+    rank's part of it: words, and the images of the pack.
+
+    A pack without images runs the tower only if it is trained, on an image that counts as zero:
+    each parameter must have a gradient on each rank.
+    """
+    pixels = [] if batch.payloads is None else list(batch.payloads.tensors.get(PIXELS, ()))
+    is_trained = any(parameter.requires_grad for parameter in gpt.vision.parameters())
+    if not pixels and not is_trained:
+        return merged_embeddings(gpt, batch, None, vision.image_token)
+    unit = vision.patch_size * vision.merge_size
+    images = pixels or [torch.zeros(unit, unit, 3, dtype=torch.uint8, device=batch.tokens.device)]
+    num_rows = [image.shape[0] * image.shape[1] // unit**2 for image in images]
+    cost = tower_cost(vision, trains_tower=False, trains_projector=False)
+    units = torch.tensor(num_rows) * vision.merge_size**2
+    rows = gpt.vision(images, num_rows, cost(units.numpy()).tolist())
+    width = gpt.config.hidden_size
+    if not pixels:  # features too must have a gradient
+        rows = rows.sum(-1, keepdim=True).expand(-1, width)
+    hidden = merged_embeddings(gpt, batch, rows[:, :width], vision.image_token)
+    if not pixels or not vision.num_deepstack:
+        return hidden
+    features = [
+        rows_at_placeholders(gpt, batch, one.to(hidden.dtype), vision.image_token)
+        for one in rows[:, width:].split(width, -1)
+    ]
+    return with_features(hidden, features, batch.packed_seq_params)
+
+
+def image_cost(config: SFTConfig, vision: Vision) -> PayloadCost:
+    """Returns the FLOPs of an image by its patches, on all ranks of a replica that encode it or
+    wait meanwhile.
+    """
+    parallel = config.parallel
+    # Tensor-parallel ranks share images with sequence parallel alone; other stages wait.
+    repeated = 1 if parallel.sequence_parallel else parallel.tensor_model_parallel_size
+    return tower_cost(
+        vision,
+        trains_tower=config.images.trains_tower,
+        trains_projector=config.images.trains_projector,
+        num_ranks=repeated * parallel.pipeline_model_parallel_size,
+    )
+
+
+def payload_store(cost: PayloadCost) -> PayloadStore:
+    """Returns how images travel: as files' names or encoded bytes, decoded where they are trained.
+
+    cost: of an image by its patches, in the unit of the packs' cost.
+    """
+    return PayloadStore(costs={PATCHES: cost}, restore=_restored)
+
+
+def _restored(images: Any) -> dict[str, Any]:
+    """Returns the payloads of a key, which is a sequence of `SizedImage`."""
+    return {"payloads": {PIXELS: [pixels_of(image.source, image.size) for image in images]}}

@@ -1,0 +1,42 @@
+"""pure. Options of chats with images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from megatron.packing.rules import Rule, above_zero, at_least, check_rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """Images."""
+
+    images: bool = False
+    """Train chats with images, by the vision tower of --pretrained-checkpoint."""
+    image_max_pixels: int = field(default=1024 * 1024, metadata={"only_with": "images"})
+    """Resize larger images to at most so many pixels."""
+    image_root: str | None = field(default=None, metadata={"only_with": "images"})
+    """Folder of relative image paths (default: the folder of the file that names them)."""
+    tower_lr: float | None = field(default=None, metadata={"only_with": "images"})
+    """Train the vision tower with this peak learning rate (default: frozen)."""
+    projector_lr: float | None = field(default=None, metadata={"only_with": "images"})
+    """Train the projector behind the tower with this peak learning rate (default: frozen)."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *at_least(1, "image_max_pixels"),
+        *above_zero("tower_lr", "projector_lr"),
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self.rules, options=self)
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether the tower is trained."""
+        return self.tower_lr is not None
+
+    @property
+    def trains_projector(self) -> bool:
+        """Whether the projector is trained."""
+        return self.projector_lr is not None

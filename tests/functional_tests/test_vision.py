@@ -1,0 +1,168 @@
+"""Chats with images beside transformers, each alone: logits, losses and gradients of tower,
+projector and language model.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.benchmarks.hf_training import largest
+from tests.functional_tests.hf_models import (
+    largest_apart,
+    logits_of,
+    read_folder,
+    train_by_transformers,
+)
+from tests.functional_tests.ranks import run_ranks
+from tests.functional_tests.test_hf_weights import assert_equal
+from tests.functional_tests.vision import MISTAKES, chats, train_images, write_vision_model
+
+BATCHES = [chats(5)]
+TRAINED = "--images --tower-lr 1e-3 --projector-lr 1e-3"
+_TP = "--tensor-model-parallel-size 2"
+_SP, _PP, _CP = (
+    f"{_TP} --sequence-parallel",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2",
+)
+_RECOMPUTED = "--recompute-granularity full"
+ALL_LAYOUTS = {
+    "alone": (1, ""),
+    "dp2": (2, ""),
+    "tp2": (2, _TP),
+    "tp2-sp": (2, _SP),
+    "pp2": (2, _PP),
+    "cp2": (2, _CP),
+    "recomputed": (1, _RECOMPUTED),
+    "tp2-sp-recomputed": (2, f"{_SP} {_RECOMPUTED}"),
+    "pp2-recomputed": (2, f"{_PP} {_RECOMPUTED}"),
+    "cp2-recomputed": (2, f"{_CP} {_RECOMPUTED}"),
+    "dp2-pp2": (4, _PP),
+    "dp2-cp2": (4, _CP),
+    "dp2-tp2-sp": (4, _SP),
+    "tp2-sp-pp2": (4, f"{_SP} {_PP}"),
+    "tp2-sp-cp2": (4, f"{_SP} {_CP}"),
+    "pp2-cp2": (4, f"{_PP} {_CP}"),
+}
+ALL = os.environ.get("LAYOUTS") == "all"
+LAYOUTS = list(ALL_LAYOUTS) if ALL else ["tp2-sp-recomputed"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen3-vl"])
+def test_it_computes_what_transformers_computes(
+    tmp_path: Path, record_property: Any, name: str, layout: str
+) -> None:
+    """Features that are not added, positions that run on through a pack, rows of another image:
+    each trains on with nearly the same loss.
+    """
+    folder = tmp_path / "model"
+    run_ranks(write_vision_model, 1, name, folder)
+    expected = run_ranks(train_by_transformers, 1, folder, BATCHES, torch.float64)[0]
+    world_size, flags = ALL_LAYOUTS[layout]
+    per_rank = run_ranks(
+        train_images,
+        world_size,
+        f"{TRAINED} {flags}",
+        folder,
+        BATCHES,
+        torch.float64,
+        tmp_path / "gradients",
+        tmp_path / "weights",
+    )
+    assert per_rank[0][0] == pytest.approx(expected.losses, rel=1e-12)
+    found = []
+    if "cp2" not in layout:  # which spreads the logits of a sequence over ranks
+        packs = [pack for _, first in per_rank for pack in first]
+        found = logits_of(BATCHES[0], packs, expected.logits[0].shape[-1])
+        record_property("logits", largest_apart(found, expected.logits))
+    for ours, theirs in zip(found, expected.logits):
+        assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
+    gradients = read_folder(tmp_path / "gradients")
+    record_property("gradients", largest_apart(gradients, expected.gradients))
+    assert_equal(gradients, expected.gradients, 1e-12)
+    source = read_folder(folder)
+    written = read_folder(tmp_path / "weights")
+    assert_equal(written, {key: tensor.double() for key, tensor in source.items()}, 0.0)
+
+
+@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if name])
+def test_mistakes_show(tmp_path: Path, record_property: Any, mistake: str) -> None:
+    """The loss hardly moves with some of them, so that gradients must tell."""
+    folder = tmp_path / "model"
+    run_ranks(write_vision_model, 1, "qwen3-vl", folder)
+    expected = run_ranks(train_by_transformers, 1, folder, BATCHES, torch.float64)[0]
+    target = tmp_path / "gradients"
+    run_ranks(
+        partial(train_images, mistake=mistake), 1, TRAINED, folder, BATCHES, torch.float64, target
+    )
+    apart = largest_apart(read_folder(target), expected.gradients)
+    record_property("gradients", apart)
+    assert apart > 1e-3
+
+
+STEPS = {
+    "dp2": (2, "--use-distributed-optimizer"),
+    "tp2-sp-pp2": ALL_LAYOUTS["tp2-sp-pp2"],
+    "cp2": ALL_LAYOUTS["cp2"],
+}
+
+
+@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.parametrize("layout", STEPS)
+def test_losses_of_many_steps(tmp_path: Path, record_property: Any, layout: str) -> None:
+    """A tower whose gradient is summed twice, or whose group the optimizer forgets, shows from the
+    second step on.
+    """
+    folder, batches = tmp_path / "model", [chats(step) for step in range(20)]
+    run_ranks(write_vision_model, 1, "qwen3-vl", folder)
+    expected = run_ranks(train_by_transformers, 1, folder, batches, torch.float64)[0].losses
+    world_size, flags = STEPS[layout]
+    ranks = run_ranks(
+        train_images, world_size, f"{TRAINED} {flags}", folder, batches, torch.float64
+    )
+    for losses, _ in ranks:
+        record_property("losses", largest(losses, expected))
+        assert largest(losses, expected) <= 1e-10
+
+
+@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.parametrize("trained", ["", "--projector-lr 1e-3", "--tower-lr 1e-3"])
+@pytest.mark.parametrize("layout", ["alone", "tp2-sp-cp2", "pp2-recomputed"])
+def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, layout: str) -> None:
+    """What is trained has the gradients of a model that is trained whole; the rest is copied."""
+    folder = tmp_path / "model"
+    run_ranks(write_vision_model, 1, "qwen3-vl", folder)
+    expected = run_ranks(train_by_transformers, 1, folder, BATCHES, torch.float64)[0]
+    world_size, flags = ALL_LAYOUTS[layout]
+    target = tmp_path / "gradients"
+    run_ranks(
+        train_images,
+        world_size,
+        f"--images {trained} {flags}",
+        folder,
+        BATCHES,
+        torch.float64,
+        target,
+    )
+    projector = (".merger.", ".deepstack_merger_list.")
+    wanted = {
+        name: gradient
+        for name, gradient in expected.gradients.items()
+        if ".visual." not in name
+        or (
+            ("--projector" in trained)
+            if any(one in name for one in projector)
+            else "--tower" in trained
+        )
+    }
+    found = read_folder(target)
+    record_property("gradients", largest_apart(found, wanted))
+    assert_equal(found, wanted, 1e-12)
