@@ -202,7 +202,8 @@ class PreferencePasses:
         self._passes = Passes(config, training, objective)
         self._config = get_model_config(model[0])
         self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
-        self._unscored = options.needs_reference
+        self._is_first = True
+        self._has_reference = options.needs_reference
         # Policy and reference are one before the first step: to the bit, unless they were computed
         # in other packs.
         self._margin = 1e-12 if from_file else 0.0
@@ -213,14 +214,15 @@ class PreferencePasses:
         step = self._scheduled(data_iterator, num_microbatches)
         losses = self._passes.forward_backward(step, 1, forward_only=False)
         objective = self._passes.objective
-        for log in losses if self._unscored and objective.sums else ():
+        is_compared = self._is_first and self._has_reference and objective.sums
+        for log in losses if is_compared else ():
             rewards = [
                 value
                 for name, value in zip(objective.sums, log["sums"].tolist())
                 if name.startswith("rewards/") and (not self._margin or "acc" not in name)
             ]
             assert all(abs(value) <= self._margin for value in rewards), rewards
-        self._unscored = False
+        self._is_first = False
         return losses
 
     def _scheduled(self, data_iterator: Any, num_microbatches: int) -> StepBatch:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,6 @@ from tests.functional_tests.preference import (
     CASES,
     OneByOne,
     PreferencePasses,
-    Record,
     batches_of,
     encoded,
     losses_of,
@@ -81,9 +81,7 @@ def test_balancing_losses_of_experts_keep_their_scale(name: str) -> None:
     assert (pairs - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
-def balanced_steps(
-    flags: str, name: str, batches: Sequence[Sequence[Record]]
-) -> list[list[RankStep]]:
+def balanced_steps(flags: str, name: str, batches: Sequence[Sequence[Any]]) -> list[list[RankStep]]:
     """A step of a preference loss with a balancing loss and without, and then of supervised
     fine-tuning on the same packs.
     """

@@ -40,6 +40,7 @@ def train(folder: Path, run: str, rest: str) -> dict[int, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base`, a model; `adapter`, one that changes it; `pairs.jsonl`; `run`, a run with TP 2."""
+    pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("preference")
     write_base(path / "base")
     write_tokenizer(path / "base")

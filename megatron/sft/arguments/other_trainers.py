@@ -7,10 +7,12 @@ its kind.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from megatron.sft.arguments.megatron_flags import refusal_of
+from megatron.sft.options.preference import LEFT_OUT, LOSS_TYPES
 
 _OURS = {
     "--pretrained-checkpoint FOLDER (a folder on this machine)": """
@@ -85,7 +87,8 @@ _OURS = {
     "--beta": "pref_beta dpo_beta kto_beta orpo_beta orpo_alpha simpo_beta cpo_beta rlhf_beta",
     "--loss (dpo, simpo, orpo, cpo, kto) and --loss-type": "pref_loss dpo_loss_type loss_fn",
     "--reference-file FILE, which megatron-sft score writes": "precompute_ref_*",
-    "--simpo-gamma": "gamma simpo_gamma_beta_ratio",
+    "--simpo-gamma": "gamma",
+    "--simpo-gamma, which is this ratio times --beta": "gamma_beta_ratio simpo_gamma_beta_ratio",
     "--loss-type sigmoid sft --loss-weights 1 X": "rpo_alpha pref_ftx dpo_sft_loss_weight",
     "--label-smoothing, with --loss-type robust": "dpo_label_smoothing",
     "--desirable-weight": "kto_chosen_weight kto_desirable_weight",
@@ -241,6 +244,31 @@ def _answer(name: str) -> str | None:
     """Returns what to do about a name with underscores; None if no other trainer has it."""
     pattern = next((each for each in ANSWERS if "*" in each and fnmatchcase(name, each)), None)
     return ANSWERS.get(name, ANSWERS.get(pattern or ""))
+
+
+_ONLINE = frozenset("grpo gspo dapo ppo rloo reinforce online_dpo xpo nash_md gkd".split())
+"""Methods that people pass to --loss, and that are not offered."""
+_REWARD = frozenset("rm reward_model reward_modeling reward_trainer".split())
+_CHOICE_OF_LOSS = re.compile(r"argument --loss: invalid choice: '([^']*)'")
+
+
+def answer_to_loss(message: str) -> str | None:
+    """Returns what to do about a --loss that argparse refuses with this message; None if nobody has
+    a loss of this name.
+    """
+    match = _CHOICE_OF_LOSS.search(message)
+    name = "" if match is None else match[1].lower().replace("-", "_")
+    if name in _ONLINE:
+        return (
+            f"--loss {name} is of a method that generates answers while it trains, which is not "
+            "offered; take a trainer with an engine for that, such as verl or TRL"
+        )
+    if name in _REWARD:
+        return f"--loss {name} is --loss reward here"
+    losses = [loss for loss, types in LOSS_TYPES.items() if name in types]
+    if losses:
+        return f"--loss {name} is --loss {losses[0]} --loss-type {name} here"
+    return f"--loss-type {name} is not offered: {LEFT_OUT[name]}" if name in LEFT_OUT else None
 
 
 def answers_to(unknown: Iterable[str], ours: Iterable[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.sft.arguments.defaults import choice_notes, chosen_options, preference_options
 from megatron.sft.arguments.megatron_flags import without_megatron_flags
+from megatron.sft.arguments.other_trainers import answer_to_loss
 from megatron.sft.arguments.pretrained import check_training, implied_options
 from megatron.sft.arguments.value_notes import loss_notes, value_notes
 from megatron.sft.options.config import GROUPS, SFTConfig
@@ -87,21 +88,6 @@ def parse_config(
     return parse_with_notes(arguments, world_size, command or Command())[0]
 
 
-_ONLINE = (
-    "grpo",
-    "gspo",
-    "dapo",
-    "ppo",
-    "rloo",
-    "reinforce",
-    "online_dpo",
-    "xpo",
-    "nash_md",
-    "gkd",
-)
-"""Methods of other trainers that people pass to --loss."""
-
-
 def parse_run_options(
     groups: Sequence[type[Any]],
     arguments: Sequence[str],
@@ -121,12 +107,8 @@ def parse_run_options(
     try:
         return parse_flags(groups, ours, command, imply=imply_from_paths, notes=notes)
     except FlagError as failure:
-        online = [word for word in _ONLINE if f"invalid choice: '{word}'" in str(failure).lower()]
-        if online:
-            raise FlagError(
-                f"--loss {online[0]} is of a method that generates answers while it trains, which "
-                "is not offered; take a trainer with an engine for that, such as verl or TRL"
-            ) from None
+        if (answer := answer_to_loss(str(failure))) is not None:
+            raise FlagError(answer) from None
         if "arguments are required" not in str(failure):
             raise
         hint = (

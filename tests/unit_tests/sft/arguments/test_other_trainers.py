@@ -100,5 +100,13 @@ def test_a_typing_mistake_is_none_of_them():
 
 def test_methods_that_generate_are_refused_with_the_reason():
     """A list of six losses does not say that the others will not come."""
+    for name, answer in (
+        ("ipo", "--loss ipo is --loss dpo --loss-type ipo here"),
+        ("rm", "--loss rm is --loss reward here"),
+        ("aot", "--loss-type aot is not offered: it sorts the pairs"),
+        ("foo", "invalid choice: 'foo'"),
+    ):
+        with pytest.raises(FlagError, match=answer):
+            parse_config(["--loss", name], 1)
     with pytest.raises(FlagError, match="--loss grpo is of a method that generates answers"):
         parse_config(["--loss", "GRPO"], 1)

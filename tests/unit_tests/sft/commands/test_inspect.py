@@ -64,6 +64,11 @@ def test_a_model_says_whether_it_trains_here(tmp_path):
     sparse = {"model_type": "qwen3_moe", "output_router_logits": True}
     (tmp_path / "config.json").write_text(json.dumps(config | sparse))
     assert "--moe-aux-loss-coeff" in list(lines_of(str(tmp_path)))[-1]
+    scored = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | scored))
+    first, *_, last = lines_of(str(tmp_path))
+    assert first.endswith(", a reward model")
+    assert "lacks score.weight" in last
 
 
 def test_an_adapter_names_its_base():

@@ -66,6 +66,10 @@ def test_log_line_tells_sources_apart():
         "valid loss 1.0000 after step 1 (9 loss tokens, perplexity 2.718) | "
         "a 1.2500 (3 samples, 40 tokens)"
     )
+    compared = replace(evaluation, sources={}, figures={"pairs": 3.0, "rewards/margins": 0.5})
+    assert compared.to_line() == (
+        "valid loss 1.0000 after step 1 (3 pairs, rewards/margins 0.5000)"
+    )
 
 
 def test_accuracy_perplexity_and_epoch_are_told_where_they_are_known():

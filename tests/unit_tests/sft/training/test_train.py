@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit_tests.sft.command_line import parse
+from tests.unit_tests.sft.command_line import BASE, parse
 
 RELEASED = Path(__file__).parents[3] / "fixtures" / "released"
 
@@ -54,6 +54,21 @@ def test_a_checkpoint_of_another_model_is_told_apart(arguments):
     """Weights of another shape end in megatron-core's words; of the same shape, in another
     model."""
     assert model_options(arguments) != model_options()
+
+
+def test_the_reference_of_a_run_is_part_of_its_checkpoints(tmp_path):
+    """A run that continues beside other weights would keep its margins, of something else."""
+    from megatron.sft.training import saved_run
+
+    (tmp_path / "pairs.jsonl").write_text("{}")
+    datasets = SimpleNamespace(vocabulary=dict)
+    dpo = f"{BASE} --loss dpo --data-path {tmp_path / 'pairs.jsonl'}"
+    seeds = [
+        saved_run.model_options(parse(f"--seed {seed}", base=dpo), datasets)  # type: ignore[arg-type]
+        for seed in (1, 2)
+    ]
+    assert seeds[0].pop("reference") != seeds[1].pop("reference")
+    assert seeds[0] == seeds[1]
 
 
 def test_rope_models_may_change_their_seq_length():

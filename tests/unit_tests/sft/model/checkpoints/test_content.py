@@ -129,6 +129,13 @@ BYTES = {"num_layers": 2, "vocab_size": 264, "tokenizer": "ByteLevelTokenizer 26
         ),
         (
             BYTES,
+            {**BYTES, "reference": "3f2a"},
+            "(the reference (--pretrained-checkpoint, --lora-adapter) was none, as its --loss had "
+            "none, is 3f2a)",
+        ),
+        ({**BYTES, "reference": "3f2a"}, BYTES, None),
+        (
+            BYTES,
             {"num_layers": 2, "vocab_size": 264},
             None,
         ),  # of mock data, which have no tokenizer
