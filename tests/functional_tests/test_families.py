@@ -131,6 +131,7 @@ def written_again(folder: Path, flags: str = "", world_size: int = 1) -> dict[st
         ("qwen3.5", "qwen3_5", "model.language_model.", "lm_head."),
         ("gemma3", "gemma3", "language_model.model.", "language_model.lm_head."),
         *([("gemma4-moe", "gemma4", "model.language_model.", "lm_head.")] * ALL),
+        *([("gemma4-unified", "gemma4_unified", "model.language_model.", "lm_head.")] * ALL),
     ],
 )
 def test_what_is_no_language_model_is_carried_through(tmp_path, name, outer, body, head):

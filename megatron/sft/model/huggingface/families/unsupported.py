@@ -49,6 +49,58 @@ _NEEDS = (
         "olmoe flex_olmo",
     ),
     (
+        "no mechanism that is not here, but a table of its fields and tensors",
+        "glm4_moe",
+        "dots1 solar_open bailing_moe bailing_moe_v2",
+    ),
+    (
+        "windows and layers without positions beside experts",
+        "exaone4",
+        "exaone_moe afmoe",
+    ),
+    ("multipliers beside experts", "granite", "granitemoe granitemoeshared"),
+    (
+        "a softmax router that adds a bias for the choice of experts",
+        "glm4_moe",
+        "ernie4_5_moe ernie4_5_vl_moe",
+    ),
+    (
+        "norms of queries and keys behind their rotation",
+        "qwen3",
+        "hunyuan_v1_dense hunyuan_v1_moe",
+    ),
+    ("text parts with rotations by three axes in other pairs", "glm4", "glm4v glm4v_text"),
+    (
+        "text parts with rotations by three axes in other pairs",
+        "glm4_moe",
+        "glm4v_moe glm4v_moe_text",
+    ),
+    ("other activations in its MLP", "llama", "nemotron arcee apertus"),
+    ("a table for the text part of a model of speech", "qwen3_moe", "qwen3_omni_moe"),
+    ("a table for the text part of a model of speech", "qwen2", "qwen2_5_omni"),
+    (
+        "no mechanism that is not here, but a table of its fields and tensors",
+        "gemma2",
+        "vaultgemma",
+    ),
+    (
+        "code from outside transformers, with fields and names of its own",
+        "llama",
+        "internlm2 internlm3 baichuan minicpm",
+    ),
+    (
+        "code from outside transformers, with fields and names of its own",
+        "qwen2",
+        "qwen mimo mimo_v2_flash step3",
+    ),
+    ("code from outside transformers, with fields and names of its own", "glm4", "chatglm"),
+    (
+        "code from outside transformers around its language model",
+        "deepseek_v3",
+        "kimi_vl",
+    ),
+    ("adapters for images and sound within its layers", "phi3", "phi4mm phi4_multimodal"),
+    (
         "learned positions and LayerNorm",
         "llama",
         "gpt2 gpt_bigcode gpt_neo opt bloom mpt starcoder2 stablelm persimmon",

@@ -51,6 +51,8 @@ STRUCTURES = {
     "ERNIE": "kept",
     "MINISTRAL3": "kept",
     "GLM4": "kept",
+    "GEMMA4": "differ",
+    "DEEPSEEK3": "differ",
 }
 """Structure of a released template -> how its contexts relate to one rendering."""
 NUM_CHATS = int(os.environ.get("NUM_CHATS", "30"))
@@ -105,6 +107,17 @@ def with_thinking(messages: Sequence[Message]) -> list[Message]:
     return read
 
 
+def with_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """The messages as Gemma 4 reads them: thoughts apart, as `reasoning_content`."""
+    read = []
+    for message in with_thinking(messages):
+        fields = dict(message.fields)
+        if "thinking" in fields:
+            fields["reasoning_content"] = fields.pop("thinking")
+        read.append(message._replace(fields=fields))
+    return read
+
+
 def with_blocks(messages: Sequence[Message]) -> list[Any]:
     """The messages as Ministral 3 reads them: thoughts are parts of the content."""
     read: list[Any] = []
@@ -124,6 +137,7 @@ AS_READ: dict[str, Callable[[Sequence[Message]], list[Any]]] = {
     "GPT_OSS": with_thinking,
     "SEED_OSS": with_thinking,
     "MINISTRAL3": with_blocks,
+    "GEMMA4": with_reasoning,
 }
 """What some structures need beside what the data say."""
 

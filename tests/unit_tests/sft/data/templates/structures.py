@@ -290,3 +290,16 @@ IDEFICS3 = """{{ bos_token }}{% for message in messages %}{{ message['role'].cap
 {%- for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}
 {%- elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end>
 {% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+# Thoughts are a field, served behind the last question alone; an answer goes on behind its call.
+GEMMA4 = """{{ bos_token }}{% set ns = namespace(last=-1, before='') %}{% set rest = messages %}
+{%- if tools or messages[0]['role'] == 'system' %}{{ '<|turn>system\n' }}{% if messages[0]['role'] == 'system' %}
+{{- messages[0]['content'] | trim }}{% set rest = messages[1:] %}{% endif %}
+{%- for tool in tools or [] %}{{ '<|tool>' + tool.function.name + '<tool|>' }}{% endfor %}{{ '<turn|>\n' }}{% endif %}
+{%- for m in rest %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in rest %}{% if m.role == 'tool' %}{{ '<|tool_response>' + m.content + '<tool_response|>' }}{% else %}
+{%- if not (m.role == 'assistant' and ns.before == 'tool') %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}{% endif %}
+{%- if m.reasoning_content and loop.index0 > ns.last %}{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ '<|tool_call>call:' + call.function.name + call.function.arguments | tojson + '<tool_call|>' }}{% endfor %}
+{{- m.content | trim }}{{ '<turn|>\n' if not m.tool_calls }}{% endif %}{% set ns.before = m.role %}{% endfor %}
+{%- if add_generation_prompt and ns.before != 'tool' %}{{ '<|turn>model\n' }}{% endif %}"""

@@ -16,6 +16,7 @@ from megatron.sft.model.huggingface.config import (
 )
 from megatron.sft.model.huggingface.families.latent import LATENT_ROWS
 from megatron.sft.model.huggingface.families.registry import FAMILIES
+from megatron.sft.model.huggingface.families.unsupported import _NEEDS
 from megatron.sft.options.model import ModelConfig
 from tests.unit_tests.sft.command_line import parse
 
@@ -214,6 +215,10 @@ def test_the_same_again_is_no_contradiction(tmp_path):
         (
             {"model_type": "deepseek_v32"},
             ["sparse or hybrid forms of latent attention", "the nearest that is: deepseek_v3"],
+        ),
+        (
+            {"model_type": "dots1"},
+            ["no mechanism that is not here", "the nearest that is: glm4_moe"],
         ),
         ({"model_type": "qwen4"}, ["are supported, of which qwen", "has the nearest name"]),
         (
@@ -709,3 +714,12 @@ def test_a_null_switch_is_off(changes, expected):
     """As in transformers, where it is no missing key: other channels would be rotated together."""
     config = {"model_type": "deepseek_v3", **SMALL, **LATENT, **changes}
     assert options_of(config)["rotary_interleaved"] is expected
+
+
+def test_models_that_are_near_to_others_are_supported():
+    """Advice to take a model that is refused, too, or a refusal of one that is read."""
+    for _, nearest, kinds in _NEEDS:
+        assert nearest in FAMILIES
+        assert not FAMILIES.keys() & set(kinds.split())
+    known = [kind for _, _, kinds in _NEEDS for kind in kinds.split()]
+    assert len(known) == len(set(known))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -319,7 +320,7 @@ def test_an_adapter_beside_another_layer_is_refused_by_its_name(adapter):
         options_of_adapter(adapter)
 
 
-ALL_LINEAR = {
+ALL_LINEAR: dict[str, Any] = {
     "lora_rank": 3,
     "lora_alpha": 5,
     "lora_target_modules": (
