@@ -24,7 +24,7 @@ ACT_ALONE = """
     recompute_granularity seq_length max_position_embeddings norm_epsilon scale_embeddings
     untie_embeddings_and_output_weights mask_vocab_padding hidden_dropout attention_dropout
     init_method_std attention_backend tensor_model_parallel_size pipeline_model_parallel_size
-    context_parallel_size query_groups_per_gather use_distributed_optimizer
+    context_parallel_size query_groups_per_gather mlp_chunks_for_training use_distributed_optimizer
     overlap_grad_reduce distributed_timeout_minutes
     sequence_packing over_length_policy data_path valid_data_path mock_data tokenizer_type
     tokenizer_model num_workers prefetch_global_batches train_iters train_epochs train_samples
