@@ -119,8 +119,8 @@ def main() -> None:
         "Qwen3-8B's shape in bfloat16, one pack of that many tokens; float32 gradients, main "
         "weights and Adam on the GPU, sharded over all ranks, unless a row says otherwise. Each "
         f"row has its options; in front of them stand `{MODEL}`. Bytes are those of tensors, "
-        "without the margin of `fit`. The peak is the larger of building the model, the passes and the "
-        "optimizer's step. No row has run on a GPU.",
+        "without the margin of `fit`. The peak is the larger of building the model, the passes and "
+        "the optimizer's step. No row has run on a GPU.",
         "",
         "| run | layout | peak, GiB | peak, GB | states, GiB | passes beside them, GiB | host of "
         "the node, GiB | options |",

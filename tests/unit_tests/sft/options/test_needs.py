@@ -40,7 +40,7 @@ CHECKED_ELSEWHERE = """
     num_query_groups group_query_attention moe_layer_freq moe_shared_expert_intermediate_size
     window_attn_skip_freq qk_layernorm_over_heads window_rotary_base query_scale_beta
     moe_shared_expert_gate moe_branch_norms moe_router_enable_expert_bias
-    recompute_method recompute_num_layers
+    recompute_method recompute_num_layers fine_grained_activation_offloading
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers expert_model_parallel_size
     overlap_param_gather blend_mode blend_weight_schedule blend_weights_by chat_template
