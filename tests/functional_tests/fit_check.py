@@ -128,6 +128,13 @@ def _cases() -> dict[str, Case]:
             FOUR,
             num_layers=4,
         ),
+        "attention-on-host": Case(
+            1,
+            f"{PACKED} {GROUPED} {FULL} --bf16 --fine-grained-activation-offloading "
+            "--offload-modules layer_input core_attn_output",
+            FOUR,
+            num_layers=4,
+        ),
         "together": Case(
             4,
             f"{PACKED} {GROUPED} {FULL} {SP2} {CP2} {SHARDED} --bf16 --query-groups-per-gather 1 "

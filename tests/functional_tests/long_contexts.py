@@ -28,11 +28,14 @@ FULL = "--recompute-granularity full"
 LORA = "--lora --lora-rank 4"
 BY_GROUPS = "by groups"
 MLP, PRODUCTS, ON_HOST = "tiled MLP", "tiled products", "inputs on host"
+ATTENTION = "attention on host"
 OPTIONS = {
     BY_GROUPS: "--query-groups-per-gather 1",
     MLP: "--mlp-chunks-for-training 3",
     PRODUCTS: "--attention-chunks-for-training 3",
     ON_HOST: "--fine-grained-activation-offloading",
+    ATTENTION: "--fine-grained-activation-offloading "
+    "--offload-modules layer_input core_attn_output",
 }
 TREES = ("forest", "deep", "prefixes", "star", "wide", "sequence", "weights", "equal")
 
@@ -56,6 +59,7 @@ class Row(NamedTuple):
             MLP: "--num-experts" in (MODELS | MECHANISMS)[self.layout.model],
             PRODUCTS: not self.layout.sequence,
             ON_HOST: FULL not in self.more,
+            ATTENTION: FULL not in self.more or self.layout.model == "deepseek",
         }
         return [name for name in OPTIONS if not is_idle.get(name)]
 

@@ -17,7 +17,7 @@ from megatron.sft.fit.fake.world import fake_world
 from megatron.sft.fit.step import run_step
 from tests.functional_tests.fit_check import FULL, GROUPED, PACKED, VOCAB_SIZE, Case
 from tests.functional_tests.layouts import Layout
-from tests.functional_tests.long_contexts import LIMIT, OPTIONS, Row
+from tests.functional_tests.long_contexts import ATTENTION, LIMIT, OPTIONS, Row
 from tests.functional_tests.oracle import largest_difference
 
 
@@ -85,3 +85,14 @@ def test_tiles_take_the_arithmetic_of_recomputation() -> None:
     assert flops("") < recomputed
     assert flops(f"{FULL} {tiles}") == recomputed
     assert flops("") < flops(tiles) < recomputed
+
+
+def test_kept_attention_is_not_computed_again() -> None:
+    """Of a million tokens attention is most of what a layer computes."""
+    windows = "--window-size 15 0"  # of which both kinds take the same kernel
+    recomputed = flops(f"{FULL} {windows}")
+    kept = flops(f"{FULL} {windows} {OPTIONS[ATTENTION]}")
+    # Each of 2 packs of 64 tokens, 3 layers: scores and values of blocks of queries, 4 heads of 8
+    # channels. 40 and 24 queries see at most a window of keys before the block, 64 in one block.
+    pairs = 40 * 40 + 24 * 24 + 64 * 64
+    assert recomputed - kept == 3 * 2 * 2 * 4 * 8 * pairs

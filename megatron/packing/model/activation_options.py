@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from megatron.packing.rules import Rule, at_least, check_rules
 
+_INPUT, _ATTENTION = "layer_input", "core_attn_output"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions:
@@ -32,11 +34,11 @@ class ActivationOptions:
     --recompute-granularity full.
     """
     offload_modules: tuple[str, ...] = field(
-        default=("layer_input",),
+        default=(_INPUT,),
         metadata={"only_with": "fine_grained_activation_offloading", "default_holds": True},
     )
     """Activations that --fine-grained-activation-offloading keeps there: layer_input, the inputs of
-    recomputed layers.
+    recomputed layers; core_attn_output, outputs of attention, which is then not recomputed.
     """
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -44,9 +46,10 @@ class ActivationOptions:
         Rule(
             when=lambda options: (
                 options.fine_grained_activation_offloading
-                and options.offload_modules != ("layer_input",)
+                and set(options.offload_modules) not in ({_INPUT}, {_INPUT, _ATTENTION})
             ),
-            why="{offload_modules} must be layer_input: what lies within a layer is recomputed",
+            why=f"{{offload_modules}} must be {_INPUT}, or {_INPUT} {_ATTENTION}: what else lies "
+            "in a layer is recomputed",
         ),
     )
 
@@ -57,6 +60,11 @@ class ActivationOptions:
     def keeps_inputs_on_host(self) -> bool:
         """True if inputs of recomputed layers are kept on the host."""
         return self.fine_grained_activation_offloading
+
+    @property
+    def keeps_attention_on_host(self) -> bool:
+        """True if outputs of attention are, too."""
+        return self.fine_grained_activation_offloading and _ATTENTION in self.offload_modules
 
     @classmethod
     def of(cls, config: object) -> ActivationOptions:

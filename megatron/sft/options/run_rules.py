@@ -243,6 +243,15 @@ RUN_RULES = (
     ),
     Rule(
         when=lambda options: (
+            options.fine_grained_activation_offloading
+            and "core_attn_output" in options.offload_modules
+            and options.kv_lora_rank is not None
+        ),
+        why="{offload_modules.flag} core_attn_output is not supported with {kv_lora_rank.flag}",
+        way_out="leave it out",
+    ),
+    Rule(
+        when=lambda options: (
             options.mlp_chunks_for_training > 1
             and options.num_experts is not None
             and 0 not in options.moe_layer_freq

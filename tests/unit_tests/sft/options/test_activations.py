@@ -24,6 +24,10 @@ LATENT = (
         ("--fine-grained-activation-offloading", "needs --recompute-granularity full"),
         (f"{OFFLOAD} --recompute-method block", "without --recompute-method block"),
         (f"{OFFLOAD} --offload-modules core_attn", "--offload-modules core_attn must be layer_in"),
+        (
+            f"{LATENT} {OFFLOAD} --offload-modules layer_input core_attn_output",
+            "core_attn_output is not supported with --kv-lora-rank; leave it out",
+        ),
         ("--mlp-chunks-for-training 0", "must be at least 1"),
         (
             "--disable-bias-linear --num-experts 4 --mlp-chunks-for-training 2",
