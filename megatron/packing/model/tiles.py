@@ -89,9 +89,8 @@ class Tiles(NamedTuple):
 def _tile_mlp(mlp: MLP, tiles: Tiles) -> None:
     bias = mlp.linear_fc2.bias
 
-    def forward(hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        if any(value is not None for value in options.values()):  # of experts, and of inference
-            return tiles.run(hidden_states, **options)
+    def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        # What megatron-core gives beside, masks of padding, is for layers of experts.
         # Within a backward pass layers run forward to be recomputed.
         is_recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         parameters = [p for p in mlp.parameters() if p.requires_grad and p is not bias]
