@@ -46,7 +46,7 @@ def keep_inputs_on_host(gpt: GPTModel) -> HostBytes | None:
 
     def forward(*arguments: Any, **named: Any) -> Any:
         runs = -(-len(decoder.layers) // per_run)
-        one = _Pass(runs - 1, gpt.config.hidden_size, ledger, streams, outputs)
+        one = _Pass(max(runs - 1, 0), gpt.config.hidden_size, ledger, streams, outputs)
         if outputs is not None:  # an evaluation saves nothing, and recomputes nothing
             outputs.is_open = torch.is_grad_enabled() and decoder.training
         try:

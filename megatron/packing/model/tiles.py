@@ -54,7 +54,7 @@ def tile_layers(gpt: GPTModel, *, is_random: bool = False) -> None:
             )
         if options.attention_chunks_for_training > 1:
             for name in ("linear_qkv", "linear_qk", "linear_proj"):
-                linear = getattr(layer.self_attention, name, None)
+                linear: Any = getattr(layer.self_attention, name, None)
                 if getattr(linear, "sequence_parallel", False) and linear.tp_group.size() > 1:
                     _tile_linear(linear, options.attention_chunks_for_training)
 
@@ -124,9 +124,9 @@ class _Tiled(torch.autograd.Function):
                 with torch.enable_grad():
                     out, _ = tiles.run(own)
                 wanted = [*([own] * has_gradient), *ctx.parameters]
-                found = torch.autograd.grad(out, wanted, gradient[part], allow_unused=True)
+                found = list(torch.autograd.grad(out, wanted, gradient[part], allow_unused=True))
                 if of_x is not None:
-                    of_x[part], *found = found
+                    of_x[part] = found.pop(0)
                 _add(sums, found, ctx.parameters)
         of_parameters = (
             None if total is None else total.to(parameter.dtype)

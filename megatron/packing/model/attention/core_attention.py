@@ -14,6 +14,7 @@ backward pass (see `by_groups`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,14 +147,16 @@ class PackedDotProductAttention(MegatronModule):
         if is_alone and kept is None:
             return self._computed(query, key, value, Segments.square(lengths))
         keys_values = torch.cat((key, value), dim=-1)
-        segments, collect = Segments.square(lengths), _alias
+        segments = Segments.square(lengths)
+        collect: Callable[[Tensor], Tensor] = _alias
         if not is_alone:
             seen = self._keys_seen(query, lengths, tree)
             segments = Segments(seen.query_lengths, seen.key_lengths)
 
-            def collect(own: Tensor) -> Tensor:
+            def gathered(own: Tensor) -> Tensor:
                 return self.gather(own).index_select(0, seen.key_index)
 
+            collect = gathered
         # Where they are equal, each node is a whole sequence: nothing is picked.
         is_picked = segments.query_lengths != segments.key_lengths
         if kept is None and (self.groups_per_gather is None or not is_picked):
