@@ -121,6 +121,32 @@ def _cases() -> dict[str, Case]:
             f"{PACKED} {GROUPED} {CP2} {WINDOWS} --softmax-type learnable --bf16 "
             "--query-groups-per-gather 1",
         ),
+        "tiled": Case(1, f"{PACKED} {GROUPED} {FULL} --bf16 --mlp-chunks-for-training 3"),
+        "inputs-on-host": Case(
+            1,
+            f"{PACKED} {GROUPED} {FULL} --bf16 --fine-grained-activation-offloading",
+            FOUR,
+            num_layers=4,
+        ),
+        "attention-on-host": Case(
+            1,
+            f"{PACKED} {GROUPED} {FULL} --bf16 --fine-grained-activation-offloading "
+            "--offload-modules layer_input core_attn_output",
+            FOUR,
+            num_layers=4,
+        ),
+        "together": Case(
+            4,
+            f"{PACKED} {GROUPED} {FULL} {SP2} {CP2} {SHARDED} --bf16 --query-groups-per-gather 1 "
+            "--mlp-chunks-for-training 3 --attention-chunks-for-training 2 "
+            "--fine-grained-activation-offloading",
+            num_layers=3,
+        ),
+        "tp2-tiled": Case(
+            2,
+            f"{PACKED} {GROUPED} {SP2} {SHARDED} --bf16 --mlp-chunks-for-training 3 "
+            "--attention-chunks-for-training 2",
+        ),
         "delta-net": Case(1, f"{PACKED} {GROUPED} {DELTA_NET} --bf16"),
         "latent": Case(1, f"{PACKED} {ROPE} {LATENT} --bf16"),
         "latent-selective": Case(1, f"{PACKED} {ROPE} {LATENT} {SELECTIVE} --bf16"),
@@ -212,7 +238,7 @@ def differences(real: Sequence[Phase], fake: Sequence[Phase]) -> list[str]:
     """Returns what is not equal, with the tensors that only one of both has."""
     found = []
     for a, b in zip(real, fake, strict=True):
-        for name in ("start", "end", "peak"):
+        for name in ("start", "end", "peak", "host_start", "host_peak"):
             if getattr(a, name) != getattr(b, name):
                 found.append(
                     f"{a.name}: {name} {getattr(a, name):,} bytes, fake {getattr(b, name):,}"

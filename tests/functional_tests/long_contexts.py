@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.functional_tests.layouts import MODELS, Layout
+from tests.functional_tests.layouts import MECHANISMS, MODELS, Layout
 from tests.functional_tests.oracle import Step, assemble, largest_difference, train_packed
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_layouts import BATCHES
@@ -27,8 +27,15 @@ LIMIT = 1e-12
 FULL = "--recompute-granularity full"
 LORA = "--lora --lora-rank 4"
 BY_GROUPS = "by groups"
+MLP, PRODUCTS, ON_HOST = "tiled MLP", "tiled products", "inputs on host"
+ATTENTION = "attention on host"
 OPTIONS = {
     BY_GROUPS: "--query-groups-per-gather 1",
+    MLP: "--mlp-chunks-for-training 3",
+    PRODUCTS: "--attention-chunks-for-training 3",
+    ON_HOST: "--fine-grained-activation-offloading",
+    ATTENTION: "--fine-grained-activation-offloading "
+    "--offload-modules layer_input core_attn_output",
 }
 TREES = ("forest", "deep", "prefixes", "star", "wide", "sequence", "weights", "equal")
 
@@ -47,8 +54,14 @@ class Row(NamedTuple):
     def names(self) -> list[str]:
         """Returns the options that this layout may have."""
         can_gather = self.has_trees or self.layout.context > 1
-        is_refused = {BY_GROUPS: not can_gather or self.layout.model == "deepseek"}
-        return [name for name in OPTIONS if not is_refused.get(name)]
+        is_idle = {
+            BY_GROUPS: not can_gather or self.layout.model == "deepseek",
+            MLP: "--num-experts" in (MODELS | MECHANISMS)[self.layout.model],
+            PRODUCTS: not self.layout.sequence,
+            ON_HOST: FULL not in self.more,
+            ATTENTION: FULL not in self.more or self.layout.model == "deepseek",
+        }
+        return [name for name in OPTIONS if not is_idle.get(name)]
 
     def run(self, options: str) -> list[Step]:
         """Returns the steps with these options."""

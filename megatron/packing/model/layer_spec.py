@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import is_te_min_version
 
 from megatron.packing.layers import Part
+from megatron.packing.model.activation_options import ActivationOptions
 from megatron.packing.model.attention.core_attention import PackedDotProductAttention
 from megatron.packing.model.attention.self_attention import PackedSelfAttention
 from megatron.packing.model.get_batch import transformer_engine_installed
@@ -87,11 +88,13 @@ def need_local_layers(config: TransformerConfig, options: Any) -> bool:
         or getattr(options, "residual_multiplier", 1.0) != 1.0
     )
     engine = Engine(config.context_parallel_size, is_te_min_version)
-    # an attribute that megatron-core's config has no field for, see `attention.by_groups`
+    # attributes that megatron-core's config has no field for
     by_groups = getattr(config, "query_groups_per_gather", None) is not None
+    is_tiled = ActivationOptions.of(config) != ActivationOptions()
     return (
         has_other_residuals
         or by_groups
+        or is_tiled
         or bool(parts_in(options))
         or not is_in_engine(options, engine)
     )

@@ -127,8 +127,7 @@ _REFUSED = {
     """,
     "pass --recompute-granularity": """
         --activation-offload-fraction --checkpoint-activations --cpu-offloading*
-        --distribute-saved-activations --fine-grained-* --min-offloaded-tensor-size
-        --offload-modules
+        --distribute-saved-activations --min-offloaded-tensor-size
     """,
     "the optimizer is Adam; drop it": """
         --adaptive-muon-* --lion-* --muon-* --optimizer-cuda-graph --sgd-momentum --soap-*
@@ -138,8 +137,8 @@ _REFUSED = {
     "--no-weight-decay-cond-type",
     "runs only train; drop it": """
         --batch-invariant-* --decode-only-cuda-graphs --enable-chunked-prefill --flash-decode
-        --inference-* --max-tokens-to-oom --mlp-chunks-for-* --num-speculative-tokens --refit-method
-        --return-log-probs --skip-prompt-log-probs --skip-train --test-mode
+        --inference-* --max-tokens-to-oom --mlp-chunks-for-prefill --num-speculative-tokens
+        --refit-method --return-log-probs --skip-prompt-log-probs --skip-train --test-mode
         --use-flashinfer-fused-rope --use-inference-optimized-layers --use-legacy-static-engine
     """,
     "pass --micro-batch-size": "--batch-size",

@@ -4,7 +4,8 @@
     capacity     packs of half as many tokens, as far as the longest sequence lets them
     sharding     the optimizer's state over data-parallel ranks, in small buckets
     recompute    activations of layers computed again in the backward pass: a third more arithmetic
-    groups       keys and values gathered by query groups: one more all-gather per layer
+    all of it    with keys gathered by query groups, MLPs and products in chunks, and inputs of
+                 layers on the host: one more all-gather per layer, and copies
     CP, TP, PP   ranks share sequences, weights or layers: communication, and fewer replicas
     host         the optimizer's state on the host: its step, at the speed of processors
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_WAYS = 3
 """Ways out that are said, beside one that is enough."""
+NUM_CHUNKS = 16
+"""Chunks of tiled layers: what they leave is then little beside what a layer keeps."""
 
 
 def ways_out(request: Request, peak: int, memory: int | None = None) -> Iterator[WayOut]:
@@ -125,8 +128,18 @@ def _with_all_that_spares(config: SFTConfig) -> SFTConfig:
     model, parallel = config.model, config.parallel
     has_groups = parallel.context_parallel_size > 1 and model.kv_lora_rank is None
     groups = parallel.query_groups_per_gather or (1 if has_groups else None)
+    activations = config.activations
+    if model.num_experts is None or 0 in model.moe_layer_freq:
+        chunks = max(activations.mlp_chunks_for_training, NUM_CHUNKS)
+        activations = replace(activations, mlp_chunks_for_training=chunks)
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1:
+        chunks = max(activations.attention_chunks_for_training, NUM_CHUNKS)
+        activations = replace(activations, attention_chunks_for_training=chunks)
+    if model.recompute_method != "block":
+        activations = replace(activations, fine_grained_activation_offloading=True)
     return replace(
         config,
+        activations=activations,
         model=replace(model, recompute_granularity="full"),
         parallel=replace(parallel, query_groups_per_gather=groups),
     )

@@ -31,6 +31,7 @@ from megatron.packing.model.grouped_experts import (
     place_side_by_side,
     side_by_side_in_buffers,
 )
+from megatron.packing.model.layer_inputs import keep_inputs_on_host
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.model.layers.experts import mend_expert_biases, share_whole
 from megatron.packing.model.layers.routers import mask_padding
@@ -39,6 +40,7 @@ from megatron.packing.model.loss.head import (
     keep_other_gradients,
     skip_masked_tokens,
 )
+from megatron.packing.model.tiles import tile_layers
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered
@@ -216,10 +218,11 @@ def build_transformer_config(
     if (vision := vision_of(config)) is not None:
         transformer_config.mrope_section = list(vision.sections)
     # None of these is a field of megatron-core's dataclass. `Device.of` reads the first, core
-    # attention the second, `cost_of` the third, `build_gpt` the fourth, the fifth is one of later
-    # Megatron-LM's, and `build_training` completes the last.
+    # attention the second, `tile_layers` the third, `cost_of` the fourth, `build_gpt` the fifth,
+    # the sixth is one of later Megatron-LM's, and `build_training` completes the last.
     transformer_config.device = device  # type: ignore[attr-defined]
     transformer_config.query_groups_per_gather = parallel.query_groups_per_gather  # type: ignore[attr-defined]
+    transformer_config.activation_options = config.activations  # type: ignore[attr-defined]
     transformer_config.layer_kinds = model.layer_kinds()  # type: ignore[attr-defined]
     transformer_config.kernels = kernels  # type: ignore[attr-defined]
     if packing.sequence_packing:
@@ -348,6 +351,8 @@ def build_gpt(
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
+    keep_inputs_on_host(gpt)
+    tile_layers(gpt, is_random=config.lora.lora and config.lora.lora_dropout > 0)
     if vision is not None:
         add_vision(gpt, vision)
     if has_scores:

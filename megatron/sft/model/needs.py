@@ -5,11 +5,15 @@ is built.
 from __future__ import annotations
 
 import inspect
+import os
+from contextlib import suppress
+from pathlib import Path
 
 from megatron.packing.device import Device
 from megatron.packing.flags import flag_of
 from megatron.packing.rules import Rule, check_rules
 from megatron.packing.step.transformer_engine import transformer_engine_installed
+from megatron.sft.memory_estimate import gib
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.optimizer import ADAM_STATE
 
@@ -40,7 +44,49 @@ def _triton_fails(run: SFTConfig, device: Device) -> dict[str, str]:
     return {} if fault is None else {"asked": asked[0], "fault": fault}
 
 
+def _host_is_short(run: SFTConfig) -> dict[str, str]:
+    """Returns what inputs of layers take of a node's host, and what it has, in GiB; {} where that
+    is enough, or no launcher says how many ranks share a host.
+    """
+    if not run.activations.keeps_inputs_on_host or "LOCAL_WORLD_SIZE" not in os.environ:
+        return {}
+    parallel, per_run = run.parallel, run.model.recompute_num_layers or 1
+    tokens = (
+        run.capacity_per_rank
+        if run.packing.sequence_packing
+        else (
+            run.training.micro_batch_size * run.model.seq_length // parallel.context_parallel_size
+        )
+    )
+    if parallel.sequence_parallel:
+        tokens //= parallel.tensor_model_parallel_size
+    inputs = max(run.layers_of_parts) // per_run - 1
+    # The first stage has most microbatches in flight.
+    passes = parallel.pipeline_model_parallel_size * (run.num_virtual_stages or 1)
+    width = (2 if run.training.bf16 else 4) * run.model.hidden_size
+    needed = inputs * passes * tokens * width * int(os.environ["LOCAL_WORLD_SIZE"])
+    available = host_available()
+    if available is None or needed <= available:
+        return {}
+    return {"needed": gib(needed), "available": gib(available)}
+
+
+def host_available() -> int | None:
+    """Returns bytes of the host's memory that are free; None where the system does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
 DEVICE_RULES = (
+    Rule(
+        when=_host_is_short,
+        why="--fine-grained-activation-offloading keeps up to {needed} GiB of inputs of layers on "
+        "this host, which has {available} GiB free",
+        way_out="drop it, or take more nodes or --context-parallel-size",
+    ),
     Rule(
         when=lambda run, device: run.optimizer.use_precision_aware_optimizer and not device.is_gpu,
         why="--use-precision-aware-optimizer needs a GPU",

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import FlagError, flag_of
+from megatron.packing.model.activation_options import ActivationOptions
 from megatron.packing.model.layout_rules import check_layout
 from megatron.packing.model.options import refused_kernels
 from megatron.packing.model.parts import fewest_groups
@@ -41,6 +42,7 @@ GROUPS = (
     TrainingConfig,
     OptimizerStateConfig,
     KernelConfig,
+    ActivationOptions,
     LoraConfig,
     ImageConfig,
     PreferenceConfig,
@@ -61,6 +63,7 @@ class SFTConfig:
     training: TrainingConfig
     optimizer: OptimizerStateConfig = field(default_factory=OptimizerStateConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+    activations: ActivationOptions = field(default_factory=ActivationOptions)
     lora: LoraConfig = field(default_factory=LoraConfig)
     images: ImageConfig = field(default_factory=ImageConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)

@@ -53,6 +53,8 @@ PARTS = {
     "keep_other_gradients": "script",  # done by `skip_masked_tokens`, and needed with it alone
     "group_experts": "documented",
     "gather_tokens": "documented",
+    "tile_layers": "documented",
+    "keep_inputs_on_host": "documented",
     "mark_shards": "script",  # of weights that no initialization has marked
     "share_whole": "script",  # one expert per token, as releases compute it
     "add_to_gpt": "script",  # the next two, and these are features
@@ -72,6 +74,7 @@ SETTINGS = {
     "finalize_model_grads_func": "demanded",
     "sequence_packing_options": "script",  # from the plug-in's flags
     "query_groups_per_gather": "documented",
+    "activation_options": "documented",
     "layer_kinds": "script",  # the cost of layers, which is read from megatron-core's fields else
     "hetereogenous_dist_checkpoint": "script",  # for layers of unlike widths
     "kernels": "script",  # read by the trainer's own builder

@@ -15,12 +15,27 @@ workspace are those of one step. The idea of going through heads in turn is that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.packing.model.attention.blocks import LogSumKernel, add_sinks, sink_gradient
+
+
+class KeptOutputs(Protocol):
+    """Outputs of attention that are kept elsewhere from the forward pass of a layer to its
+    recomputation.
+    """
+
+    is_open: bool
+    """True in a forward pass whose layers will be recomputed."""
+
+    def put(self, output: Tensor, log_sum: Tensor) -> None:
+        """Keeps what a layer has computed."""
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Returns what the layer that is recomputed had computed."""
 
 
 class GroupSteps(NamedTuple):
@@ -33,6 +48,10 @@ class GroupSteps(NamedTuple):
     attend to, [T, groups, d + d_v]. It is differentiable, and may be collective.
     """
     kernel: LogSumKernel
+    kept: KeptOutputs | None = None
+    """Where its output is kept; None where it is not."""
+    is_kept_already: bool = False
+    """True in a recomputation, which then computes nothing."""
 
 
 def attend_by_groups(
@@ -59,20 +78,30 @@ def _slices(query: Tensor, keys_values: Tensor, size: int) -> Iterator[tuple[sli
         yield slice(start * per_group, stop * per_group), slice(start, stop)
 
 
+def _computed(query: Tensor, keys_values: Tensor, steps: GroupSteps) -> tuple[Tensor, Tensor]:
+    """Returns output and log of sums of all steps, without sinks."""
+    width = query.shape[-1]
+    output = query.new_empty(*query.shape[:2], keys_values.shape[-1] - width)
+    log_sums = []
+    for heads, groups in _slices(query, keys_values, steps.num_groups):
+        key, value = steps.collect(keys_values[:, groups]).tensor_split((width,), dim=-1)
+        output[:, heads], log_sum = steps.kernel.forward(query[:, heads], key, value)
+        del key, value  # before the next step's are collected
+        log_sums.append(log_sum)
+    return output, torch.cat(log_sums)
+
+
 class _AttendByGroups(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, keys_values: Tensor, sinks: Tensor | None, steps: GroupSteps
     ) -> Tensor:
-        width = query.shape[-1]
-        output = query.new_empty(*query.shape[:2], keys_values.shape[-1] - width)
-        log_sums = []
-        for heads, groups in _slices(query, keys_values, steps.num_groups):
-            key, value = steps.collect(keys_values[:, groups]).tensor_split((width,), dim=-1)
-            output[:, heads], log_sum = steps.kernel.forward(query[:, heads], key, value)
-            del key, value  # before the next step's are collected
-            log_sums.append(log_sum)
-        output, log_sum = add_sinks(output, torch.cat(log_sums), sinks)
+        if steps.kept is not None and steps.is_kept_already:
+            output, log_sum = steps.kept.take()
+        else:
+            output, log_sum = add_sinks(*_computed(query, keys_values, steps), sinks)
+            if steps.kept is not None:
+                steps.kept.put(output, log_sum)
         ctx.save_for_backward(query, keys_values, sinks, output, log_sum)
         ctx.steps = steps
         return output

@@ -14,6 +14,7 @@ backward pass (see `by_groups`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from megatron.packing.device import Device
 from megatron.packing.model.attention.blocks import Scores, Segments
-from megatron.packing.model.attention.by_groups import GroupSteps, attend_by_groups
+from megatron.packing.model.attention.by_groups import GroupSteps, KeptOutputs, attend_by_groups
 from megatron.packing.model.attention.kernels import causal_attention, log_sum_kernel
 from megatron.packing.model.attention.tree_keys import PackTree, tree_keys, tree_of
 from megatron.packing.model.attention.zigzag import Lengths, Zigzag, padded_lengths, zigzag
@@ -95,6 +96,8 @@ class PackedDotProductAttention(MegatronModule):
         )
         self.softmax_offset = self._sinks() if has_sinks else None
         self.groups_per_gather: int | None = getattr(config, "query_groups_per_gather", None)
+        self.kept_outputs: KeptOutputs | None = None
+        """Where outputs are kept until layers are recomputed; see `layer_inputs`."""
 
     def _sinks(self) -> torch.nn.Parameter:
         """Returns this rank's heads' part, initialised as Transformer Engine does: at zero."""
@@ -135,31 +138,40 @@ class PackedDotProductAttention(MegatronModule):
         lengths: Lengths,
         tree: PackTree | None = None,
     ) -> Tensor:
-        if self.cp_group.size() == 1 and tree is None:
+        is_alone = self.cp_group.size() == 1 and tree is None
+        # Within a backward pass a layer runs forward to be recomputed.
+        is_recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        kept = self.kept_outputs
+        if kept is not None and not (kept.is_open or is_recomputed):
+            kept = None
+        if is_alone and kept is None:
             return self._computed(query, key, value, Segments.square(lengths))
         keys_values = torch.cat((key, value), dim=-1)
-        seen = self._keys_seen(query, lengths, tree)
+        segments = Segments.square(lengths)
+        collect: Callable[[Tensor], Tensor] = _alias
+        if not is_alone:
+            seen = self._keys_seen(query, lengths, tree)
+            segments = Segments(seen.query_lengths, seen.key_lengths)
+
+            def gathered(own: Tensor) -> Tensor:
+                return self.gather(own).index_select(0, seen.key_index)
+
+            collect = gathered
         # Where they are equal, each node is a whole sequence: nothing is picked.
-        if self.groups_per_gather is None or seen.query_lengths == seen.key_lengths:
+        is_picked = segments.query_lengths != segments.key_lengths
+        if kept is None and (self.groups_per_gather is None or not is_picked):
             return self.attend_to_all(query, self.gather(keys_values), lengths, tree)
         kernel = log_sum_kernel(
             query,
             value.shape[-1],
-            Segments(seen.query_lengths, seen.key_lengths),
+            segments,
             self.scores,
             has_sinks=self.softmax_offset is not None,
             device=Device.of(self.config, query),
         )
-        return attend_by_groups(
-            query,
-            keys_values,
-            self.softmax_offset,
-            GroupSteps(
-                self.groups_per_gather,
-                lambda own: self.gather(own).index_select(0, seen.key_index),
-                kernel,
-            ),
-        )
+        num_groups = self.groups_per_gather or key.shape[1]
+        steps = GroupSteps(num_groups, collect, kernel, kept, is_kept_already=is_recomputed)
+        return attend_by_groups(query, keys_values, self.softmax_offset, steps)
 
     def _keys_seen(self, query: Tensor, lengths: Lengths, tree: PackTree | None) -> Zigzag:
         """Returns what this rank's tokens attend to, of all ranks' keys or of a tree's."""
@@ -208,6 +220,10 @@ class PackedDotProductAttention(MegatronModule):
         own = self.state_dict(prefix="", keep_vars=True)
         cut = {"softmax_offset": 0}
         return make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def is_windowed(config: TransformerConfig, layer_number: int) -> bool:

@@ -232,7 +232,9 @@ class _VarlenKernel:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         width = _common_width(query, value)
         output, log_sum = varlen_attn(
-            *(_widened(x, width) for x in (query, key, value)),
+            _widened(query, width),
+            _widened(key, width),
+            _widened(value, width),
             *_places(self.segments, query.device),
             return_aux=AuxRequest(lse=True),
             scale=self.scores.scale,

@@ -51,7 +51,7 @@ class Words(NamedTuple):
 class Rows(NamedTuple):
     """Rows of hidden states that have losses, and where tensor-parallel ranks hold them."""
 
-    index: Tensor
+    places: Tensor
     """int64 [n]: places among the tokens of all ranks, each at most once."""
     group: dist.ProcessGroup
     """Tensor-parallel ranks. Each has logits of its words, so that gradients are summed."""
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
         """Returns a chunk [c, h] of the rows, of this rank's tokens [t, h]; collective where they
         are split: other ranks' rows are zeros here, and ranks are summed.
         """
-        index = self.index[part]
+        index = self.places[part]
         if not self.is_split:
             return states.index_select(0, index)
         # 8 tokens on 2 ranks: row 5 is row 1 of rank 1; rank 0 adds zeros in the place of its own
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
         """Adds the gradient of a chunk, summed over ranks, to that of this rank's tokens;
         `of_rows` is written over.
         """
-        index = self.index[part]
+        index = self.places[part]
         if self.group.size() > 1 and len(index):
             dist.all_reduce(of_rows, group=self.group)
         if self.is_split:
@@ -103,7 +103,7 @@ def likeliest_words(
     """
     first = group.rank() * weight.shape[0]
     plain = words._replace(is_fused=False)
-    num_rows = len(states) if rows is None else len(rows.index)
+    num_rows = len(states) if rows is None else len(rows.places)
     chunks = _Chunks(num_rows, states, weight, words.num_here(first, weight.shape[0]), plain)
     best = states.new_full((num_rows,), -torch.inf, dtype=chunks.dtype)
     found = torch.zeros(num_rows, dtype=torch.int64, device=states.device)

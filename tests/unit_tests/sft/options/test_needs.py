@@ -24,7 +24,7 @@ ACT_ALONE = """
     recompute_granularity seq_length max_position_embeddings norm_epsilon scale_embeddings
     untie_embeddings_and_output_weights mask_vocab_padding hidden_dropout attention_dropout
     init_method_std attention_backend tensor_model_parallel_size pipeline_model_parallel_size
-    context_parallel_size query_groups_per_gather use_distributed_optimizer
+    context_parallel_size query_groups_per_gather mlp_chunks_for_training use_distributed_optimizer
     overlap_grad_reduce distributed_timeout_minutes
     sequence_packing over_length_policy data_path valid_data_path mock_data tokenizer_type
     tokenizer_model num_workers prefetch_global_batches train_iters train_epochs train_samples
@@ -40,7 +40,7 @@ CHECKED_ELSEWHERE = """
     num_query_groups group_query_attention moe_layer_freq moe_shared_expert_intermediate_size
     window_attn_skip_freq qk_layernorm_over_heads window_rotary_base query_scale_beta
     moe_shared_expert_gate moe_branch_norms moe_router_enable_expert_bias
-    recompute_method recompute_num_layers
+    recompute_method recompute_num_layers fine_grained_activation_offloading
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers expert_model_parallel_size
     overlap_param_gather blend_mode blend_weight_schedule blend_weights_by chat_template

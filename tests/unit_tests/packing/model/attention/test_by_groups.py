@@ -104,7 +104,7 @@ def test_what_is_gathered_is_not_kept() -> None:
     for per_gather in (None, 1):
         module = attention(Ranks(size, 3))
         module.groups_per_gather = per_gather
-        bytes_by_storage = {}
+        bytes_by_storage: dict[int, int] = {}
 
         def note(x: Tensor, sizes: dict[int, int] = bytes_by_storage) -> Tensor:
             sizes[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()

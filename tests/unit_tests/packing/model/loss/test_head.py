@@ -145,8 +145,10 @@ def test_rows_of_split_tokens_are_the_owners(rank, monkeypatch):
     """A row of another rank's, or one that two ranks add, has a loss and a gradient, too."""
     states = torch.arange(1.0, 17.0).view(8, 2)
     here, others = states.chunk(2)[rank], states.chunk(2)[1 - rank]
-    rows = cross_entropy.Rows(torch.tensor([1, 3, 4, 7]), Ranks(2, rank), is_split=True)
-    other = cross_entropy.Rows(rows.index, Ranks(2, 1 - rank), is_split=True)
+    here_ranks: Any = Ranks(2, rank)
+    other_ranks: Any = Ranks(2, 1 - rank)
+    rows = cross_entropy.Rows(torch.tensor([1, 3, 4, 7]), here_ranks, is_split=True)
+    other = cross_entropy.Rows(rows.places, other_ranks, is_split=True)
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
     part = slice(1, 4)
     sent = other.take(others, part)

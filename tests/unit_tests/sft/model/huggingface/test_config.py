@@ -192,6 +192,7 @@ def test_plain_rotary_embeddings_may_be_stretched(tmp_path, rope):
     scaling = parse_with(tmp_path, source, given).model.rope
     assert scaling.to_json() == STRETCH
     stretched = with_rope_scaling(source, STRETCH)
+    assert stretched is not None
     assert options_of(stretched) == options_of(source) | {"rope_scaling": STRETCH}
     assert with_rope_scaling(stretched, STRETCH) is None
     with pytest.raises(FlagError, match=r"--rope-scaling .* contradicts"):

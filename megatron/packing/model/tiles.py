@@ -1,0 +1,185 @@
+"""mcore. Layers whose widest products are computed for a chunk of the tokens at a time.
+
+    MLP         x -> for each chunk: its MLP -> out     in the backward pass again for each chunk
+    attention   linear_qkv and linear_proj, for each chunk
+
+What lies between an MLP's products is its widest activation. A tiled MLP keeps its input alone; the
+backward pass runs each chunk again, and then backward. Gradients of weights are summed over chunks
+in float32 before autograd is given them once, so that hooks of overlapped reduction run once.
+
+Under sequence parallel the products of attention gather the tokens of all tensor-parallel ranks,
+and the backward pass their gradients: in chunks these exist for one of them. Nothing is computed
+twice.
+
+Price of a tiled MLP: its forward pass once more, but where the whole layer is recomputed: there the
+output of the second pass is read by nobody, and is not computed. The idea is that of ALST's
+TiledMLP (arXiv 2506.13996).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron.packing.model.activation_options import ActivationOptions
+
+
+def tile_layers(gpt: GPTModel, *, is_random: bool = False) -> None:
+    """Tiles the layers of `gpt` as the `ActivationOptions` of its config say; before the model is
+    wrapped. Experts are left as they are.
+
+    is_random: MLPs draw random numbers, as adapters with dropout do.
+    """
+    options = ActivationOptions.of(gpt.config)
+    of_decoder = set(gpt.decoder.layers)
+    for layer in (one for one in gpt.modules() if isinstance(one, TransformerLayer)):
+        if options.mlp_chunks_for_training > 1 and type(layer.mlp) is MLP:
+            is_last = layer in of_decoder and _is_recomputed_alone(gpt.config) and not is_random
+            _tile_mlp(
+                layer.mlp,
+                Tiles(
+                    layer.mlp.forward,
+                    options.mlp_chunks_for_training,
+                    is_random=is_random,
+                    is_unread=is_last and _adds_alone(layer.mlp_bda),
+                ),
+            )
+        if options.attention_chunks_for_training > 1:
+            for name in ("linear_qkv", "linear_qk", "linear_proj"):
+                linear: Any = getattr(layer.self_attention, name, None)
+                if getattr(linear, "sequence_parallel", False) and linear.tp_group.size() > 1:
+                    _tile_linear(linear, options.attention_chunks_for_training)
+
+
+def _is_recomputed_alone(config: Any) -> bool:
+    """Returns whether a layer that is recomputed is so without a layer behind it."""
+    is_alone = config.recompute_method == "block" or config.recompute_num_layers == 1
+    return config.recompute_granularity == "full" and is_alone
+
+
+def _adds_alone(residual: Any) -> bool:
+    """Returns whether no gradient depends on the values that are added to the residual stream."""
+    return getattr(residual, "norm", None) is None and getattr(residual, "scalar", None) is None
+
+
+class Tiles(NamedTuple):
+    """How a module is computed in chunks."""
+
+    run: Callable[..., tuple[Tensor, Any]]
+    """Its forward pass: output and bias, of which the latter is left out."""
+    num_chunks: int
+    is_random: bool
+    is_unread: bool
+    """True if nobody reads the output in a recomputation of its layer."""
+
+    def parts(self, num_tokens: int) -> list[slice]:
+        """Returns the chunks of so many tokens: 5 in 2 chunks -> 0:3, 3:5."""
+        size = -(-num_tokens // self.num_chunks) or 1
+        return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+
+def _tile_mlp(mlp: MLP, tiles: Tiles) -> None:
+    bias = mlp.linear_fc2.bias
+
+    def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        # What megatron-core gives beside, masks of padding, is for layers of experts.
+        # Within a backward pass layers run forward to be recomputed.
+        is_recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        parameters = [p for p in mlp.parameters() if p.requires_grad and p is not bias]
+        leaves_out = is_recomputed and tiles.is_unread
+        return _Tiled.apply(tiles, leaves_out, hidden_states, *parameters), bias
+
+    mlp.forward = forward  # type: ignore[method-assign]
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tiles: Tiles, leaves_out: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.tiles, ctx.parameters = tiles, parameters
+        ctx.random_states = random._get_all_rng_states() if tiles.is_random else None
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        for part in () if leaves_out else tiles.parts(len(x)):
+            out[part] = tiles.run(x[part])[0]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tiles: Tiles = ctx.tiles
+        (x,) = ctx.saved_tensors
+        has_gradient = ctx.needs_input_grad[2]
+        of_x = torch.empty_like(x) if has_gradient else None
+        sums: list[Tensor | None] = [None] * len(ctx.parameters)
+        with _random_states(ctx.random_states):
+            for part in tiles.parts(len(x)):
+                own = x[part].detach().requires_grad_(has_gradient)
+                with torch.enable_grad():
+                    out, _ = tiles.run(own)
+                wanted = [*([own] * has_gradient), *ctx.parameters]
+                found = list(torch.autograd.grad(out, wanted, gradient[part], allow_unused=True))
+                if of_x is not None:
+                    of_x[part] = found.pop(0)
+                _add(sums, found, ctx.parameters)
+        of_parameters = (
+            None if total is None else total.to(parameter.dtype)
+            for total, parameter in zip(sums, ctx.parameters)
+        )
+        return None, None, of_x, *of_parameters
+
+
+@contextmanager
+def _random_states(states: Any) -> Iterator[None]:
+    """Gives random numbers that followed `states` meanwhile; None for those that follow anyway."""
+    if states is None:
+        yield
+        return
+    with random._fork_rng():
+        random._set_all_rng_states(*states)
+        yield
+
+
+def _add(
+    sums: list[Tensor | None], found: Sequence[Tensor | None], parameters: Sequence[Tensor]
+) -> None:
+    """Adds a chunk's gradients of parameters to the sums, at least in float32."""
+    for number, (gradient, parameter) in enumerate(zip(found, parameters, strict=True)):
+        total = sums[number]
+        if gradient is None:
+            continue
+        # The product has added it to the sum of microbatches itself; what it returns is a dummy.
+        if getattr(parameter, "grad_added_to_main_grad", False):
+            sums[number] = gradient
+        elif total is None:
+            sums[number] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        else:
+            total.add_(gradient)
+
+
+def _tile_linear(linear: ColumnParallelLinear | RowParallelLinear, num_chunks: int) -> None:
+    """Lets a product be computed for a chunk of each rank's tokens at a time.
+
+    Tokens that ranks gather stand rank by rank. 2 ranks of tokens 0 1 2 3 and 4 5 6 7, 2 chunks:
+    0 1 4 5 and 2 3 6 7.
+    """
+    plain, size = linear.forward, linear.tp_group.size()
+
+    def gathered(x: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        outputs = [plain(part, *others, **options) for part in x.tensor_split(num_chunks)]
+        by_rank = [out.unflatten(0, (size, -1)) for out, _ in outputs]
+        return torch.cat(by_rank, dim=1).flatten(0, 1), outputs[0][1]
+
+    def scattered(x: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        parts = x.unflatten(0, (size, -1)).tensor_split(num_chunks, dim=1)
+        outputs = [plain(part.flatten(0, 1), *others, **options) for part in parts]
+        return torch.cat([out for out, _ in outputs]), outputs[0][1]
+
+    is_column = isinstance(linear, ColumnParallelLinear)
+    linear.forward = gathered if is_column else scattered  # type: ignore[method-assign]
