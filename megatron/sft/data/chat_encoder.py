@@ -242,7 +242,8 @@ class ChatEncoder:
             return self._encode_paths(Answers([content], [1.0]), own_weight * weight)
         ids, weights = self._tokens(content)
         loss_mask = weights[1:]
-        loss_mask *= np.float32(own_weight * weight)  # in place: a line may have millions of tokens
+        if own_weight * weight != 1:
+            loss_mask *= np.float32(own_weight * weight)  # in place: it may have millions of tokens
         if not loss_mask.any():
             return Dropped("no loss token")
         is_cut = len(loss_mask) > self.seq_length
@@ -250,7 +251,7 @@ class ChatEncoder:
         if kept is None:
             return Dropped("over length")
         ids, loss_mask = kept
-        if not loss_mask.any():
+        if is_cut and not loss_mask.any():
             return Dropped("no loss token left after truncation")
         self.check_rows(ids)
         if self.images is not None:

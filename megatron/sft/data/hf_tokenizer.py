@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from megatron.sft.data.templates.named import (
     note_on_templates,
     read_templates,
 )
+from megatron.sft.data.token_bytes import TokenBytes, read_token_bytes
 from megatron.sft.data.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
 
 _log = logging.getLogger("megatron.sft.data")
+_MANY_TOKENS = 10_000
 _KINDS: Mapping[Kind, str] = {
     str: "padding_side truncation_side tokenizer_class",
     float: "model_max_length",
@@ -77,6 +80,21 @@ class HuggingFaceTokenizer:
     def chat_template(self) -> str | None:
         template = self.templates.by_name.get(DEFAULT)
         return None if template is None else template.source
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizer of `tokenizers`. transformers' own call sets these three each time, and
+        takes a tenth as long again to fill its BatchEncoding.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return backend
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
+        return read_token_bytes(self._backend)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -139,37 +157,56 @@ class HuggingFaceTokenizer:
 
     def _tokens(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> ChatTokens:
         try:
-            encoded = self.tokenizer(
-                text,
-                add_special_tokens=add_special_tokens,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-            )
+            found = None if add_special_tokens else self._fast_tokens(text, spans)
+            if found is not None:
+                return found
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         # Of many kinds: a vocabulary without an unknown token, a pattern that gives up on millions
         # of spaces. A panic of Rust is no Exception.
         except BaseException as error:
             if not is_failure(error):
                 raise
             raise SampleError(f"the tokenizer fails on the text: {error!s:.300}") from None
-        ids = np.array(encoded["input_ids"], np.int32)
+        ids = np.array(encoding.ids, np.int32)
         weights = np.zeros(len(ids), np.float32)
-        # Character offsets of single tokens, by bisection: lists of all take 200 bytes a token.
-        (encoding,) = encoded.encodings
-        every = range(len(ids))
+        if spans:
+            places = _Places(encoding) if len(ids) > _MANY_TOKENS else encoding.offsets
         for span in spans:
             # A token that begins before the span and ends within it is trained: the assistant must
             # produce its second half.
-            first = bisect_right(every, span.start, key=lambda token: _place(encoding, token)[1])
-            last = bisect_left(every, span.end, key=lambda token: _place(encoding, token)[0])
+            first = bisect_right(places, span.start, key=itemgetter(1))
+            last = bisect_left(places, span.end, key=itemgetter(0))
+            weights[first:last] = span.weight
+        return ChatTokens(ids, weights)
+
+    def _fast_tokens(self, text: str, spans: Sequence[Span]) -> ChatTokens | None:
+        """Returns the tokens of a text, found without their characters; None if it takes them."""
+        if self._token_bytes is None:
+            return None
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        weights = np.zeros(len(ids), np.float32)
+        found = self._token_bytes.find_tokens(text, ids, [span[:2] for span in spans])
+        if found is None:
+            return None
+        for (first, last), span in zip(found, spans):
             weights[first:last] = span.weight
         return ChatTokens(ids, weights)
 
 
-def _place(encoding: Any, token: int) -> tuple[int, int]:
-    """Returns the characters [start, end) of a token in the text; (0, 0) for a token that was
-    added.
+class _Places(Sequence[tuple[int, int]]):
+    """Characters [start, end) of each token in the text; (0, 0) for tokens that were added. They
+    are read one by one: the list of all, `encoding.offsets`, takes 200 bytes a token.
     """
-    return encoding.token_to_chars(token) or (0, 0)
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding = encoding
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __getitem__(self, token: Any) -> Any:
+        return self._encoding.token_to_chars(token) or (0, 0)
 
 
 def build_hugging_face(
@@ -189,6 +226,8 @@ def build_hugging_face(
             f"{shown(tokenizer_model)}; download it first"
         )
     check_tokenizer_types(Path(tokenizer_model))
+    # Texts are encoded one by one, in workers of their own: threads would only wait for work.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     named = f"{flag} {tokenizer_model}".lstrip()
     files = _read_folder(tokenizer_model, named)
     tokenizer = files.tokenizer

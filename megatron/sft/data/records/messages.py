@@ -51,6 +51,7 @@ _READ = {
 """Keys of a turn that are read, apart from those of its role and content."""
 READ_KEYS = frozenset((*_READ, "role", "from", "content", "value", "human", "assistant"))
 """All keys of a turn that are read."""
+_PLAIN_KEYS = {"role", "content"}
 _UNREADABLE = (
     "train_detail",
     "refusal",
@@ -131,6 +132,11 @@ def read_turns(
             raise SampleError(
                 f"{place} must be {{role, content}} or {{from, value}}, but is {shown(turn)}"
             )
+        if turn.keys() == _PLAIN_KEYS:  # most turns of most data; the steps below find the same
+            role, content = turn["role"], turn["content"]
+            if type(role) is type(content) is str and role in ROLES:
+                messages.append(Message(ROLES[role], text_of(content, f"{place}.content")))
+                continue
         turn = {
             key: value
             for key, value in turn.items()

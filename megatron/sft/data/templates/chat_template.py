@@ -158,7 +158,8 @@ class ChatTemplate:
 
     def _around(self, conversation: Conversation) -> tuple[str, AroundAnswers]:
         """Returns the variables of the conversation, as JSON, and the text around its answers."""
-        options = json.dumps(conversation.template_options, sort_keys=True, default=str)
+        given = conversation.template_options
+        options = json.dumps(given, sort_keys=True, default=str) if given else "{}"
         if options not in self._prompts:
             self._prompts[options] = around_answers(self._writer, conversation.template_options)
         return options, self._prompts[options]

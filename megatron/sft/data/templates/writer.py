@@ -70,9 +70,13 @@ class TemplateWriter:
         """True if the template marks trained text by {% generation %}."""
         return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
 
+    @cached_property
+    def _needs_call_ids(self) -> bool:
+        return _NEEDS_CALL_IDS.search(self.source) is not None
+
     def as_needed(self, conversation: Conversation) -> Conversation:
         """Returns the conversation with call ids if the template requires them."""
-        if not _NEEDS_CALL_IDS.search(self.source):
+        if not self._needs_call_ids:
             return conversation
         return conversation._replace(messages=with_call_ids(conversation.messages))
 

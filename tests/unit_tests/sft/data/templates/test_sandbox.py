@@ -77,7 +77,12 @@ def test_what_is_beyond_the_limits_is_refused(source):
 @pytest.mark.parametrize(
     "made",
     [
-        *("text * 90", "text ~ text ~ text ~ text", "[text] * 90 ~ ''", "text.replace('a', 'bbbb')"),
+        *(
+            "text * 90",
+            "text ~ text ~ text ~ text",
+            "[text] * 90 ~ ''",
+            "text.replace('a', 'bbbb')",
+        ),
         *(
             "text|replace('a', 'bbbb')",
             "([text] * 9)|join",
