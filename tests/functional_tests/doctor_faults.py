@@ -125,7 +125,8 @@ def page(
     yield "# Faults of packing put back, and what the doctor calls them"
     yield ""
     yield (
-        f"torch {torch.__version__}, megatron-core {megatron.core.__version__}, CPU, one thread a process: {seconds:.0f} CPU seconds. "
+        f"torch {torch.__version__}, megatron-core {megatron.core.__version__}, CPU, one thread a "
+        f"process: {seconds:.0f} CPU seconds. "
         f"{num_faults} faults and {len(CASES) - num_faults} trainers without one, and "
         f"{num_patched} faults patched into {len(SCRIPTS)} training scripts, each in {len(dtypes)} "
         "precisions. *Named* means: just this finding and no other, born in the right module. In "
@@ -141,8 +142,8 @@ def page(
     yield ""
     yield (
         "Training scripts, run by `megatron-sft doctor --script`: the plug-in's example, and "
-        "loops written after what TRL, verl and Megatron-LM do, and transformers' own Trainer in two "
-        "processes. A fault is a few words of the script, changed in a copy."
+        "loops written after what TRL, verl and Megatron-LM do, and transformers' own Trainer in "
+        "two processes. A fault is a few words of the script, changed in a copy."
     )
     yield ""
     yield f"| script | put back | name | {' | '.join(dtypes)} |"

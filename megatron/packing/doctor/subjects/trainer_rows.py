@@ -28,7 +28,9 @@ class TrainerRows:
 
     collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
     columns: Mapping[str, Any]
-    """The first row of the data set; empty where it could not be read."""
+    """A row of the data set; empty where none could be read."""
+    width: int
+    """Tokens of each row, where they have one length and that row ends with padding; else 0."""
     holds_several: bool
     """Whether a row holds several sequences."""
     has_indices: bool
@@ -71,6 +73,10 @@ class TrainerRows:
             "num_tokens": sum(lengths),
         }
         own |= {name: [int(label != IGNORED) for label in own["labels"]] for name in _MASKS}
+        padding = max(0, self.width - sum(lengths))
+        for name, value in own.items():  # as the data set pads: its last values
+            if isinstance(value, list) and name != "seq_lengths" and name in self.columns:
+                value += [self.columns[name][-1]] * padding
         return {name: own.get(name, value) for name, value in self.columns.items()}
 
 
@@ -81,11 +87,14 @@ def rows_of_trainer(trainer: Any) -> TrainerRows:
         loader = trainer.get_train_dataloader()
         collate = getattr(loader, "collate_fn", None) or collate
         rows = _first_rows(getattr(loader, "dataset", None))
-    columns = rows[0] if rows else {}
+    padded = [row for row in rows if row.get("labels", (0,))[-1] == IGNORED]
+    columns = next(iter(padded or rows), {})
+    widths = {len(row["input_ids"]) for row in rows}
     has_indices = any(max(row.get("attention_mask", (1,))) > 1 for row in rows)
     return TrainerRows(
         collate=collate,
         columns=columns,
+        width=max(widths) if padded and len(rows) > 1 and len(widths) == 1 else 0,
         holds_several=bool(getattr(trainer.args, "packing", False))
         or "seq_lengths" in columns
         or has_indices
