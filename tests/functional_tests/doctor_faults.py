@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import megatron.core
 import torch
 
 from megatron.packing.doctor.examine import examine
@@ -53,40 +55,64 @@ def examined_cases(
             if text:
                 failures.append(f"{label}{case.name}, {dtype}: {text}")
                 print(failures[-1], flush=True)
-        marks = " | ".join("WRONG" if answers[dtype] else _named(case, dtype) for dtype in dtypes)
+        marks = " | ".join("WRONG" if answers[dtype] else "named" for dtype in dtypes)
         first = f"{case.script} | " if isinstance(case, LoopCase) else ""
         lines.append(f"| {first}{case.name} | {', '.join(case.expected) or 'sound'} | {marks} |")
     return Rows(lines, failures)
 
 
-def _named(case: Case | LoopCase, dtype: str) -> str:
-    """Returns "named", or the names in a precision that hides those of the others."""
-    if isinstance(case, LoopCase) and case.expected_in(dtype) != case.expected:
-        return ", ".join(case.expected_in(dtype))
-    return "named"
+class _Answers:
+    """Answers that are kept beside the page until it is written, and the CPU seconds of them."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = None if path is None else path.with_suffix(".part.json")
+        self._kept: dict[str, tuple[str, float]] = {}
+        if self._path is not None and self._path.exists():
+            self._kept = json.loads(self._path.read_text())
+
+    def of(self, judge: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+        """Returns a judge that asks another one for what is not kept."""
+
+        def answer(case: Any, dtype: str) -> str:
+            key = f"{getattr(case, 'script', 'toy')}: {case.name}, {dtype}"
+            if key not in self._kept:
+                start = sum(os.times()[:4])
+                self._kept[key] = judge(case, dtype), sum(os.times()[:4]) - start
+                if self._path is not None:
+                    self._path.write_text(json.dumps(self._kept))
+            return self._kept[key][0]
+
+        return answer
+
+    def seconds(self) -> float:
+        return sum(seconds for _, seconds in self._kept.values())
+
+    def forget(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Examines all cases, and writes the page of results."""
+    """Examines all cases, and writes the page of results; a run that was stopped goes on."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", default="", help="part of the names of cases")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    start = os.times()
+    kept = _Answers(options.write)
     cases = [case for case in CASES if options.only in case.name]
-    toy = examined_cases(cases, wrong, options.dtypes, "")
+    toy = examined_cases(cases, kept.of(wrong), options.dtypes, "")
     scripts = [case for case in LOOP_CASES if options.only in f"{case.script}: {case.name}"]
-    loops = examined_cases(scripts, wrong_of_script, options.dtypes, "script: ")
-    end = os.times()
-    seconds = sum(end[:4]) - sum(start[:4])
+    loops = examined_cases(scripts, kept.of(wrong_of_script), options.dtypes, "script: ")
+    seconds = kept.seconds()
     num_wrong = len(toy.failures) + len(loops.failures)
     num_cases = len(toy.lines) + len(loops.lines)
     print(f"{num_cases} cases, {num_wrong} wrong, {seconds:.1f} CPU seconds")
     if options.write is not None:
         lines = page(toy.lines, loops.lines, options.dtypes, seconds)
         options.write.write_text("\n".join(lines) + "\n")
+        kept.forget()
     sys.exit(bool(num_wrong))
 
 
@@ -99,7 +125,8 @@ def page(
     yield "# Faults of packing put back, and what the doctor calls them"
     yield ""
     yield (
-        f"torch {torch.__version__}, CPU, one thread a process: {seconds:.0f} CPU seconds. "
+        f"torch {torch.__version__}, megatron-core {megatron.core.__version__}, CPU, one thread a "
+        f"process: {seconds:.0f} CPU seconds. "
         f"{num_faults} faults and {len(CASES) - num_faults} trainers without one, and "
         f"{num_patched} faults patched into {len(SCRIPTS)} training scripts, each in {len(dtypes)} "
         "precisions. *Named* means: just this finding and no other, born in the right module. In "
@@ -115,8 +142,8 @@ def page(
     yield ""
     yield (
         "Training scripts, run by `megatron-sft doctor --script`: the plug-in's example, and "
-        "loops written after what TRL, verl and Megatron-LM do. A fault is a few words of the "
-        "script, changed in a copy."
+        "loops written after what TRL, verl and Megatron-LM do, and transformers' own Trainer in "
+        "two processes. A fault is a few words of the script, changed in a copy."
     )
     yield ""
     yield f"| script | put back | name | {' | '.join(dtypes)} |"

@@ -90,7 +90,7 @@ def property_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
         state = "sound" if value is not None else "not seen"
         if finding is not None:
             state = "FAULT" if finding.is_fault else "told"
-        elif evidence.crossings and key in ("packed", "backward", "causal", "padding"):
+        elif evidence.crossings and key in ("packed", "backward", "causal", "padding", "step"):
             state = "see above" if value is not None else "not seen"
         yield (
             PROPERTIES[key],

@@ -26,7 +26,7 @@ _DISTANCES = (0.004, 0.002, 0.0007, 0.0002)
 _COARSE_DISTANCES = (0.2, 0.1, 0.05, 0.025)
 """The same in bfloat16, each half of the one before."""
 _LOSS_MARGIN = 4
-_LOSS_TOLERANCE = 1e-3
+_LOSS_TOLERANCE = 1e-4
 
 
 class MeasuredLoss(NamedTuple):

@@ -51,7 +51,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(DTYPES[options.dtype])
     lengths = torch.randint(4, 30, (16,)).tolist()
-    data = [{"input_ids": torch.randint(VOCABULARY, (length,)).tolist()} for length in lengths]
+    rows = [torch.randint(VOCABULARY, (length,)).tolist() for length in lengths]
+    data = [{"input_ids": row, "labels": list(row)} for row in rows]
     with tempfile.TemporaryDirectory() as folder:
         trainer = PackingTrainer(
             model=model,

@@ -10,7 +10,7 @@ collator, its own loss and its own step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from megatron.packing.doctor.subject import (
     draw_weights,
 )
 from megatron.packing.doctor.subjects.collators import IGNORED
+from megatron.packing.doctor.subjects.trainer_rows import rows_of_trainer
 
 MAX_RANKS = 5
 """Sequences of the examined step, of which each rank has to have one."""
@@ -39,7 +40,7 @@ def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
 
     Random weights stay in the model, which is prepared as `train` does it: in mixed precision, and
     in DistributedDataParallel where there are several processes. Samples go into the trainer's
-    `data_collator` as its data set would give them, so that what makes the data set is not
+    collator as its data set gives them (`trainer_rows`), so that what makes the data set is not
     examined.
 
     Raises:
@@ -60,10 +61,9 @@ def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
     draw_weights(trainer.model)
     trainer.model.train()
     passes = _Passes(trainer, name)
-    passes.check()
+    notes = passes.check()
     config = trainer.model.config.get_text_config()
     is_plain = _is_cross_entropy(trainer)
-    notes = []
     if not is_plain:
         notes.append("loss and step: this trainer's loss is no plain cross entropy")
     if trainer.args.n_gpu > 1:
@@ -76,6 +76,7 @@ def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
         places=lambda sequences: passes.batch(sequences, 0).rows,
         num_slots=lambda sequences: passes.batch(sequences, 0).inputs["input_ids"].numel(),
         loss=passes.loss if is_plain else None,
+        masks_prompts=passes.masks_prompts,
         embedding=trainer.model.get_input_embeddings(),
         head=trainer.model.get_output_embeddings(),
         step=passes.step if is_plain else None,
@@ -133,11 +134,31 @@ class _Passes:
         self._trained: Any = trainer.model_wrapped  # in DistributedDataParallel
         if self._trained is self._model:  # before `train`
             self._trained = trainer.accelerator.prepare_model(self._model)
-        self._takes_packs = bool(getattr(trainer.args, "packing", False))
+        self._trainer_rows = rows_of_trainer(trainer)
 
-    def check(self) -> None:
-        """Raises ValueError if sequences cannot be found in what the collator makes."""
-        self.batch(draw_pack(self._vocab_size(), LENGTHS), 0)
+    @property
+    def masks_prompts(self) -> bool:
+        """Whether the data set says which tokens are trained."""
+        return self._trainer_rows.masks_prompts
+
+    def check(self) -> list[str]:
+        """Returns notes on how sequences are put together.
+
+        Raises:
+            ValueError: if sequences cannot be found in what the collator makes.
+        """
+        notes = []
+        if not self._trainer_rows.columns:
+            notes.append(
+                "data set: its rows could not be read; the collator was given input_ids and labels"
+            )
+        batch = self.batch(draw_pack(self._vocab_size(), LENGTHS), 0)
+        if len(batch.inputs["input_ids"]) == len(LENGTHS):
+            notes.append(
+                "packing: rows of this data set hold one sequence each, and the collator leaves "
+                "each in a row of its own"
+            )
+        return notes
 
     def _vocab_size(self) -> int:
         return int(self._trainer.model.config.get_text_config().vocab_size)
@@ -153,8 +174,7 @@ class _Passes:
             labels: of the tokens, not shifted; None takes the tokens.
         """
         targets = sequences if labels is None else labels
-        batch = self._collate(sequences, targets)
-        inputs = dict(batch)
+        inputs = dict(self._trainer_rows.batch(sequences, targets))
         rows = self._rows(inputs["input_ids"], sequences)
         tokens = inputs["input_ids"].clone().flatten()
         padding = torch.ones(tokens.numel(), dtype=torch.bool)
@@ -162,21 +182,6 @@ class _Passes:
         tokens[padding] = fill
         inputs["input_ids"] = tokens.reshape(inputs["input_ids"].shape)
         return _Batch(inputs=self._trainer._prepare_inputs(inputs), rows=rows)
-
-    def _collate(self, sequences: Sequence[Tensor], labels: Sequence[Tensor]) -> Mapping[str, Any]:
-        if not self._takes_packs:
-            return self._trainer.data_collator(
-                [
-                    {"input_ids": tokens.tolist(), "labels": targets.tolist()}
-                    for tokens, targets in zip(sequences, labels)
-                ]
-            )
-        one_row = {  # TRL packs its data set: a sample of it is a row of several sequences
-            "input_ids": torch.cat(list(sequences)).tolist(),
-            "labels": torch.cat(list(labels)).tolist(),
-            "seq_lengths": [len(tokens) for tokens in sequences],
-        }
-        return self._trainer.data_collator([one_row])
 
     def _rows(self, tokens: Tensor, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Finds each sequence in the flattened tokens of a batch."""
