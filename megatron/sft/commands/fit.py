@@ -200,11 +200,13 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
             f"and {gib(trees.of_continued)} GiB for each 1,000 tokens that branches continue "
             "(described)"
         )
-    save_host = max(estimate.save_host_bytes for estimate in found)
     print(f"host      {_host(config, options)}")
+    by_kind = zip(*(estimate.save_host_bytes for estimate in found))
+    checkpoint, in_background, huggingface = (gib(max(sizes)) for sizes in by_kind)
     print(
-        f"          at most {gib(save_host)} GiB for a rank that writes a checkpoint, with "
-        "--async-save until it is written (described)"
+        f"          at most {checkpoint} GiB for each rank while it writes a checkpoint, with "
+        f"--async-save {in_background} GiB until it is written; {huggingface} GiB for each that "
+        "writes --save-hf (described)"
     )
     print(f"time      {time.monotonic() - start:.0f} s for this estimate")
     for name, expected, size in [] if peaks is None else comparison(found[0], peaks):
