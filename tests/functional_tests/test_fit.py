@@ -244,8 +244,8 @@ def test_a_folder_with_a_config_alone_is_enough(
 
 
 def _save(case: Case, folder: Path) -> tuple[list[int], SaveBytes]:
-    """Bytes alive at most while a checkpoint of real tensors is written in the background, and while
-    a model is written; and what is described.
+    """Bytes alive at most while a checkpoint of real tensors is written in the background, and
+    while a model is written; and what is described.
     """
     config = case.config()
     mcore_fixes.install()
