@@ -9,15 +9,19 @@ import os
 import re
 import subprocess
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import MLP
+from megatron.core.utils import unwrap_model
 
 from megatron.packing.device import CPU
 from megatron.sft.__main__ import main as train
@@ -35,12 +39,15 @@ from megatron.sft.fit.estimate import (
 )
 from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from megatron.sft.fit.report import GIB
-from megatron.sft.fit.save_bytes import save_bytes
+from megatron.sft.fit.save_bytes import SaveBytes, save_bytes
 from megatron.sft.fit.stages import stages_of
 from megatron.sft.fit.step import run_step
 from megatron.sft.memory_estimate import WayOut
 from megatron.sft.model import cpu_support, mcore_fixes
-from megatron.sft.model.checkpoints.content import Progress, state_to_save
+from megatron.sft.model.checkpoints.content import Progress
+from megatron.sft.model.checkpoints.save import CheckpointSave
+from megatron.sft.model.huggingface.companions import Companions
+from megatron.sft.model.huggingface.write import write_folder
 from tests.functional_tests.fit_check import (
     COMMON,
     EXPERTS,
@@ -236,9 +243,9 @@ def test_a_folder_with_a_config_alone_is_enough(
     assert stage["peak_bytes"] >= passes
 
 
-def _save(case: Case) -> tuple[int, int, int]:
-    """What is alive at most while a checkpoint is made of real tensors, what is described, and the
-    weights.
+def _save(case: Case, folder: Path) -> tuple[list[int], SaveBytes]:
+    """Bytes alive at most while a checkpoint of real tensors is written in the background, and
+    while a model is written; and what is described.
     """
     config = case.config()
     mcore_fixes.install()
@@ -247,23 +254,33 @@ def _save(case: Case) -> tuple[int, int, int]:
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
     counter = SettledCounter()
     training = run_step(config, VOCAB_SIZE, case.data, counter, num_steps=1)
-    with counter, counter.phase("save"):
-        state = state_to_save(training, Progress(1, 24, False), {}, {})
-    assert state["optimizer"]
-    (phase,) = (phase for phase in counter.phases if phase.name == "save")
-    weights = sum(p.nbytes for chunk in training.model for p in chunk.parameters())
-    return phase.peak - phase.start, save_bytes(training), weights
+    taken = []
+
+    def note(work: Callable[[], Any]) -> Any:
+        with counter, counter.phase("save"):
+            done = work()
+        taken.append(counter.phases[-1].peak - counter.phases[-1].start)
+        return done
+
+    arguments = (folder, training, Progress(1, 24, False), {}, {})
+    CheckpointSave(*arguments).finish()
+    note(partial(CheckpointSave, *arguments, in_background=True)).finish()
+    companions = Companions(config, None, VOCAB_SIZE, "bfloat16")
+    chunks = [unwrap_model(chunk) for chunk in training.model]
+    note(lambda: write_folder(folder / "hf", chunks, companions.weights(), companions.write))
+    return taken, save_bytes(training)
 
 
-@pytest.mark.parametrize("overlapped", ["", "--overlap-grad-reduce"])
-def test_a_checkpoint_takes_what_is_described(overlapped: str) -> None:
-    """A run that fits for a thousand steps would end at its first checkpoint. One rank gathers; the
-    other holds its own shards alone.
+@pytest.mark.parametrize("layout", ["", "--overlap-grad-reduce", "--tensor-model-parallel-size 2"])
+def test_what_is_written_takes_what_is_described(tmp_path: Path, layout: str) -> None:
+    """A run that fits for a thousand steps would end at its first checkpoint. Each rank has a share
+    of its own.
     """
-    case = Case(2, f"{PACKED} {GROUPED} --bf16 --use-distributed-optimizer {overlapped}")
-    (taken, described, weights), (of_other, _, _) = run_ranks(_save, 2, case)
-    assert described - weights <= taken <= 1.02 * (described - weights)
-    assert of_other < taken / 3
+    case = Case(2, f"{PACKED} {GROUPED} --bf16 --use-distributed-optimizer {layout}")
+    for (in_background, huggingface), described in run_ranks(_save, 2, case, tmp_path):
+        assert in_background == pytest.approx(described.in_background, rel=0.03)
+        assert described.checkpoint < in_background / 10
+        assert huggingface <= described.huggingface
 
 
 def test_a_measurement_needs_a_gpu(

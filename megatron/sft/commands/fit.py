@@ -214,18 +214,20 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
             f"and {gib(trees.of_continued)} GiB for each 1,000 tokens that branches continue "
             "(described)"
         )
-    save_host = max(estimate.save_host_bytes for estimate in found)
     print(f"host      {_host(config, options)}")
-    per_node = _kept_on_node(found, options)
+    per_node = _on_node([one.host_bytes for one in found], options)
     if per_node:
         num_gpus = min(options.gpus_per_node, options.world_size)
         print(
             f"          {gib(max(one.host_bytes for one in found))} GiB more for each rank of "
             f"optimizer and activations, {gib(per_node)} GiB for a node of {num_gpus} GPUs"
         )
+    by_kind = zip(*(estimate.save_host_bytes for estimate in found))
+    checkpoint, in_background, huggingface = (gib(max(sizes)) for sizes in by_kind)
     print(
-        f"          at most {gib(save_host)} GiB for a rank that writes a checkpoint, with "
-        "--async-save until it is written (described)"
+        f"          at most {checkpoint} GiB for each rank while it writes a checkpoint, with "
+        f"--async-save {in_background} GiB until it is written; {huggingface} GiB for each that "
+        "writes --save-hf (described)"
     )
     print(f"time      {time.monotonic() - start:.0f} s for this estimate")
     for name, expected, size in [] if peaks is None else comparison(found[0], peaks):
@@ -239,9 +241,10 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     host_memory = None
     if options.host_memory is not None:
         host_memory = parse_memory(options.host_memory, "--host-memory")
-    if host_memory is not None and per_node + save_host > host_memory:
+    needed = _on_node([one.host_bytes + _saved_on_host(one, config) for one in found], options)
+    if host_memory is not None and needed > host_memory:
         print(
-            f"does not fit: the host needs {gib(per_node + save_host)} GiB while a checkpoint is "
+            f"does not fit: the host needs {gib(needed)} GiB while a checkpoint is "
             f"written, but has {gib(host_memory)}; drop --optimizer-cpu-offload or "
             "--fine-grained-activation-offloading, or take more nodes",
             flush=True,
@@ -327,14 +330,21 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
     ]
 
 
-def _kept_on_node(stages: Sequence[Any], options: FitOptions) -> int:
-    """Returns the bytes that options keep on the host of the fullest node: ranks of a stage are
-    neighbours.
+def _saved_on_host(stage: Any, config: SFTConfig) -> int:
+    """Returns the most bytes on the host of a rank while it writes what `config` asks for."""
+    sizes, output = stage.save_host_bytes, config.output
+    checkpoint = sizes.in_background if output.async_save else sizes.checkpoint
+    return max(checkpoint, 0 if output.save_hf is None else sizes.huggingface)
+
+
+def _on_node(of_ranks: Sequence[int], options: FitOptions) -> int:
+    """Returns the bytes on the host of the fullest node, from those of a rank of each stage. Ranks
+    of a stage are neighbours.
 
     16 GPUs in 2 stages of 3 and 2 GiB, 8 GPUs a node    ->    24 GiB
     """
-    per_stage = options.world_size // len(stages)
-    ranks = [stage.host_bytes for stage in stages for _ in range(per_stage)]
+    per_stage = options.world_size // len(of_ranks)
+    ranks = [size for size in of_ranks for _ in range(per_stage)]
     starts = range(0, len(ranks), options.gpus_per_node)
     return max(sum(ranks[start : start + options.gpus_per_node]) for start in starts)
 

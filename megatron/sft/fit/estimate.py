@@ -17,7 +17,7 @@ from megatron.sft.fit.counter import HOST, ByteCounter, Phase
 from megatron.sft.fit.fake import described_gpu
 from megatron.sft.fit.fake.host_reads import HostReads, Routing
 from megatron.sft.fit.fake.world import fake_world
-from megatron.sft.fit.save_bytes import save_bytes
+from megatron.sft.fit.save_bytes import SaveBytes, save_bytes
 from megatron.sft.fit.stages import (
     Stage,
     at_depth,
@@ -55,8 +55,8 @@ class StageEstimate:
     """Peak bytes while the model is built."""
     optimizer: Part
     """Peak bytes besides the states in an optimizer step."""
-    save_host_bytes: int
-    """Peak bytes on the host of the rank that writes a checkpoint."""
+    save_host_bytes: SaveBytes
+    """Bytes on the host of a rank while it writes."""
     host_bytes: int = 0
     """Peak bytes on the host of what options keep there: the optimizer's state, activations."""
     remarks: tuple[str, ...] = ()
@@ -101,8 +101,8 @@ class Trace(NamedTuple):
 
     phases: list[Phase]
     """Building the model, a step, and what follows once the optimizer has its state."""
-    save_host_bytes: int
-    """Peak bytes on the host while a checkpoint is written then."""
+    save_host_bytes: SaveBytes
+    """Bytes on the host while a checkpoint or a model is written then."""
 
 
 def trace(request: Request, rank: int, num_microbatches: int, *, passes: bool = True) -> Trace:

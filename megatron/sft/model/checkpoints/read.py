@@ -158,13 +158,21 @@ def _read_into(target: Tensor, stored: Tensor, file: io.BufferedReader, first: i
             _read_into(part, stored_part, file, first)
         return
     buffer = target if is_in_place else torch.empty(size, dtype=stored.dtype)
-    flat = buffer.as_strided((size,), (1,), buffer.storage_offset())
-    bytes_wanted = flat.view(torch.uint8).numpy()
+    bytes_wanted = with_own_storage(buffer).flatten().view(torch.uint8).numpy()
     file.seek(first + stored.storage_offset() * itemsize)
     if file.readinto(bytes_wanted) != len(bytes_wanted):
         raise ValueError(f"{file.name} ends within a tensor")
     if not is_in_place:
         target.copy_(buffer.as_strided(stored.shape, stored.stride()))
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor on the host as one of the same memory, with a storage that ends
+    where it ends. What is done to that storage (numpy's arrays fix the size) isn't to the other.
+    """
+    begin = tensor.storage_offset() * tensor.itemsize
+    storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload,no-any-return]
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:

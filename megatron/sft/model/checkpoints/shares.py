@@ -32,6 +32,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron.sft.model.checkpoints.read import with_own_storage
 from megatron.sft.options.optimizer import ADAM_STATE
 
 Entry = ShardedTensor | ShardedTensorFactory
@@ -82,8 +83,10 @@ def share_out(state: dict[str, Any]) -> None:
 
     dict_list_map_inplace(share, state)
     for shares in nested_values(state):
-        if isinstance(shares, ShardedTensor):
-            shares.data = _apart(shares.data)
+        # Of a tensor that is part of a larger storage megatron-core would make a copy, and torch
+        # would write that storage.
+        if isinstance(shares, ShardedTensor) and shares.data.device.type == "cpu":
+            shares.data = with_own_storage(shares.data.detach().contiguous())
 
 
 def _is_replicated(entry: object) -> bool:
@@ -103,17 +106,6 @@ def _num_replicas(entry: Entry) -> int:
     if ".experts." in entry.key:
         return parallel_state.get_expert_data_parallel_world_size()
     return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-
-
-def _apart(values: Tensor) -> Tensor:
-    """Returns the same memory as a tensor of its own storage. Of one that is part of a larger
-    storage megatron-core would make a copy, and torch would write that storage.
-    """
-    if values.device.type != "cpu" or not values.is_contiguous():
-        return values
-    flat = values.detach().as_strided((values.numel(),), (1,), values.storage_offset())
-    own = torch.from_numpy(flat.view(torch.uint8).numpy())
-    return own.view(values.dtype).view(values.shape)
 
 
 def _own_state(
