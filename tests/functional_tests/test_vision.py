@@ -51,11 +51,23 @@ ALL_LAYOUTS = {
     "pp2-cp2": (4, f"{_PP} {_CP}"),
 }
 ALL = os.environ.get("LAYOUTS") == "all"
-LAYOUTS = list(ALL_LAYOUTS) if ALL else ["tp2-sp-recomputed"]
+_EXPERTS = "--moe-router-dtype fp64"
+CASES = [("qwen3-vl", "tp2-sp-recomputed")]
+if ALL:
+    CASES = [(name, layout) for name in ("qwen3-vl", "qwen3.5") for layout in ALL_LAYOUTS]
+    ALL_LAYOUTS |= {
+        "moe": (1, _EXPERTS),
+        "ep2": (2, f"--expert-model-parallel-size 2 {_EXPERTS}"),
+        "tp2-sp-ep2": (2, f"{_SP} --expert-model-parallel-size 2 {_EXPERTS}"),
+    }
+    CASES += [
+        (name, layout)
+        for name in ("qwen3-vl-moe", "qwen3.5-moe")
+        for layout in ("moe", "ep2", "tp2-sp-ep2")
+    ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["qwen3-vl"])
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_it_computes_what_transformers_computes(
     tmp_path: Path, record_property: Any, name: str, layout: str
 ) -> None:

@@ -16,7 +16,7 @@ from megatron.packing.scheduling.payload_cost import PayloadCost
 from megatron.packing.step.payload_store import PayloadStore
 from megatron.sft.images.deepstack import add_deepstack, with_features
 from megatron.sft.images.rotary import AxisRotary
-from megatron.sft.images.sizes import tower_cost
+from megatron.sft.images.sizes import PATCHES, tower_cost
 from megatron.sft.images.source import pixels_of
 from megatron.sft.images.tower import VisionTower
 from megatron.sft.images.vision import PARAMETERS, Vision
@@ -25,19 +25,8 @@ from megatron.sft.options.images import ImageConfig
 
 IS_TOWER, IS_PROJECTOR = "is_vision_tower", "is_vision_projector"
 """Attributes of trained parameters, by which the optimizer finds their learning rates."""
-PIXELS, PATCHES = "pixels", "patches"
-"""Name of the images of a sample's payload, and kind of its costs."""
-
-
-def check_stages(config: SFTConfig, vision: Vision) -> None:
-    """Raises ValueError if a layer that adds features of the tower is not on the first stage."""
-    of_first, needed = config.layers_of_parts[0], vision.num_deepstack
-    if of_first < needed:
-        raise ValueError(
-            f"--images needs {needed} layers on the first pipeline stage, which add features of "
-            f"the tower (DeepStack), but it has {of_first}; pass "
-            f"--decoder-first-pipeline-num-layers {needed}, or fewer stages"
-        )
+PIXELS = "pixels"
+"""Name of the images of a sample's payload."""
 
 
 def add_vision(gpt: GPTModel, vision: Vision) -> None:

@@ -12,6 +12,8 @@ from megatron.packing.scheduling.payload_cost import PayloadCost
 from megatron.sft.images.source import ImageSize
 from megatron.sft.images.vision import Vision
 
+PATCHES = "patches"
+"""Kind of the costs of a sample's images: patches of each."""
 _MOST_ASPECT = 200
 _MULTIPLY_ADD = 2
 
