@@ -16,7 +16,7 @@ from megatron.packing.scheduling.payload_cost import PayloadCost
 from megatron.packing.step.payload_store import PayloadStore
 from megatron.sft.images.deepstack import add_deepstack, with_features
 from megatron.sft.images.rotary import AxisRotary
-from megatron.sft.images.sizes import PATCHES, tower_cost
+from megatron.sft.images.sizes import PATCHES, num_ranks_of_image, tower_cost
 from megatron.sft.images.source import pixels_of
 from megatron.sft.images.tower import VisionTower
 from megatron.sft.images.vision import PARAMETERS, Vision
@@ -89,14 +89,11 @@ def image_cost(config: SFTConfig, vision: Vision) -> PayloadCost:
     """Returns the FLOPs of an image by its patches, on all ranks of a replica that encode it or
     wait meanwhile.
     """
-    parallel = config.parallel
-    # Tensor-parallel ranks share images with sequence parallel alone; other stages wait.
-    repeated = 1 if parallel.sequence_parallel else parallel.tensor_model_parallel_size
     return tower_cost(
         vision,
         trains_tower=config.images.trains_tower,
         trains_projector=config.images.trains_projector,
-        num_ranks=repeated * parallel.pipeline_model_parallel_size,
+        num_ranks=num_ranks_of_image(config.parallel),
     )
 
 

@@ -61,6 +61,7 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
         has_experts=config.model.num_experts is not None,
         has_shared_experts=bool(config.model.moe_shared_expert_intermediate_size),
     )
+    options |= config.images.identity()
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None
         options["base_folder"] = config.output.pretrained_checkpoint
