@@ -104,7 +104,7 @@ def test_it_computes_what_transformers_computes(
     assert_equal(written, {key: tensor.double() for key, tensor in source.items()}, 0.0)
 
 
-@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
 @pytest.mark.parametrize("mistake", [name for name in MISTAKES if name])
 def test_mistakes_show(tmp_path: Path, record_property: Any, mistake: str) -> None:
     """The loss hardly moves with some of them, so that gradients must tell."""
@@ -127,7 +127,7 @@ STEPS = {
 }
 
 
-@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
 @pytest.mark.parametrize("layout", STEPS)
 def test_losses_of_many_steps(tmp_path: Path, record_property: Any, layout: str) -> None:
     """A tower whose gradient is summed twice, or whose group the optimizer forgets, shows from the
@@ -145,7 +145,7 @@ def test_losses_of_many_steps(tmp_path: Path, record_property: Any, layout: str)
         assert largest(losses, expected) <= 1e-10
 
 
-@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
 @pytest.mark.parametrize("trained", ["", "--projector-lr 1e-3", "--tower-lr 1e-3"])
 @pytest.mark.parametrize("layout", ["alone", "tp2-sp-cp2", "pp2-recomputed"])
 def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, layout: str) -> None:

@@ -17,7 +17,7 @@ from megatron.packing.step.payload_store import PayloadStore
 from megatron.sft.images.deepstack import add_deepstack, with_features
 from megatron.sft.images.rotary import AxisRotary
 from megatron.sft.images.sizes import PATCHES, num_ranks_of_image, tower_cost
-from megatron.sft.images.source import pixels_of
+from megatron.sft.images.source import ImageError, pixels_of
 from megatron.sft.images.tower import VisionTower
 from megatron.sft.images.vision import PARAMETERS, Vision
 from megatron.sft.options.config import SFTConfig
@@ -107,4 +107,7 @@ def payload_store(cost: PayloadCost) -> PayloadStore:
 
 def _restored(images: Any) -> dict[str, Any]:
     """Returns the payloads of a key, which is a sequence of `SizedImage`."""
-    return {"payloads": {PIXELS: [pixels_of(image.source, image.size) for image in images]}}
+    try:
+        return {"payloads": {PIXELS: [pixels_of(image.source, image.size) for image in images]}}
+    except ImageError as fault:
+        raise ImageError(f"{fault}; correct it, or pass --skip-bad-samples") from None
