@@ -131,7 +131,8 @@ def chat(folder: Path, number: int, random: Random) -> dict[str, Any]:
                 {"role": "assistant", "content": "nothing ."},
             ]
         }
-    messages, images = [], []
+    messages: list[dict[str, Any]] = []
+    images: list[str] = []
     for part in range(random.choice((1, 1, 2))):
         name, picture = drawn(folder, 2 * number + part, random)
         images.append(name)

@@ -142,7 +142,7 @@ def read_vision(folder: str | Path, image_max_pixels: int) -> Vision:
     """
     path = Path(folder) / "config.json"
     config = _read(path)
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in FAMILIES or not isinstance(config.get("vision_config"), dict):
         raise ValueError(
             f"--images needs a model with a vision tower that is trained here, "
@@ -232,7 +232,7 @@ def _processor_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
 def _pixel_limits(settings: Mapping[str, Any], where: Path) -> tuple[int, int]:
     size = settings.get("size")
     size = size if isinstance(size, dict) else {}
-    limits = [
+    limits: list[Any] = [
         size.get(edge) if settings.get(former) is None else settings[former]
         for edge, former in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
     ]

@@ -1,6 +1,7 @@
 """Chats with images as tokens, by a template and a tokenizer of transformers."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,15 @@ import numpy as np
 import pytest
 
 from examples.tiny_images.make_data import PROCESSOR, SPECIAL, TEXT, TOWER
+from megatron.blending.metadatasets.metadataset import load_metadataset
+from megatron.blending.metadatasets.tree import source_entries
 from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
+from megatron.sft.data.chats import open_chats
 from megatron.sft.data.image_chats import ImageChats
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.images.vision import Vision, read_vision
+from tests.unit_tests.blending.folders import CRUDE, write_folder
 from tests.unit_tests.sft.images.test_sizes import write
 
 Image = pytest.importorskip("PIL.Image")
@@ -32,7 +37,8 @@ class Words:
     contexts = "differ"
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
-        ids, weights = [], []
+        ids: list[int] = []
+        weights: list[float] = []
         for message in conversation.messages:
             for number, piece in enumerate(message.pieces):
                 if number and message.role != "system":
@@ -119,9 +125,9 @@ def test_turns_are_sequences_of_their_own(vision: Vision) -> None:
 @pytest.mark.parametrize(("seq_length", "kept"), [(7, None), (8, None), (9, 9), (11, 11), (64, 12)])
 def test_truncation_never_cuts_an_image(vision: Vision, seq_length: int, kept: int | None) -> None:
     """What is left of an image has no place in the tower's rows; a cut behind it is sound."""
-    record = {"messages": chat("q", "a<image>", "bcd", "e"), "images": [picture(48, 32)]}
-    record["messages"][2]["role"] = "assistant"
-    del record["messages"][3]
+    messages = chat("q", "a<image>", "bcd")
+    messages[2]["role"] = "assistant"
+    record = {"messages": messages, "images": [picture(48, 32)]}
     found = encoder(vision, seq_length, policy="truncate").encode(record)
     # q a <s>, six placeholders up to token 8, </s> b c d: 13 tokens, of which 12 have a label
     if kept is None:
@@ -165,3 +171,37 @@ def test_damaged_pixels_are_found_where_records_may_be_skipped(vision: Vision) -
     words: Any = Words()
     with pytest.raises(SampleError, match="truncated"):
         ChatEncoder(words, 64, "error", images=checking).encode(record)
+
+
+def image_sizes(path: str, vision: Vision) -> list[list[int]]:
+    """Tokens of the images of each sample of a file or folder."""
+    (entry,) = source_entries(load_metadataset(path, "train"))
+    opened = open_chats(entry, encoder(vision))
+    found = []
+    for number in range(len(opened.source)):
+        images = opened.load(opened.source[number], ("", 0, number))[1].images
+        found.append(images.num_tokens.tolist())
+        assert images.images[0].source.name.startswith(f"{path} record {number}: ")
+    return found
+
+
+def test_files_of_images(tmp_path: Path, vision: Vision) -> None:
+    """A table's bytes, and files beside a line, are images like any other."""
+    pyarrow, parquet = (pytest.importorskip(f"pyarrow{name}") for name in ("", ".parquet"))
+    small, wide = {"bytes": picture(32, 32), "path": None}, {"bytes": None, "path": "w.png"}
+    (tmp_path / "w.png").write_bytes(picture(48, 32))
+    rows = [
+        {"messages": chat("<image>q", "a"), "images": [small]},
+        {"messages": chat("<image>q<image>", "a"), "images": [wide, small]},
+    ]
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    assert image_sizes(str(file), vision) == [[4], [6, 4]]
+
+
+def test_images_in_archives(tmp_path: Path, vision: Vision) -> None:
+    """Of energon's crude folders: the parts of a sample beside its chat."""
+    messages = json.dumps({"messages": chat("<image>q<image>", "a")}).encode()
+    parts = {"json": messages, "0.png": picture(32, 32), "1.png": picture(48, 32)}
+    folder = write_folder(tmp_path / "folder", {"s.tar": [("key", parts)]}, CRUDE)
+    assert image_sizes(str(folder), vision) == [[4, 6]]
