@@ -23,7 +23,7 @@ from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_hf_weights import assert_equal
 from tests.functional_tests.vision import MISTAKES, chats, train_images, write_vision_model
 
-BATCHES = [chats(5)]
+BATCHES: list[Any] = [chats(5)]
 TRAINED = "--images --tower-lr 1e-3 --projector-lr 1e-3"
 _TP = "--tensor-model-parallel-size 2"
 _SP, _PP, _CP = (

@@ -177,6 +177,7 @@ def image_sizes(path: str, vision: Vision) -> list[list[int]]:
     """Tokens of the images of each sample of a file or folder."""
     (entry,) = source_entries(load_metadataset(path, "train"))
     opened = open_chats(entry, encoder(vision))
+    assert opened.load is not None
     found = []
     for number in range(len(opened.source)):
         images = opened.load(opened.source[number], ("", 0, number))[1].images
