@@ -1,5 +1,6 @@
 # make run    train a small chat model on two processes, from nothing
 # make finetune  pretrain a tiny model, fine-tune it from its HuggingFace folder, let it answer held-out questions
+# make finetune-images  train a tiny vision model on drawn pictures, and ask it about others
 # make quick  under two minutes: format, lint, and the unit tests of a second and less
 # make test   all that a submission must pass: format, lint, types, unit tests, real processes over gloo, and a part of them with the other megatron-core
 # make unit   unit tests alone
@@ -16,6 +17,7 @@
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
 # make long-contexts  options of long contexts, alone and together, in 30 layouts beside the same layouts without them
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
+# make vision   vision models beside transformers: layouts, steps, frozen parts, and mistakes for scale (make test: one layout)
 # make preference  train a tiny model on pairs of answers, and count its wins over the start
 # make preference-layouts  preference losses in 30 layouts beside answers computed one by one (make test: three)
 # make preference-trl  preference losses and gradients beside TRL's own trainers, in float64 (downloads TRL)
@@ -73,7 +75,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts long-contexts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale preference-cost preference-mutants
+.PHONY: run finetune finetune-images vision finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts long-contexts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale preference-cost preference-mutants
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -87,6 +89,15 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 	for model in base chat; do \
 	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
 	@echo "A second run here gives the same to the bit. Elsewhere float32 rounds otherwise: 71 to 77 of 83 right answers were seen."
+
+finetune-images: $(VENV)/.finetune data/tiny_images/model/config.json
+	rm -rf runs/tiny_images
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_images/finetune.yaml $(PRECISION)
+	for model in data/tiny_images/model runs/tiny_images/chat; do \
+	$(VENV)/bin/python examples/tiny_images/ask.py $$model data/tiny_images/held_out.jsonl || exit; done
+
+data/tiny_images/model/config.json: examples/tiny_images/make_data.py | $(VENV)/.finetune
+	$(VENV)/bin/python $< --output-dir data/tiny_images
 
 preference: $(VENV)/.finetune
 	rm -rf runs/tiny_preference
@@ -173,6 +184,10 @@ layouts: $(VENV)/.dev
 
 # Every family and mechanism beside transformers and peft, and whole runs of each: about half an hour. Stopped, or with
 # FAMILIES_OPTIONS='--minutes 10', it continues where it was; remove $(FAMILIES_RESULTS) to begin again.
+vision: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.functional_tests.families --only vision --results runs/vision.jsonl \
+	--workers $(FUNCTIONAL_WORKERS) --write examples/benchmarks/results/vision.md $(FAMILIES_OPTIONS)
+
 FAMILIES_RESULTS ?= runs/families.jsonl
 families: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.families --results $(FAMILIES_RESULTS) --workers $(FUNCTIONAL_WORKERS) \

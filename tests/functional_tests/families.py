@@ -29,6 +29,7 @@ FILES = {
     "test_hf_weights.py": "Older families beside transformers, by layout",
     "test_families.py": "Families beside transformers, on one rank and with TP2 + SP (EP2)",
     "test_hf_training.py": "Twenty steps of AdamW beside transformers",
+    "test_vision.py": "Chats with images beside transformers, each alone; mistakes, for scale",
     "test_lora_peft.py": "LoRA beside peft",
     "test_lora.py": "Adapters in layouts, beside merged weights on one process",
     "test_mechanisms.py": "Mechanisms whose parts are cut, beside the whole",

@@ -214,6 +214,6 @@ EXAMPLES = {
     "glm4_moe_lite": "GLM-4.7-Flash",
     "mistral4": "Mistral Small 4",
     "qwen2_5_vl_text": "Qwen2.5-VL, on text",
-    "qwen3_vl_text": "Qwen3-VL, on text",
-    "qwen3_vl_moe_text": "Qwen3-VL MoE, on text",
+    "qwen3_vl_text": "Qwen3-VL",
+    "qwen3_vl_moe_text": "Qwen3-VL MoE",
 }

@@ -478,8 +478,7 @@ def train_by_transformers(
         loss = 0.0
         for sample in batch:
             inputs = {"input_ids": torch.from_numpy(sample.tokens)[None]}
-            if hasattr(sample, "inputs"):  # images, see `vision`
-                inputs |= sample.inputs()
+            inputs |= getattr(sample, "inputs", dict)()  # images, see `vision`
             found = model(**inputs).logits[0]
             each = cross_entropy(
                 found.to(_wide(dtype)), torch.from_numpy(sample.labels), reduction="none"

@@ -23,7 +23,7 @@ from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_hf_weights import assert_equal
 from tests.functional_tests.vision import MISTAKES, chats, train_images, write_vision_model
 
-BATCHES = [chats(5)]
+BATCHES: list[Any] = [chats(5)]
 TRAINED = "--images --tower-lr 1e-3 --projector-lr 1e-3"
 _TP = "--tensor-model-parallel-size 2"
 _SP, _PP, _CP = (
@@ -51,11 +51,23 @@ ALL_LAYOUTS = {
     "pp2-cp2": (4, f"{_PP} {_CP}"),
 }
 ALL = os.environ.get("LAYOUTS") == "all"
-LAYOUTS = list(ALL_LAYOUTS) if ALL else ["tp2-sp-recomputed"]
+_EXPERTS = "--moe-router-dtype fp64"
+CASES = [("qwen3-vl", "tp2-sp-recomputed")]
+if ALL:
+    CASES = [(name, layout) for name in ("qwen3-vl", "qwen3.5") for layout in ALL_LAYOUTS]
+    ALL_LAYOUTS |= {
+        "moe": (1, _EXPERTS),
+        "ep2": (2, f"--expert-model-parallel-size 2 {_EXPERTS}"),
+        "tp2-sp-ep2": (2, f"{_SP} --expert-model-parallel-size 2 {_EXPERTS}"),
+    }
+    CASES += [
+        (name, layout)
+        for name in ("qwen3-vl-moe", "qwen3.5-moe")
+        for layout in ("moe", "ep2", "tp2-sp-ep2")
+    ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["qwen3-vl"])
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_it_computes_what_transformers_computes(
     tmp_path: Path, record_property: Any, name: str, layout: str
 ) -> None:
@@ -92,7 +104,7 @@ def test_it_computes_what_transformers_computes(
     assert_equal(written, {key: tensor.double() for key, tensor in source.items()}, 0.0)
 
 
-@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
 @pytest.mark.parametrize("mistake", [name for name in MISTAKES if name])
 def test_mistakes_show(tmp_path: Path, record_property: Any, mistake: str) -> None:
     """The loss hardly moves with some of them, so that gradients must tell."""
@@ -115,7 +127,7 @@ STEPS = {
 }
 
 
-@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
 @pytest.mark.parametrize("layout", STEPS)
 def test_losses_of_many_steps(tmp_path: Path, record_property: Any, layout: str) -> None:
     """A tower whose gradient is summed twice, or whose group the optimizer forgets, shows from the
@@ -133,7 +145,7 @@ def test_losses_of_many_steps(tmp_path: Path, record_property: Any, layout: str)
         assert largest(losses, expected) <= 1e-10
 
 
-@pytest.mark.skipif(not ALL, reason="make images-beside-transformers runs it")
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
 @pytest.mark.parametrize("trained", ["", "--projector-lr 1e-3", "--tower-lr 1e-3"])
 @pytest.mark.parametrize("layout", ["alone", "tp2-sp-cp2", "pp2-recomputed"])
 def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, layout: str) -> None:

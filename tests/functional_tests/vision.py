@@ -42,9 +42,13 @@ _TOWER = {
 _TEXT = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen3-vl": _TOWER | {"deepstack_visual_indexes": [0, 1]},
+    "qwen3-vl-moe": _TOWER | {"deepstack_visual_indexes": [0, 1]},
     "qwen3.5": _TOWER,
+    "qwen3.5-moe": _TOWER,
 }
 """Model of `hf_models` -> sizes of its tower."""
+_WIDER = {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+"""Of Qwen3.5, which turns a quarter of its channels: enough for all three axes, and for ranks."""
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": UNIT**2, "longest_edge": 64 * UNIT**2},
@@ -54,7 +58,7 @@ PROCESSOR = {
     "image_mean": [0.5, 0.45, 0.4],
     "image_std": [0.5, 0.25, 0.2],
 }
-MODULES = ("qwen3_vl", "qwen3_5")
+MODULES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 GRIDS = ((Grid(2, 3), Grid(1, 1)), (), (Grid(3, 2),), (Grid(1, 4),) * 5, ())
 """Images of each sequence of a batch: of odd sizes, in packs with and without any."""
 
@@ -148,7 +152,9 @@ def write_vision_model(name: str, folder: Path, dtype: torch.dtype = torch.float
         "vision_start_token_id": START_TOKEN,
         "vision_end_token_id": END_TOKEN,
     }
-    write_model(name, folder, dtype, vision={"tower": TOWERS[name], "ids": ids, "rope": _TEXT})
+    vision = {"tower": TOWERS[name], "ids": ids, "rope": _TEXT}
+    sizes = _WIDER if "3.5" in name else None
+    write_model(name, folder, dtype, sizes=sizes, vision=vision)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
 
 

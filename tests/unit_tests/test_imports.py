@@ -197,6 +197,7 @@ FOLDERS = {
         "agreement",
         "peers",
         "memory_estimate",
+        "images",
         "data",
         "model",
         "arguments",

@@ -33,6 +33,10 @@ _OURS = {
         eval_packing eval_sample_packing multipack
     """,
     "--lr": "learning_rate max_lr",
+    "--tower-lr": "vit_lr vision_lr vision_tower_lr",
+    "--projector-lr": "aligner_lr merger_lr mm_projector_lr",
+    "--image-max-pixels": "max_pixels",
+    "--image-root": "media_dir image_folder image_dir",
     "--lr-decay-style": "lr_scheduler_type lr_scheduler",
     "--lr-warmup-fraction": "warmup_ratio",
     "--lr-warmup-iters N or --lr-warmup-fraction X": "warmup_steps num_warmup_steps",
@@ -190,9 +194,11 @@ _WAYS = {
         shuffle shuffle_dataset dataset_shuffle disable_shuffling shuffle_merged_datasets
         shuffle_buffer_size train_dataloader_shuffle
     """,
-    "drop it: only text is trained here": """
-        image_* video_* audio_* max_pixels min_pixels freeze_vision_tower freeze_vit
-        freeze_aligner freeze_multi_modal_projector vit_* media_dir crop_to_patches
+    "drop it: of other media images alone are trained, with --images": """
+        image_* video_* audio_* min_pixels crop_to_patches
+    """,
+    "drop it: tower and projector are frozen without --tower-lr and --projector-lr": """
+        freeze_vision_tower freeze_vit freeze_aligner freeze_multi_modal_projector
     """,
     "drop it: weights are not quantized": """
         load_in_4bit load_in_8bit quantization_bit quantization_method quant_method quant_bits

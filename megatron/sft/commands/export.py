@@ -17,6 +17,7 @@ from megatron.packing.rules import Rule, above_zero, check_rules
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
+from megatron.sft.options.images import TRAINED, ImageConfig
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
@@ -123,7 +124,7 @@ def export(
         )
     origin = None if source is None else open_folder(source)
     vocab_size = language_model(model_config).config.number("vocab_size")
-    config = _config(saved_options)
+    config = _config(saved_options, source)
     with process_groups(config):
         transformer_config = build_transformer_config(config, CPU)
         gpt = build_gpt(config, transformer_config, vocab_size, 0)
@@ -131,7 +132,12 @@ def export(
         write_folder(
             folder,
             [gpt],
-            weights_of(config.model, model_config, {} if origin is None else origin.tensors),
+            weights_of(
+                config.model,
+                model_config,
+                {} if origin is None else origin.tensors,
+                images=config.images,
+            ),
             lambda target: copy_companions(companions, target),
             most_bytes_per_file,
             lambda placed: checkpoint_weights.values_of(placed.name),
@@ -139,10 +145,13 @@ def export(
         )
 
 
-def _config(model_options: dict[str, Any]) -> SFTConfig:
+def _config(model_options: dict[str, Any], source: str | None) -> SFTConfig:
     """Returns the config of a single process that builds a checkpoint's model. Values that have no
     effect on the model are placeholders.
+
+    source: HuggingFace folder with the vision tower of a run that has trained it.
     """
+    trained = model_options.get(TRAINED, [])
     names = {field.name for field in fields(ModelConfig)}
     return SFTConfig(
         model=ModelConfig(
@@ -153,6 +162,11 @@ def _config(model_options: dict[str, Any]) -> SFTConfig:
         data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1, global_batch_size=1, lr=0.0),
         # Any name: with pretrained weights the model is built without initial ones.
-        output=OutputConfig(pretrained_checkpoint="of a checkpoint"),
+        output=OutputConfig(pretrained_checkpoint=source or "of a checkpoint"),
+        images=ImageConfig(
+            images=bool(trained),
+            tower_lr=1.0 if "tower" in trained else None,
+            projector_lr=1.0 if "projector" in trained else None,
+        ),
         preference=PreferenceConfig(loss="reward" if model_options.get("score_head") else "sft"),
     )

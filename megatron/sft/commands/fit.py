@@ -177,6 +177,11 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     """
     start = time.monotonic()
     silence_warnings(0)
+    if config.images.trains_tower or config.images.trains_projector:
+        raise ValueError(
+            "--tower-lr and --projector-lr keep activations of the tower, which are not estimated; "
+            "drop them for the memory of a run with a frozen tower"
+        )
     with quick_imports():
         from megatron.sft.fit.estimate import Request, estimates
         from megatron.sft.fit.verify import comparison, measured_elsewhere
@@ -319,6 +324,8 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
     stages = ""
     if len(set(config.layers_of_parts)) > 1:
         stages = f"; stages of {' '.join(map(str, config.layers_of_parts))} layers"
+    if config.images.images:
+        plain += "; of images the weights of the tower, not what an image takes while it is encoded"
     return [
         f"model     {model.num_layers} layers, hidden {model.hidden_size}, vocabulary "
         f"{request.vocab_size:,}, {'bfloat16' if config.training.bf16 else 'float32'}",

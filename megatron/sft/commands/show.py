@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from megatron.sft.data.counts import Counts
 from megatron.sft.data.datasets import Datasets, build_datasets
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.environment import exit_with_message, outlive_output
+from megatron.sft.images.sizes import PATCHES
 from megatron.sft.options.config import GROUPS, SFTConfig
 from megatron.sft.preflight.notes_on_data import notes_on_same_records
 
@@ -56,6 +58,8 @@ _TURNS = {
     "last": "the assistant's last turn of each conversation",
 }
 """Value of --train-turns -> its meaning, for the last line of the output."""
+_LONGEST_RUN = 3
+"""Equal tokens in a row that are printed one by one, in samples with images."""
 _TRAINED, _PLAIN = ("\033[1;32m", "\033[0m"), ("⟦", "⟧")
 
 
@@ -199,7 +203,12 @@ class _Report:
                     + (saved if "parents" in sample else "")
                     + answers_of(sample)
                 )
-                print(marked(sample, self._tokenizer.show, *self._marks), end="\n\n")
+                show = self._tokenizer.show
+                if "payload_key" in sample:
+                    show = partial(without_runs, show)
+                print(marked(sample, show, *self._marks), end="\n\n")
+                for line in images_of(sample):
+                    print(line)
 
     def summary(self, counts: Counts) -> None:
         """Prints a line per source: counts, lengths, and reasons for dropped records."""
@@ -225,6 +234,31 @@ class _Report:
                     f"{name:{width}}  shared prefixes are computed once: {num_tokens:,} tokens; "
                     f"as sequences {num_apart:,}, {num_apart / num_tokens:.2f} times as many"
                 )
+
+
+def without_runs(show: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
+    """Returns the text of tokens, with placeholders of an image as one and their number.
+
+    <img> <img> <img> <img> </s> -> <img>*4</s>
+    """
+    parts: list[str] = []
+    plain: list[int] = []
+    for token, run in groupby(ids):
+        length = len(list(run))
+        if length <= _LONGEST_RUN:
+            plain += [token] * length
+            continue
+        parts += [show(plain), f"{show([token])}*{length}"]
+        plain = []
+    return "".join([*parts, show(plain)])
+
+
+def images_of(sample: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each image of a sample: what the model sees of it."""
+    patches = sample.get("costs", {}).get(PATCHES, ())
+    for number, (image, count) in enumerate(zip(sample.get("payload_key", ()), patches), 1):
+        height, width = image.size
+        yield f"image {number}: {height} x {width} pixels, {count:,} patches, {image.source.name}"
 
 
 def answers_of(sample: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.counts import COLUMNS, Counts
 from megatron.sft.data.sample_set import SampleSet
+from megatron.sft.images.sizes import PATCHES
 
 _CHUNK = 32
 """Most samples that a worker makes at once; a fetch of more is made whole all the same."""
@@ -38,8 +39,6 @@ PATH_FIELD = "path_weight"
 """Field that every sample with fields per path has."""
 POSITION, SOURCE = "path_position", "path_source"
 """Fields that the stream adds to these: position of the sample in the data, and its source."""
-PATCHES = "patches"
-"""Kind of the costs of images: patches that a tower encodes."""
 
 
 class Share(NamedTuple):

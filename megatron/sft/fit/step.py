@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron.packing.batch.columns import AXIS_POSITIONS
 from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
 from megatron.packing.batch.samples import Samples
 from megatron.packing.device import CPU, Device
@@ -102,12 +103,16 @@ def prepare(config: SFTConfig, data: StepData) -> list[Prepared]:
     layouts = layouts_of(lengths, num_sequences, config.alignment)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if stage in (0, num_stages - 1):
+    samples = None
+    if stage in (0, num_stages - 1) or config.images.images:
         tokens, sources = np.zeros(lengths.sum(), np.int32), np.zeros(lengths.size, np.int32)
         samples = Samples.of(lengths, sources, tokens, tokens, mask)
+    if samples is not None and config.images.images:  # each stage makes its rotary embedding
+        samples = samples.with_schema((AXIS_POSITIONS,))
+    if samples is not None and stage in (0, num_stages - 1):
         packs = pack(samples, num_sequences, layouts)
     else:
-        packs = layout_microbatches(layouts)
+        packs = layout_microbatches(layouts, samples=samples)
     found = []
     for one, layout in zip(packs, layouts):
         num_loss_tokens = 0

@@ -16,8 +16,8 @@ from megatron.packing.scheduling.payload_cost import PayloadCost
 from megatron.packing.step.payload_store import PayloadStore
 from megatron.sft.images.deepstack import add_deepstack, with_features
 from megatron.sft.images.rotary import AxisRotary
-from megatron.sft.images.sizes import tower_cost
-from megatron.sft.images.source import pixels_of
+from megatron.sft.images.sizes import PATCHES, num_ranks_of_image, tower_cost
+from megatron.sft.images.source import ImageError, pixels_of
 from megatron.sft.images.tower import VisionTower
 from megatron.sft.images.vision import PARAMETERS, Vision
 from megatron.sft.options.config import SFTConfig
@@ -25,19 +25,8 @@ from megatron.sft.options.images import ImageConfig
 
 IS_TOWER, IS_PROJECTOR = "is_vision_tower", "is_vision_projector"
 """Attributes of trained parameters, by which the optimizer finds their learning rates."""
-PIXELS, PATCHES = "pixels", "patches"
-"""Name of the images of a sample's payload, and kind of its costs."""
-
-
-def check_stages(config: SFTConfig, vision: Vision) -> None:
-    """Raises ValueError if a layer that adds features of the tower is not on the first stage."""
-    of_first, needed = config.layers_of_parts[0], vision.num_deepstack
-    if of_first < needed:
-        raise ValueError(
-            f"--images needs {needed} layers on the first pipeline stage, which add features of "
-            f"the tower (DeepStack), but it has {of_first}; pass "
-            f"--decoder-first-pipeline-num-layers {needed}, or fewer stages"
-        )
+PIXELS = "pixels"
+"""Name of the images of a sample's payload."""
 
 
 def add_vision(gpt: GPTModel, vision: Vision) -> None:
@@ -100,14 +89,11 @@ def image_cost(config: SFTConfig, vision: Vision) -> PayloadCost:
     """Returns the FLOPs of an image by its patches, on all ranks of a replica that encode it or
     wait meanwhile.
     """
-    parallel = config.parallel
-    # Tensor-parallel ranks share images with sequence parallel alone; other stages wait.
-    repeated = 1 if parallel.sequence_parallel else parallel.tensor_model_parallel_size
     return tower_cost(
         vision,
         trains_tower=config.images.trains_tower,
         trains_projector=config.images.trains_projector,
-        num_ranks=repeated * parallel.pipeline_model_parallel_size,
+        num_ranks=num_ranks_of_image(config.parallel),
     )
 
 
@@ -121,4 +107,7 @@ def payload_store(cost: PayloadCost) -> PayloadStore:
 
 def _restored(images: Any) -> dict[str, Any]:
     """Returns the payloads of a key, which is a sequence of `SizedImage`."""
-    return {"payloads": {PIXELS: [pixels_of(image.source, image.size) for image in images]}}
+    try:
+        return {"payloads": {PIXELS: [pixels_of(image.source, image.size) for image in images]}}
+    except ImageError as fault:
+        raise ImageError(f"{fault}; correct it, or pass --skip-bad-samples") from None

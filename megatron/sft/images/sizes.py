@@ -11,7 +11,10 @@ from typing import NamedTuple
 from megatron.packing.scheduling.payload_cost import PayloadCost
 from megatron.sft.images.source import ImageSize
 from megatron.sft.images.vision import Vision
+from megatron.sft.options.parallel import ParallelConfig
 
+PATCHES = "patches"
+"""Kind of the costs of a sample's images: patches of each."""
 _MOST_ASPECT = 200
 _MULTIPLY_ADD = 2
 
@@ -59,6 +62,15 @@ def grid_of(size: ImageSize, vision: Vision) -> Grid:
     """Returns the tokens of an image of a size that `resized` gave."""
     unit = vision.patch_size * vision.merge_size
     return Grid(size.height // unit, size.width // unit)
+
+
+def num_ranks_of_image(parallel: ParallelConfig) -> int:
+    """Returns the ranks of a data-parallel replica that encode an image, or wait for the one that
+    does.
+    """
+    # Tensor-parallel ranks share images with sequence parallel alone; other stages wait.
+    repeated = 1 if parallel.sequence_parallel else parallel.tensor_model_parallel_size
+    return repeated * parallel.pipeline_model_parallel_size
 
 
 def tower_cost(

@@ -78,4 +78,5 @@ def _keep_float32(module: torch.nn.Module) -> None:
         for name in list(part._non_persistent_buffers_set):
             value = part._buffers.pop(name)
             part._non_persistent_buffers_set.discard(name)
-            object.__setattr__(part, name, value.detach().clone())
+            plain = None if value is None else value.detach().clone()
+            object.__setattr__(part, name, plain)

@@ -4,8 +4,8 @@ them, the tower, and the rotary embedding of their positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,25 @@ _QWEN3_VL = VisionFamily(
     },
     tower=_SIZES | {"deepstack_visual_indexes": [8, 16, 24]},
 )
-FAMILIES: Mapping[str, VisionFamily] = {"qwen3_vl": _QWEN3_VL}
+_QWEN3_5 = replace(
+    _QWEN3_VL,
+    tower_type="qwen3_5_vision",
+    projector=("merger.",),
+    tokens={
+        "image_token_id": 248056,
+        "video_token_id": 248057,
+        "vision_start_token_id": 248053,
+        "vision_end_token_id": 248054,
+    },
+    sections=(11, 11, 10),
+    tower=_SIZES,
+)
+FAMILIES: Mapping[str, VisionFamily] = {
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": replace(_QWEN3_VL, tower_type="qwen3_vl_moe_vision"),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": replace(_QWEN3_5, tower_type="qwen3_5_moe_vision"),
+}
 """`model_type` of a multimodal model -> how it sees images."""
 
 
@@ -124,7 +142,7 @@ def read_vision(folder: str | Path, image_max_pixels: int) -> Vision:
     """
     path = Path(folder) / "config.json"
     config = _read(path)
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in FAMILIES or not isinstance(config.get("vision_config"), dict):
         raise ValueError(
             f"--images needs a model with a vision tower that is trained here, "
@@ -159,6 +177,20 @@ def read_vision(folder: str | Path, image_max_pixels: int) -> Vision:
         mean=_three(settings, "image_mean", where),
         std=_three(settings, "image_std", where),
     )
+
+
+def check_stages(vision: Vision, layers_of_parts: Sequence[int]) -> None:
+    """Raises ValueError if a layer that adds features of the tower is not on the first stage.
+
+    layers_of_parts: layers of each virtual stage of each pipeline stage.
+    """
+    of_first, needed = layers_of_parts[0], vision.num_deepstack
+    if of_first < needed:
+        raise ValueError(
+            f"--images needs {needed} layers on the first pipeline stage, which add features of "
+            f"the tower (DeepStack), but it has {of_first}; pass "
+            f"--decoder-first-pipeline-num-layers {needed}, or fewer stages"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -200,7 +232,7 @@ def _processor_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
 def _pixel_limits(settings: Mapping[str, Any], where: Path) -> tuple[int, int]:
     size = settings.get("size")
     size = size if isinstance(size, dict) else {}
-    limits = [
+    limits: list[Any] = [
         size.get(edge) if settings.get(former) is None else settings[former]
         for edge, former in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
     ]

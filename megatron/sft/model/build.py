@@ -45,7 +45,7 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered
 from megatron.sft.images.model import add_vision, image_cost, payload_store, set_trained
-from megatron.sft.images.vision import Vision, read_vision
+from megatron.sft.images.vision import Vision, check_stages, read_vision
 from megatron.sft.model.checkpoints.weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import (
     add_to_gpt,
@@ -216,6 +216,7 @@ def build_transformer_config(
     )
     prepare_config(transformer_config, model)
     if (vision := vision_of(config)) is not None:
+        check_stages(vision, config.layers_of_parts)
         transformer_config.mrope_section = list(vision.sections)
     # None of these is a field of megatron-core's dataclass. `Device.of` reads the first, core
     # attention the second, `tile_layers` the third, `cost_of` the fourth, `build_gpt` the fifth,

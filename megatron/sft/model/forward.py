@@ -109,13 +109,12 @@ def forward_step(
             sources = padded.sources.to(padded.tokens.device, non_blocking=True)
     gpt = unwrap_model(model)
     vision: Vision | None = getattr(gpt, "vision_settings", None)
-    takes_images = vision is not None and is_first
     output = model(
         batch.tokens if has_embedding else None,
         # Those along axes make the rotary embedding of each stage.
         batch.position_ids if has_embedding or vision is not None else None,
         None,
-        decoder_input=decoder_input(gpt, batch, vision) if takes_images else None,
+        decoder_input=None if vision is None or not is_first else decoder_input(gpt, batch, vision),
         labels=batch.labels if is_last else None,
         packed_seq_params=batch.packed_seq_params,
         loss_mask=batch.loss_mask if is_last else None,

@@ -69,14 +69,17 @@ def _rates_of_tower(config: SFTConfig) -> dict[ParamKey, Any]:
     schedule of the others in proportion.
     """
     found: dict[ParamKey, Any] = {}
-    training = config.training
-    for mark, rate in (
-        (IS_TOWER, config.images.tower_lr),
-        (IS_PROJECTOR, config.images.projector_lr),
-    ):
+    training, images = config.training, config.images
+    rates = ((IS_TOWER, images.tower_lr), (IS_PROJECTOR, images.projector_lr))
+    for number, (mark, rate) in enumerate(rates, 2):
         if rate is not None:
             min_lr = training.min_lr * rate / training.lr if training.lr else 0.0
-            found[ParamKey(attr=mark)] = {"max_lr": rate, "min_lr": min_lr}
+            # Checkpoints tell groups apart by `lr_mult`, which nothing multiplies.
+            found[ParamKey(attr=mark)] = {
+                "max_lr": rate,
+                "min_lr": min_lr,
+                "lr_mult": float(number),
+            }
     return found
 
 

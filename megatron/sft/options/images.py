@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.packing.rules import Rule, above_zero, at_least, check_rules
+
+TRAINED = "trained_of_tower"
+"""Key of a checkpoint's options with what a run trains of the vision tower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,13 @@ class ImageConfig:
 
     def __post_init__(self) -> None:
         check_rules(self.rules, options=self)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what must be the same in a checkpoint and in the run that loads it: the parts
+        whose weights and optimizer state it holds.
+        """
+        parts = {"tower": self.trains_tower, "projector": self.trains_projector}
+        return {TRAINED: [name for name, is_trained in parts.items() if is_trained]}
 
     @property
     def trains_tower(self) -> bool:

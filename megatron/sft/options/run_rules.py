@@ -167,6 +167,11 @@ IMAGE_RULES = (
         way_out="drop one",
     ),
     Rule(
+        when=lambda options: options.images and options.pack_cost is not None,
+        why="{pack_cost.flag} has times of packs without images",
+        way_out="drop it: the tower and the language model are then both counted in FLOPs",
+    ),
+    Rule(
         when=lambda options: options.images and options.sample_prompts is not None,
         why="{sample_prompts.flag} answers by text alone, without the images of {images.flag}",
         way_out="drop it, and ask the model of --save-hf by megatron-sft chat",

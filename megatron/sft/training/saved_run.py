@@ -75,6 +75,7 @@ def model_options(
         has_shared_experts=bool(config.model.moe_shared_expert_intermediate_size),
         has_dense_layers=0 in config.model.moe_layer_freq,
     )
+    options |= config.images.identity()
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None
         options["base_folder"] = config.output.pretrained_checkpoint

@@ -25,6 +25,7 @@ from megatron.packing.step.groups import is_data_rank
 from megatron.packing.step.stats import PackingStats
 from megatron.sft.data.counts import Counts
 from megatron.sft.data.stream import Share
+from megatron.sft.images.sizes import num_ranks_of_image
 from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics import SourceMetrics, StepMetrics
@@ -280,6 +281,8 @@ class StepAccount:
         flops = self._cost.of_batch(
             stats.tokens, stats.square_sum, stats.num_loss_tokens, stats.window_square_sums
         )
+        # The cost of images, without the ranks that wait for them.
+        flops += stats.payload_cost / num_ranks_of_image(self._config.parallel)
         reported = replace(
             stats,
             num_loss_tokens=reduced.num_loss_tokens,

@@ -23,6 +23,7 @@ ARGUMENTS = {
     "labels": "script",
     "packed_seq_params": "demanded",
     "loss_mask": "demanded",  # where further tokens are predicted; else it saves time alone
+    "decoder_input": "script",  # words and images, by the script's own tower
     "padding_mask": "done",  # by `mask_padding`; layers of experts demand it
 }
 MENDS = {
@@ -61,6 +62,7 @@ PARTS = {
     "multiply_embeddings": "script",
     "adjust_logits": "script",
     "add_score_head": "script",  # of reward models
+    "add_vision": "script",
 }
 SETTINGS = {
     "device": "script",  # else it is that of the tensors
@@ -85,6 +87,7 @@ SETTINGS = {
     "yarn_mscale_all_dim": "script",
     "moe_router_pre_softmax": "script",  # how shares are made
     "apply_rope_fusion": "demanded",
+    "mrope_section": "script",
     "expert_tensor_parallel_size": "demanded",
 }
 LAYOUT = {

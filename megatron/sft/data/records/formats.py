@@ -62,6 +62,7 @@ from megatron.sft.data.records.content import (
     messages_of,
     said_in,
 )
+from megatron.sft.data.records.images import COLUMNS as IMAGES
 from megatron.sft.data.records.images import filled, read_images, split_marks
 from megatron.sft.data.records.messages import Message, read_turns
 from megatron.sft.data.records.preferences import (
@@ -80,6 +81,12 @@ _FORMATS = (
     "messages | conversations | conversation (and responses), prompt + completion | responses, "
     "instruction | query | question "
     "(and input | context) + output | response | answer | answers, text, tokens or input_ids"
+)
+
+
+_IMAGES_LOST = (
+    "record has images, which would be lost; pass --images to train a vision model on them, or "
+    "leave them out with --data-columns none=images"
 )
 
 
@@ -107,10 +114,7 @@ def read_record(
     if takes_images:
         reading = _with_images(reading, fields)
     elif any(message.images for message in messages_of(reading.content)):
-        raise SampleError(
-            "record has images, which would be lost; pass --images to train them, or leave the "
-            "record out"
-        )
+        raise SampleError(_IMAGES_LOST)
     weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
     unread = {key for key in fields if not is_empty(fields[key])} - reading.read - {"weight"}
     _check_unread(fields, unread, reading.content, keys)
@@ -334,6 +338,8 @@ def _check_unread(
             any(text.strip() in part for part in said) or all(part in text for part in said)
         ):
             continue  # repeats a text that is read, or is the whole conversation as one text
+        if key in IMAGES:
+            raise SampleError(_IMAGES_LOST)
         raise SampleError(
             f"record has {key}, which would be lost beside what is read; name its meaning with "
             f"--data-columns, or leave it out with --data-columns none={key}"

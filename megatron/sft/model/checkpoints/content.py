@@ -24,12 +24,14 @@ from megatron.packing.flags import flag_of
 from megatron.packing.model.names import is_of_adapter
 from megatron.packing.model.parts import known_parts
 from megatron.sft.data.sample_set import blend_changes, match_saved_form
+from megatron.sft.images.vision import PARAMETERS
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.files import CheckpointError, check_sound, read_or_refused
 from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
 from megatron.sft.model.checkpoints.shares import share_out
 from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
 from megatron.sft.model.cpu_offload import make_adam_state
+from megatron.sft.options.images import TRAINED
 from megatron.sft.options.lora import key_of_part
 from megatron.sft.options.model import ModelConfig
 
@@ -38,7 +40,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 # Checkpoints from before an option existed do not record it. Their runs had its default.
 _DEFAULTS_OF_OLD = {
     field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING
-} | {"lora": False, "lora_experts": "all", "lora_gate_up": "files"}
+} | {"lora": False, "lora_experts": "all", "lora_gate_up": "files", TRAINED: []}
 
 
 class Progress(NamedTuple):
@@ -180,6 +182,7 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
     names["base"] = f"the base model (then {saved.get('base_folder')})"
     names["reference"] = "the reference (--pretrained-checkpoint, --lora-adapter)"
+    names[TRAINED] = "what --tower-lr and --projector-lr train"
     names |= {key_of_part(p.name): f"--lora-target-modules of {p.title}" for p in known_parts()}
     differing = {
         name: f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
@@ -308,13 +311,16 @@ def _sharded_state(
 
 
 def _left_out(gpt: torch.nn.Module) -> set[str]:
-    """Returns the parameters that a checkpoint leaves out: under LoRA those of the base model,
-    which are in its folder. Without adapters a parameter that is not trained is nowhere else.
+    """Returns the parameters that a checkpoint leaves out: a frozen vision tower and, under LoRA,
+    the base model, which are in its folder. Other parameters that are not trained are nowhere else.
     """
     parameters = dict(gpt.named_parameters())
-    if not any(map(is_of_adapter, parameters)):
-        return set()
-    return {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    has_adapters = any(map(is_of_adapter, parameters))
+    return {
+        name
+        for name, parameter in parameters.items()
+        if not parameter.requires_grad and (has_adapters or name.startswith(PARAMETERS))
+    }
 
 
 def _parallel_sizes() -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.sft.images.vision import check_stages, read_vision
 from megatron.sft.model.checkpoints.folder import (
     distributed_checkpoint,
     huggingface_source,
@@ -73,6 +74,9 @@ def open_pretrained(
             )
         return MegatronCheckpoint(checkpoint)
     folder = open_folder(output.pretrained_checkpoint)
+    if config.images.images:
+        vision = read_vision(output.pretrained_checkpoint, config.images.image_max_pixels)
+        check_stages(vision, config.layers_of_parts)
     model_config = read_config(output.pretrained_checkpoint)
     weights = weights_of(
         config.model,

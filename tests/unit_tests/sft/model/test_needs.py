@@ -125,7 +125,7 @@ def test_precisions_reach_the_optimizer(
     made: list[Any] = []
     monkeypatch.setattr(optimizer, "OptimizerConfig", lambda **named: made.append(named))
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda *_, **__: None)
-    monkeypatch.setattr(optimizer, "get_standard_config_overrides", lambda _: None)
+    monkeypatch.setattr(optimizer, "get_standard_config_overrides", lambda _: {})
     model: Any = [SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]))]
     optimizer.build_optimizer(parse(f"{PRECISION} {arguments}"), model)
     expected["use_precision_aware_optimizer"] = True

@@ -45,7 +45,7 @@ CHECKED_ELSEWHERE = """
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers expert_model_parallel_size
     overlap_param_gather blend_mode blend_weight_schedule blend_weights_by chat_template
     chat_template_kwargs lr_wsd_decay_iters use_precision_aware_optimizer bias_swiglu_fusion
-    moe_grouped_gemm moe_permute_fusion
+    moe_grouped_gemm moe_permute_fusion images
 """.split()
 """Options that need more than a value of one other option. `__post_init__` or `SFTConfig.check`
 refuse them alone, or they are options of the model, which folders of models set as well.

@@ -504,6 +504,10 @@ def test_labels_of_texts_are_not_preferences():
         ({"role": "user", "content": None}, "messages[0].content must be a string, but is None"),
         (
             {"role": "user", "content": [{"type": "image"}]},
+            "record has images, which would be lost; pass --images",
+        ),
+        (
+            {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]},
             'messages[0].content must hold parts {"type": "text", ',
         ),
         (
