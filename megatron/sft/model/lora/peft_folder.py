@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +205,21 @@ def _effects(config: Mapping[str, Any], folder: str | Path, flag: str) -> dict[s
             others = [module for module, rank in ranks.items() if rank != config.get("r")]
             effects[name] = f"{others[0]} has rank {ranks[others[0]]}" if others else ""
         else:
-            effects[name] = _effect_on_alpha(pattern, ranks, config.get("lora_alpha"))
+            adapted = [*ranks, *_parameters(config, ranks)]
+            effects[name] = _effect_on_alpha(pattern, adapted, config.get("lora_alpha"))
     return effects
+
+
+def _parameters(config: Mapping[str, Any], modules: Iterable[str]) -> Iterator[str]:
+    """Yields the names of stacked experts, which peft compares with patterns, although it warns
+    that none matches: layers.0.mlp.experts.base_layer -> layers.0.mlp.experts.gate_up_proj.
+    """
+    for module in modules:
+        holder = module.removesuffix(".base_layer")
+        for name in config.get("target_parameters") or []:
+            module_of_name, _, parameter = str(name).rpartition(".")
+            if holder == module_of_name or holder.endswith(f".{module_of_name}"):
+                yield f"{holder}.{parameter}"
 
 
 def _effect_on_alpha(pattern: Mapping[str, Any], modules: Iterable[str], alpha: object) -> str:
