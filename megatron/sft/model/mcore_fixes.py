@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron.packing.device import Device
 from megatron.packing.model.layers.routers import define_te_general_gemm
@@ -33,6 +35,7 @@ def install() -> None:
     _save_without_other_processes()
     _keep_norms_on_the_device()
     _clip_in_place()
+    _sum_gradients_of_words()
     read.install()
     shares.install()
     cpu_offload.install()
@@ -217,3 +220,23 @@ def _clip_in_place() -> None:
 
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
         clip_grads.multi_tensor_scale_impl = scale
+
+
+def _sum_gradients_of_words() -> None:
+    """Sums a word's gradient in float32 on CPU, in whatever type the embedding is.
+
+    torch's `embedding` adds the rows of its tokens in bfloat16 there, one by one: the gradient of a
+    word that comes 10,000 times stops growing at 256 of its rows, as 256 + 1 is 256.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if layers.F is not functional:
+        return
+
+    def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+        if weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16):
+            return functional.embedding(ids, weight)
+        return weight.index_select(0, ids.flatten()).view(*ids.shape, -1)
+
+    names = {**vars(functional), "embedding": embedding}
+    layers.F = SimpleNamespace(**names)  # type: ignore[assignment]

@@ -216,3 +216,28 @@ def test_recomputes_without_a_compiler(monkeypatch):
     mended = random._get_share_storage
     install()
     assert random._get_share_storage is mended
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, 9984), (torch.float32, 10_000)])
+def test_gradient_of_a_frequent_word_is_its_sum(dtype, value):
+    """torch's embedding stops at 256 on a CPU: a start token of 10,000 sequences hardly learns."""
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    from megatron.sft.model import mcore_fixes
+
+    mcore_fixes.install()
+    weight = torch.randn(10, 4).to(dtype).requires_grad_()
+    rank_alone = SimpleNamespace(size=lambda: 1)
+    layer = SimpleNamespace(
+        weight=weight, tp_group=rank_alone, deterministic_mode=False, config=SimpleNamespace(),
+        reduce_scatter_embeddings=False,
+    )  # fmt: skip
+    ids = torch.full((2, 5000), 3)
+    ids[0, 0] = 7
+    words = VocabParallelEmbedding.forward(layer, ids)
+    assert torch.equal(words[0, 0], weight[7])
+    assert torch.equal(words[1, 2], weight[3])
+    words.sum().backward()
+    assert weight.grad[3].tolist() == pytest.approx([value] * 4, abs=value * 1e-3)
+    assert weight.grad[7].tolist() == [1] * 4
+    assert not weight.grad[0].any()

@@ -13,7 +13,7 @@ from megatron.sft.model.huggingface.families.registry import FAMILIES, language_
 from megatron.sft.model.huggingface.folder import check_folder
 from megatron.sft.model.huggingface.names import naming
 from megatron.sft.model.huggingface.weights import Weights
-from megatron.sft.model.lora.names import AdapterWeights, note_for_peft
+from megatron.sft.model.lora.names import PREFIX, AdapterWeights, note_for_peft
 from megatron.sft.model.lora.peft_folder import (
     CONFIG,
     WEIGHTS,
@@ -145,6 +145,33 @@ def test_patterns_that_change_a_module_are_refused_by_its_name(adapter):
         options_of_adapter(adapter)
     change(adapter, r=3, rank_pattern={})
     assert notes_on_adapter(adapter) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["down_proj", "layers.0.mlp.experts.down_proj", "experts.down_proj"]
+)
+def test_patterns_of_stacked_experts_are_refused(adapter, key):
+    """peft 0.21.2 warns that down_proj was ignored, and takes it: it was noted as without effect,
+    and the update was scaled by the alpha of the others.
+    """
+    stacked = f"{PREFIX}model.layers.0.mlp.experts"
+    sizes = {"lora_A.weight": (6, 4), "lora_B.weight": (4, 6)}
+    save_file(
+        {
+            f"{stacked}{inner}.{part}": torch.zeros(size)
+            for inner in ("", ".base_layer")
+            for part, size in sizes.items()
+        },
+        adapter / WEIGHTS,
+    )
+    change(adapter, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    change(adapter, alpha_pattern={key: 8})
+    with pytest.raises(
+        ValueError, match=r"by which model\.layers\.0\.mlp\.experts\.down_proj has a"
+    ):
+        options_of_adapter(adapter)
+    change(adapter, alpha_pattern={"up_proj": 8})
+    assert len(notes_on_adapter(adapter)) == 1
 
 
 @pytest.mark.parametrize(
