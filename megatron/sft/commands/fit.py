@@ -325,7 +325,7 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
     if len(set(config.layers_of_parts)) > 1:
         stages = f"; stages of {' '.join(map(str, config.layers_of_parts))} layers"
     if config.images.images:
-        plain += "; of images the weights of the tower, not what an image takes while it is encoded"
+        adam += "; of images the weights of the tower, not what an image takes while it is encoded"
     return [
         f"model     {model.num_layers} layers, hidden {model.hidden_size}, vocabulary "
         f"{request.vocab_size:,}, {'bfloat16' if config.training.bf16 else 'float32'}",
