@@ -115,7 +115,6 @@ MORE_PEFT_CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
             ("gpt-oss", ["router.weight", *_EXPERTS]),
         )
     ),
-    ("qwen3.5-moe", "tp2-pp2-ep2-sp", 1, {"target_modules": ["q_proj", "shared_expert_gate"]}),
     ("glm4", "pp2", 2, {"target_modules": ["q_proj", "gate_up_proj"]}),
     ("deepseek-v3", "tp2-pp2-ep2-sp", 2, {"target_modules": _LATENT}),
     ("glm4-moe-lite", "pp2", 2, {"target_modules": ["q_proj", *_LATENT[2:]]}),
