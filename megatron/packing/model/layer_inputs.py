@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from megatron.packing.device import host_memory
@@ -129,7 +130,9 @@ class _Pass:
         """Returns what autograd keeps in place of `x`, without a reference to it where it leaves:
         hooks live as long as what they have saved.
         """
-        if x.dim() != 3 or x.shape[-1] != self._width:
+        # megatron-core adds to the residual stream with gradients enabled, also in a forward pass
+        # of which nothing is kept: what a norm there saves is dropped with it.
+        if random.is_checkpointing() or x.dim() != 3 or x.shape[-1] != self._width:
             return x
         if not self._left:
             kept: Any = _Stays(x, self._last)
