@@ -9,7 +9,7 @@
 Theirs is `apply_chat_template(messages, tools=tools, tokenize=True)`, which renders and tokenizes a
 chat. Ours is `ChatEncoder.encode`, which also reads the record, checks it and its rendering, finds
 the trained tokens and makes labels and a loss mask. Both take the same records by turns, pass by
-pass, in one process; a round is a process of its own.
+pass, in one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import logging
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -214,7 +213,7 @@ def page(rounds: Sequence[Mapping[str, Sequence[float]]], arguments: argparse.Na
     )
     notes = (
         f"CPU milliseconds per record, the least of {arguments.passes} passes for each of "
-        f"{arguments.records} records, as a range over {len(rounds)} processes. theirs: "
+        f"{arguments.records} records, as a range over {len(rounds)} rounds. theirs: "
         "`apply_chat_template(messages, tools=tools, tokenize=True)`. ours: `ChatEncoder.encode`, "
         "with the record's checks, trained tokens, labels and loss mask.",
         "turns: `all` is one rendering of the chat, as theirs. `default` is what a run takes for a "
@@ -227,40 +226,31 @@ def page(rounds: Sequence[Mapping[str, Sequence[float]]], arguments: argparse.Na
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all cases in processes of their own, and writes the page."""
+    """Runs all cases, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--tokenizers", type=Path, required=True)
     parser.add_argument("--templates", type=Path, required=True)
     parser.add_argument("--records", type=int, default=20)
-    parser.add_argument("--passes", type=int, default=20)
+    parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="case, NAME|chats or calls|all or default")
+    parser.add_argument("--only", nargs="+", help="cases, NAME|chats or calls|all or default")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--one-round", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if not arguments.one_round:
-        # Threads of `tokenizers` that look for work count as CPU of whatever runs then.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        command = [sys.executable, "-m", "examples.benchmarks.chats", "--one-round"]
-        command += sys.argv[1:] if argv is None else argv
-        rounds = [
-            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-            for _ in range(arguments.rounds)
-        ]
-        text = page(rounds, arguments)
-        print(text)
-        if arguments.output is not None:
-            arguments.output.write_text(text)
-        return
+    # Threads of `tokenizers` that look for work count as CPU of whatever runs then.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.disable()
-    times = {}
+    rounds: list[dict[str, tuple[float, float]]] = [{} for _ in range(arguments.rounds)]
     for name, with_tools, turns in _cases():
         key = f"{name}|{'calls' if with_tools else 'chats'}|{turns}"
-        if arguments.only in (None, key):
+        if arguments.only is None or key in arguments.only:
             case = build(FAMILIES[name], with_tools, turns, arguments, arguments.records)
-            times[key] = run_round(case, arguments.passes)
-            print(key, times[key], file=sys.stderr)
-    print(json.dumps(times))
+            for times in rounds:
+                times[key] = run_round(case, arguments.passes)
+                print(key, times[key], file=sys.stderr)
+    text = page(rounds, arguments)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.write_text(text)
 
 
 if __name__ == "__main__":
