@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.packing.doctor.command import run_doctor
 from megatron.packing.doctor.decisions.decision_table import ROWS
 from megatron.packing.doctor.examine import examine
 from megatron.packing.doctor.module_kinds import kind_of
+from megatron.packing.doctor.subjects.trainer_rows import rows_of_trainer
 from megatron.packing.doctor.subjects.transformers_subject import small_subject
 from megatron.packing.flags import FlagError
 from megatron.sft.arguments.parse import parse_config
@@ -48,7 +51,7 @@ COVERING = {
     "times context-parallel ranks": "float32",
     "norm over copies": "float32",
     "sample weights lost": "float64",
-    "mean per rank": "float32",
+    "mean per rank": "bfloat16",
     "gradients times ranks": "float32",
     "sequence lost": "float32",
     "fused loss trains prompts": "float32",
@@ -211,6 +214,47 @@ def test_mistakes_are_one_line(arguments, message):
     with pytest.raises((FlagError, ValueError), match=re.escape(message)) as failure:
         run_doctor(arguments, "doctor")
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "packing", "expected"),
+    [
+        (  # axolotl's: the collator packs
+            [{"input_ids": [5, 6], "labels": [5, 6], "position_ids": [0, 1]}],
+            False,
+            [
+                {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "position_ids": [0, 1, 2]},
+                {"input_ids": [4, 5], "labels": [4, 5], "position_ids": [0, 1]},
+            ],
+        ),
+        (  # LLaMA-Factory's: rows of one width, sequences numbered in the mask
+            [
+                {"input_ids": [5, 6, 7, 5, 9, 9], "labels": [5, 6, 7, 5, -100, -100]}
+                | {"attention_mask": [1, 1, 2, 2, 0, 0]}
+            ]
+            * 2,
+            False,
+            [
+                {"input_ids": [1, 2, 3, 4, 5, 9], "labels": [1, 2, 3, 4, 5, -100]}
+                | {"attention_mask": [1, 1, 1, 2, 2, 0]}
+            ],
+        ),
+        # TRL's, wrapped: nothing says where sequences end
+        ([{"input_ids": [5, 6]}], True, [{"input_ids": [1, 2, 3, 4, 5]}]),
+    ],
+)
+def test_rows_are_those_of_the_data_set(rows, packing, expected):
+    """A collator that is given other columns than in training packs otherwise: a sound trainer is
+    blamed, or one that forgets borders is called sound.
+    """
+    trainer = SimpleNamespace(
+        data_collator=None,
+        train_dataset=rows,
+        args=SimpleNamespace(packing=packing),
+        get_train_dataloader=lambda: SimpleNamespace(dataset=rows, collate_fn=list),
+    )
+    sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+    assert rows_of_trainer(trainer).batch(sequences, sequences) == expected
 
 
 def test_a_model_that_raises_is_told(tmp_path):

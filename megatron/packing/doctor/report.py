@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from megatron.packing.doctor.decisions.decision_row import PROPERTIES
-from megatron.packing.doctor.decisions.step_rows import share_limit
+from megatron.packing.doctor.decisions.step_rows import is_readable, share_limit
 from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.loss_reading import read_loss
 
@@ -80,18 +80,21 @@ def _finite(value: object) -> object:
 
 
 def property_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
-    """Yields what is examined, its state ("sound", "FAULT", "told" where it is none, "see
-    above" where a crossing explains it, "not seen"), the largest value, and what counts as nothing.
+    """Yields what is examined, its state ("sound", "FAULT", "told" where it is none, "see above"
+    where another fault explains it, "not seen"), the largest value, and what counts as nothing.
     """
     evidence = diagnosis.evidence
     by_property = {finding.property: finding for finding in reversed(diagnosis.findings)}
+    hidden = {"packed", "backward", "causal", "padding"} if evidence.crossings else set()
+    if not is_readable(evidence):
+        hidden |= {"step", "norm"}
     for key, (value, limit) in measured(evidence).items():
         finding = by_property.get(key)
         state = "sound" if value is not None else "not seen"
         if finding is not None:
             state = "FAULT" if finding.is_fault else "told"
-        elif evidence.crossings and key in ("packed", "backward", "causal", "padding", "step"):
-            state = "see above" if value is not None else "not seen"
+        elif value is not None and key in hidden:
+            state = "see above"
         yield (
             PROPERTIES[key],
             state,

@@ -19,7 +19,7 @@ rounding may do is measured (`StepNoise`).
 _NORM_TOLERANCE = 0.01
 
 
-def _is_readable(e: Evidence) -> bool:
+def is_readable(e: Evidence) -> bool:
     """Returns whether nothing is wrong that shows in the step, too: packs are what sequences are.
 
     Sequences that see one another have other gradients alone, and labels were read one by one.
@@ -40,7 +40,7 @@ def _is_readable(e: Evidence) -> bool:
 
 
 def _step(condition: Callable[[StepEvidence], bool]) -> Callable[[Evidence], bool]:
-    return lambda e: e.step is not None and _is_readable(e) and condition(e.step)
+    return lambda e: e.step is not None and is_readable(e) and condition(e.step)
 
 
 def _say(text: Callable[[StepEvidence], str]) -> Callable[[Evidence], str]:
