@@ -3,7 +3,7 @@ another commit.
 
     python -m examples.benchmarks.checkpoints [--beside CHECKOUT] [--rounds 3]
 
-A round saves and loads four times for each case, in forked ranks; the first time is left out. CPU
+A round saves and loads three times for each case, in forked ranks; the first time is left out. CPU
 is that of the slowest rank, per GB of the whole checkpoint. Checksums are part of ours. `torch` is
 `torch.distributed.checkpoint` with the same tensors. Linux only.
 """
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,10 @@ _SHARDED = "--use-distributed-optimizer"
 _CASES = {
     "torch": (1, ""),
     "plain": (1, ""),
-    "sharded, dp 1": (1, _SHARDED),
     "sharded, dp 2": (2, _SHARDED),
     "sharded, dp 4": (4, _SHARDED),
 }
-_NUM_TIMES = 4
+_NUM_TIMES = 3
 
 
 def _cost(work: Callable[[], object]) -> tuple[float, float]:
@@ -123,61 +123,76 @@ def _tensors(training: Any) -> dict[str, torch.Tensor]:
     return state
 
 
-def _run_cases(names: list[str]) -> None:
-    """Prints a JSON line for each case."""
-    for name in names:
-        world_size, flags = _CASES[name]
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = run_ranks(
-                *(_measure, world_size, flags, Path(folder), name == "torch"), timeout_seconds=900
-            )
-        gigabytes = ranks[0][0]["GB"]
-        line: dict[str, Any] = {"case": name, "GB": gigabytes}
-        for what in ("save", "load"):
-            line[what] = [
-                max(rank[number][what] for rank in ranks) / gigabytes
-                for number in range(len(ranks[0]))
-            ]
-        line["memory"] = max(each["memory"] for rank in ranks for each in rank)
-        print(json.dumps(line), flush=True)
+def _run_rounds(names: list[str]) -> None:
+    """Runs each case once for every line of the standard input, and prints a JSON line of all."""
+    for _ in sys.stdin:
+        rows = []
+        for name in names:
+            world_size, flags = _CASES[name]
+            with tempfile.TemporaryDirectory() as folder:
+                ranks = run_ranks(
+                    *(_measure, world_size, flags, Path(folder), name == "torch"),
+                    timeout_seconds=900,
+                )
+            gigabytes = ranks[0][0]["GB"]
+            row: dict[str, Any] = {"case": name, "GB": gigabytes}
+            for what in ("save", "load"):
+                slowest = (max(times, key=itemgetter(what)) for times in zip(*ranks))
+                row[what] = [each[what] / gigabytes for each in slowest]
+            row["memory"] = max(each["memory"] for rank in ranks for each in rank)
+            rows.append(row)
+        print(json.dumps(rows), flush=True)
 
 
 def main() -> None:
-    """Runs rounds of all cases, trees in turn, and prints a table of ranges."""
+    """Runs rounds of all cases, trees in turn, and prints a table of ranges after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--beside", type=Path, help="a checkout of another commit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--case", nargs="*", choices=[*_CASES], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
-        _run_cases(options.case)
+        _run_rounds(options.case)
         return
     trees = {"here": (Path.cwd(), list(_CASES))}
     if options.beside is not None:
         trees["beside"] = options.beside, ["plain", "sharded, dp 2"]
+    processes = {
+        tree: subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--case", *cases],
+            env={**os.environ, "PYTHONPATH": str(path.resolve()), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for tree, (path, cases) in trees.items()
+    }
     found: dict[str, dict[str, list[float]]] = {}
     for number in range(options.rounds):
-        for tree, (path, cases) in trees.items():
-            command = [sys.executable, "-W", "ignore", __file__, "--case", *cases]
-            environment = {**os.environ, "PYTHONPATH": str(path.resolve()), "OMP_NUM_THREADS": "1"}
-            output = subprocess.run(
-                command, check=True, env=environment, stdout=subprocess.PIPE, text=True
-            ).stdout
-            for line in map(json.loads, output.splitlines()):
-                name = line["case"] if line["case"] == "torch" else f"{line['case']} | {tree}"
+        for tree, process in processes.items():
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("round\n")
+            process.stdin.flush()
+            for row in json.loads(process.stdout.readline()):
+                name = row["case"] if row["case"] == "torch" else f"{row['case']} | {tree}"
                 values = found.setdefault(name, {"save": [], "load": [], "memory": [], "GB": []})
-                values["save"] += line["save"]
-                values["load"] += line["load"]
-                values["memory"].append(line["memory"])
-                values["GB"].append(line["GB"])
+                values["save"] += row["save"]
+                values["load"] += row["load"]
+                values["memory"].append(row["memory"])
+                values["GB"].append(row["GB"])
         load = Path("/proc/loadavg").read_text().split()[0]
-        print(f"round {number + 1}: load {load}", file=sys.stderr, flush=True)
+        print(f"{number + 1} rounds, load {load}")
+        _print_table(found)
+
+
+def _print_table(found: dict[str, dict[str, list[float]]]) -> None:
     print("| case | GB | save, CPU s per GB | load, CPU s per GB | host memory of a save, GB |")
     print("|---|---|---|---|---|")
     for name, values in sorted(found.items()):
         cells = [f"{min(values[w]):.2f} to {max(values[w]):.2f}" for w in ("save", "load")]
-        print(f"| {name} | {values['GB'][0]:.2f} | {' | '.join(cells)} | "
-              f"{max(values['memory']):.2f} |")  # fmt: skip
+        print(f"| {name.replace(' | ', ', ')} | {values['GB'][0]:.2f} | {' | '.join(cells)} | "
+              f"{max(values['memory']):.2f} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

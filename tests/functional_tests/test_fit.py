@@ -262,7 +262,7 @@ def _save(case: Case, folder: Path) -> tuple[list[int], SaveBytes]:
         taken.append(counter.phases[-1].peak - counter.phases[-1].start)
         return done
 
-    arguments = (folder, training, Progress(1, 24, False), {}, {})
+    arguments: Any = (folder, training, Progress(1, 24, False), {}, {})
     CheckpointSave(*arguments).finish()
     note(partial(CheckpointSave, *arguments, in_background=True)).finish()
     companions = Companions(config, None, VOCAB_SIZE, "bfloat16")

@@ -92,7 +92,7 @@ def _without_memory(file: Any) -> _Stored | None:
     """Returns the tensor that torch.save wrote into a file; None if it is of a kind that only torch
     knows to read.
     """
-    archive = torch._C.PyTorchFileReader(file)
+    archive: Any = torch._C.PyTorchFileReader(file)
     try:
         tensor, name = _TensorUnpickler(io.BytesIO(archive.get_record("data.pkl"))).load()
         record = f"data/{name}"
@@ -123,7 +123,8 @@ class _TensorUnpickler(pickle.Unpickler):
 
 def _end(tensor: Tensor) -> int:
     """Returns the number of bytes of its storage that a tensor reaches."""
-    return (tensor.storage_offset() + _span(tensor.shape, tensor.stride())) * tensor.itemsize
+    end = int(tensor.storage_offset()) + _span(tensor.shape, tensor.stride())
+    return end * tensor.itemsize
 
 
 def _rebuilt(
@@ -158,8 +159,8 @@ def _read_into(target: Tensor, stored: Tensor, file: io.BufferedReader, first: i
             _read_into(part, stored_part, file, first)
         return
     buffer = target if is_in_place else torch.empty(size, dtype=stored.dtype)
-    bytes_wanted = with_own_storage(buffer).flatten().view(torch.uint8).numpy()
-    file.seek(first + stored.storage_offset() * itemsize)
+    bytes_wanted: Any = with_own_storage(buffer).flatten().view(torch.uint8).numpy()
+    file.seek(first + int(stored.storage_offset()) * itemsize)
     if file.readinto(bytes_wanted) != len(bytes_wanted):
         raise ValueError(f"{file.name} ends within a tensor")
     if not is_in_place:

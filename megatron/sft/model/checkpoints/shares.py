@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -35,7 +35,7 @@ from torch import Tensor
 from megatron.sft.model.checkpoints.read import with_own_storage
 from megatron.sft.options.optimizer import ADAM_STATE
 
-Entry = ShardedTensor | ShardedTensorFactory
+Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 """A tensor of a state, or one that checkpoints hold in pieces (gate and up projection)."""
 Rectangle = tuple[tuple[int, int], ...]
 """First index and end of each axis."""

@@ -64,7 +64,7 @@ def read_block(
     return target
 
 
-BLOCKS = {
+BLOCKS: dict[str, list[tuple[slice, ...]]] = {
     "plain": [(slice(0, 7), slice(0, 10), slice(0, 12)), (slice(2, 5), slice(3, 9), slice(1, 12))],
     "transposed": [(slice(0, 28), slice(0, 30)), (slice(4, 21), slice(7, 8))],
     "part": [(slice(0, 6), slice(0, 15)), (slice(1, 3), slice(2, 3))],
