@@ -185,7 +185,7 @@ layouts: $(VENV)/.dev
 # Every family and mechanism beside transformers and peft, and whole runs of each: about half an hour. Stopped, or with
 # FAMILIES_OPTIONS='--minutes 10', it continues where it was; remove $(FAMILIES_RESULTS) to begin again.
 vision: $(VENV)/.dev
-	$(VENV)/bin/python -m tests.functional_tests.families --only vision --results runs/vision.jsonl \
+	$(VENV)/bin/python -m tests.functional_tests.families --only vision --target vision --results runs/vision.jsonl \
 	--workers $(FUNCTIONAL_WORKERS) --write examples/benchmarks/results/vision.md $(FAMILIES_OPTIONS)
 
 FAMILIES_RESULTS ?= runs/families.jsonl

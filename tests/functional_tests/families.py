@@ -74,7 +74,11 @@ def run(tests: Sequence[str], results: Path, workers: int) -> None:
     )
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
+TITLES = {"families": "Families and mechanisms", "vision": "Vision models beside transformers"}
+"""Target of make -> title of its page."""
+
+
+def page(found: dict[str, dict[str, Any]], target: str = "families") -> str:
     """Returns Markdown: of each file a table of its tests, also of those that were not run."""
     num_passed, num_run = (
         sum(one["outcome"] in outcomes for one in found.values())
@@ -82,13 +86,13 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     )
     names = ("torch", "megatron-core", "transformers", "peft")
     lines = [
-        "# Families and mechanisms",
+        f"# {TITLES[target]}",
         "",
         f"{date.today()}, commit {commit()}, CPU, Python "
         f"{platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in names),
         "",
         "```",
-        "make families",
+        f"make {target}",
         "```",
         "",
         f"{num_passed} of {num_run} tests passed, in "
@@ -99,6 +103,8 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     ]
     for file, what in FILES.items():
         own = {test: one for test, one in found.items() if f"/{file}::" in test}
+        if not own:
+            continue
         names_of = list(dict.fromkeys(name for one in own.values() for name in one["figures"]))
         header = ["test", "outcome", "s", *names_of]
         lines += ["", f"## {what}", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
@@ -117,6 +123,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="start no further part after so many")
     parser.add_argument("--workers", type=int, default=2, help="tests at a time")
     parser.add_argument("--only", default="", help="files whose name holds this")
+    parser.add_argument("--target", choices=TITLES, default="families", help="of make")
     parser.add_argument("--write", type=Path, help="page to write, once all have run")
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +138,8 @@ def main() -> None:
     found = recorded(options.results)
     if options.write is not None:
         not_run = {"outcome": "not run", "seconds": 0.0, "figures": {}}
-        options.write.write_text(page({test: found.get(test, not_run) for test in tests}))
+        of_all = {test: found.get(test, not_run) for test in tests}
+        options.write.write_text(page(of_all, options.target))
     bad = [test for test in tests if found.get(test, {}).get("outcome") != "passed"]
     sys.exit(f"{len(bad)} of {len(tests)} tests do not hold: {', '.join(bad)}" if bad else 0)
 
