@@ -38,6 +38,7 @@ MENDS = {
     "_save_weights_where_they_are": "script",
     "_tell_parameter_groups_apart_by_what_they_are": "script",
     "_save_without_other_processes": "script",
+    "_sum_gradients_of_words": "script",  # on a CPU, in bfloat16
     # Memory and time.
     "_keep_norms_on_the_device": "script",
     "_clip_in_place": "script",
