@@ -238,6 +238,7 @@ def test_gradient_of_a_frequent_word_is_its_sum(dtype, value):
     assert torch.equal(words[0, 0], weight[7])
     assert torch.equal(words[1, 2], weight[3])
     words.sum().backward()
+    assert weight.grad is not None
     assert weight.grad[3].tolist() == pytest.approx([value] * 4, abs=value * 1e-3)
     assert weight.grad[7].tolist() == [1] * 4
     assert not weight.grad[0].any()
