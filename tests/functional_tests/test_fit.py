@@ -278,8 +278,9 @@ def test_what_is_written_takes_what_is_described(tmp_path: Path, layout: str) ->
     """
     case = Case(2, f"{PACKED} {GROUPED} --bf16 --use-distributed-optimizer {layout}")
     for (in_background, huggingface), described in run_ranks(_save, 2, case, tmp_path):
-        assert in_background == pytest.approx(described.in_background, rel=0.03)
-        assert described.checkpoint < in_background / 10
+        # Twice: the counter takes the storages over the run's own memory for memory, too.
+        assert in_background / 2 == pytest.approx(described.in_background, rel=0.03)
+        assert described.checkpoint < in_background / 20
         assert huggingface <= described.huggingface
 
 
