@@ -52,7 +52,6 @@ STRUCTURES = {
     "MINISTRAL3": "kept",
     "GLM4": "kept",
     "GEMMA4": "differ",
-    "DEEPSEEK3": "differ",
 }
 """Structure of a released template -> how its contexts relate to one rendering."""
 NUM_CHATS = int(os.environ.get("NUM_CHATS", "30"))
