@@ -20,6 +20,12 @@ ASKING = {
     "sft/model/weight_gradients.py": 1,
     # Dequantizes into a parameter in the host's memory, and into others by way of it.
     "sft/model/huggingface/read.py": 1,
+    # Move or write tensors, as they lie on the device or on the host; `fit` traces both.
+    "packing/model/layer_inputs.py": 2,
+    "sft/model/checkpoints/read.py": 1,
+    "sft/model/checkpoints/shares.py": 1,
+    # Embeds with another function on a CPU, whose sums of gradients stop growing.
+    "sft/model/mcore_fixes.py": 1,
     # Blending imports nothing of packing: pinned memory, and memory that processes share.
     "blending/energon/_loading/rank_loader.py": 1,
     "blending/loading/worker.py": 1,

@@ -26,12 +26,25 @@ def name_of(words: list[str]) -> str:
     return " ".join(words)[:60]
 
 
+def write_vision_folder(folder: Path, of_text: Path) -> None:
+    """Writes the folder of a vision model whose language model is that of another folder."""
+    shutil.copytree(of_text, folder)
+    text = json.loads((of_text / "config.json").read_text()) | {"model_type": "qwen3_vl_text"}
+    text["rope_scaling"] = {"rope_type": "default", "mrope_section": [24, 20, 20]}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {"depth": 27}}
+    (folder / "config.json").write_text(json.dumps(config))
+    size = {"shortest_edge": 65536, "longest_edge": 16777216}
+    settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": size, "patch_size": 16}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with what the pages name."""
     model = tmp_path / "Qwen3-8B"
     shutil.copytree(ROOT / "tests" / "fixtures" / "released" / "qwen", model)  # its tokenizer
     shutil.copy(MODELS / "Qwen3-8B.json", model / "config.json")
+    write_vision_folder(tmp_path / "Qwen3-VL-8B-Instruct", model)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
     for name in (
         "chats.jsonl",

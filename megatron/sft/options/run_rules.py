@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.packing.flags import flag_of
 from megatron.packing.model.options import Architecture
+from megatron.packing.model.parts import exchange_latents
 from megatron.packing.rules import Rule, needs
 from megatron.sft.options.preference import REFERENCED
 
@@ -268,8 +269,8 @@ RUN_RULES = (
         why="{cp_comm_type.flag} must be one value, or one for each of {num_layers}",
     ),
     Rule(
-        when=lambda options: options.query_groups_per_gather and options.kv_lora_rank is not None,
-        why="{query_groups_per_gather.flag} is not supported with {kv_lora_rank.flag}, whose ranks "
+        when=lambda options: options.query_groups_per_gather and exchange_latents(options),
+        why="{query_groups_per_gather.flag} is not supported with latent attention, whose ranks "
         "exchange latents",
         way_out="drop it",
     ),
@@ -286,9 +287,9 @@ RUN_RULES = (
         when=lambda options: (
             options.fine_grained_activation_offloading
             and "core_attn_output" in options.offload_modules
-            and options.kv_lora_rank is not None
+            and exchange_latents(options)
         ),
-        why="{offload_modules.flag} core_attn_output is not supported with {kv_lora_rank.flag}",
+        why="{offload_modules.flag} core_attn_output is not supported with latent attention",
         way_out="leave it out",
     ),
     Rule(

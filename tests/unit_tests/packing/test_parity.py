@@ -35,10 +35,12 @@ MENDS = {
     "_recompute_without_a_compiler": "script",
     "_load_distributed_adam": "script",
     "_count_float32_weights_first": "script",
-    "_save_weights_where_they_are": "script",
     "_tell_parameter_groups_apart_by_what_they_are": "script",
     "_save_without_other_processes": "script",
     "_sum_gradients_of_words": "script",  # on a CPU, in bfloat16
+    # Checkpoints.
+    "read.install": "script",
+    "shares.install": "script",
     # Memory and time.
     "_keep_norms_on_the_device": "script",
     "_clip_in_place": "script",

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,11 +247,12 @@ def test_a_panic_is_a_fault_of_the_record(save_tokenizer, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise panic("Regex search error: retry-limit-in-match over")
 
-    fast = type(vars(tokenizer)["tokenizer"])
-    monkeypatch.setattr(fast, "__call__", fail)
+    monkeypatch.setitem(vars(tokenizer), "_token_bytes", None)
+    monkeypatch.setitem(vars(tokenizer), "_backend", SimpleNamespace(encode=fail))
     with pytest.raises(SampleError, match=r"the tokenizer fails on the text: Regex search error"):
         tokenizer.encode_passage(Passage("", " "))
-    monkeypatch.setattr(fast, "__call__", lambda *_, **__: sys.exit(3))
+    leave = SimpleNamespace(encode=lambda *_, **__: sys.exit(3))
+    monkeypatch.setitem(vars(tokenizer), "_backend", leave)
     with pytest.raises(SystemExit):
         tokenizer.encode_passage(Passage("", " "))
 
