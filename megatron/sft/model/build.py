@@ -335,7 +335,7 @@ def build_gpt(
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         # Images are merged into the whole of a pack's embeddings, before they are cut.
-        scatter_embedding_sequence_parallel=vision is None,
+        **({} if vision is None else {"scatter_embedding_sequence_parallel": False}),
         vp_stage=vp_stage,
     )
     gpt.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
