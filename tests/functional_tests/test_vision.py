@@ -32,6 +32,7 @@ _SP, _PP, _CP = (
     "--context-parallel-size 2",
 )
 _RECOMPUTED = "--recompute-granularity full"
+_LONG = f"{_RECOMPUTED} --mlp-chunks-for-training 4 --fine-grained-activation-offloading"
 ALL_LAYOUTS = {
     "alone": (1, ""),
     "dp2": (2, ""),
@@ -43,6 +44,12 @@ ALL_LAYOUTS = {
     "tp2-sp-recomputed": (2, f"{_SP} {_RECOMPUTED}"),
     "pp2-recomputed": (2, f"{_PP} {_RECOMPUTED}"),
     "cp2-recomputed": (2, f"{_CP} {_RECOMPUTED}"),
+    "tp2-sp-long": (
+        2,
+        f"{_SP} {_LONG} --attention-chunks-for-training 4 --offload-modules layer_input "
+        "core_attn_output",
+    ),
+    "cp2-long": (2, f"{_CP} {_LONG} --query-groups-per-gather 1"),
     "dp2-pp2": (4, _PP),
     "dp2-cp2": (4, _CP),
     "dp2-tp2-sp": (4, _SP),
