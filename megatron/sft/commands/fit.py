@@ -219,21 +219,7 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
             f"and {gib(trees.of_continued)} GiB for each 1,000 tokens that branches continue "
             "(described)"
         )
-    print(f"host      {_host(config, options)}")
-    per_node = _on_node([one.host_bytes for one in found], options)
-    if per_node:
-        num_gpus = min(options.gpus_per_node, options.world_size)
-        print(
-            f"          {gib(max(one.host_bytes for one in found))} GiB more for each rank of "
-            f"optimizer and activations, {gib(per_node)} GiB for a node of {num_gpus} GPUs"
-        )
-    by_kind = zip(*(estimate.save_host_bytes for estimate in found))
-    checkpoint, in_background, huggingface = (gib(max(sizes)) for sizes in by_kind)
-    print(
-        f"          at most {checkpoint} GiB for each rank while it writes a checkpoint, with "
-        f"--async-save {in_background} GiB until it is written; {huggingface} GiB for each that "
-        "writes --save-hf (described)"
-    )
+    _print_host(found, config, options)
     print(f"time      {time.monotonic() - start:.0f} s for this estimate")
     for name, expected, size in [] if peaks is None else comparison(found[0], peaks):
         print(
@@ -243,17 +229,7 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     if options.fit_json is not None:
         about = {"world_size": options.world_size, "assumes": assumed}
         Path(options.fit_json).write_text(json.dumps(as_json(columns, about), indent=1))
-    host_memory = None
-    if options.host_memory is not None:
-        host_memory = parse_memory(options.host_memory, "--host-memory")
-    needed = _on_node([one.host_bytes + _saved_on_host(one, config) for one in found], options)
-    if host_memory is not None and needed > host_memory:
-        print(
-            f"does not fit: the host needs {gib(needed)} GiB while a checkpoint is "
-            f"written, but has {gib(host_memory)}; drop --optimizer-cpu-offload or "
-            "--fine-grained-activation-offloading, or take more nodes",
-            flush=True,
-        )
+    if options.host_memory is not None and not host_fits(found, config, options):
         return False
     if memory is None:
         return True
@@ -335,6 +311,49 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
         f"assumes   {packs}, {options.loss_share:.0%} of them count for the loss{experts}; layers "
         f"without Transformer Engine{kernels}{adam}",
     ]
+
+
+def _print_host(found: Sequence[Any], config: SFTConfig, options: FitOptions) -> None:
+    """Prints what the hosts of ranks hold."""
+    print(f"host      {_host(config, options)}")
+    per_node = _on_node([one.host_bytes for one in found], options)
+    if per_node:
+        num_gpus = min(options.gpus_per_node, options.world_size)
+        print(
+            f"          {gib(max(one.host_bytes for one in found))} GiB more for each rank of "
+            f"optimizer and activations, {gib(per_node)} GiB for a node of {num_gpus} GPUs"
+        )
+    by_kind = zip(*(estimate.save_host_bytes for estimate in found))
+    checkpoint, in_background, huggingface = (gib(max(sizes)) for sizes in by_kind)
+    print(
+        f"          at most {checkpoint} GiB for each rank while it writes a checkpoint, with "
+        f"--async-save {in_background} GiB until it is written; {huggingface} GiB for each that "
+        "writes --save-hf (described)"
+    )
+
+
+def host_fits(found: Sequence[Any], config: SFTConfig, options: FitOptions) -> bool:
+    """Returns whether a node's host holds what its ranks keep and write there; says so if not."""
+    assert options.host_memory is not None
+    memory = parse_memory(options.host_memory, "--host-memory")
+    needed = _on_node([one.host_bytes + _saved_on_host(one, config) for one in found], options)
+    if needed <= memory:
+        return True
+    in_use = {
+        "--optimizer-cpu-offload": config.optimizer.optimizer_cpu_offload,
+        "--fine-grained-activation-offloading": (
+            config.activations.fine_grained_activation_offloading
+        ),
+        "--async-save": config.output.async_save,
+    }
+    flags = " or ".join(flag for flag, is_on in in_use.items() if is_on)
+    way_out = f"drop {flags}, or take more nodes" if flags else "take more nodes"
+    print(
+        f"does not fit: the host needs {gib(needed)} GiB while a checkpoint is written, but has "
+        f"{gib(memory)}; {way_out}",
+        flush=True,
+    )
+    return False
 
 
 def _saved_on_host(stage: Any, config: SFTConfig) -> int:

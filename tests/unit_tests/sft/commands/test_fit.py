@@ -1,10 +1,13 @@
 """Options of `megatron-sft fit`; what it prints is in tests/functional_tests."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron.packing.flags import FlagError
-from megatron.sft.commands.fit import parse, way_line
+from megatron.sft.commands.fit import host_fits, parse, way_line
 from megatron.sft.data.datasets import MOCK_VOCAB_SIZE
+from megatron.sft.fit.save_bytes import SaveBytes
 from megatron.sft.fit.vocabulary import vocab_size_of
 from megatron.sft.memory_estimate import WayOut
 
@@ -40,3 +43,25 @@ def test_an_estimate_without_data_has_the_tokenizer_s_words(tmp_path):
         words_of("")
     with pytest.raises(ValueError, match="--data-path"):
         words_of("--valid-data-path valid.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("flags", "memory", "way_out"),
+    [
+        ("", "8GiB", ""),  # 4 ranks of a node, 2 GiB each
+        ("", "7GiB", "; take more nodes"),
+        ("--save s --async-save", "19GiB", "; drop --async-save, or take more nodes"),
+    ],
+)
+def test_a_host_that_is_too_small_is_told(capsys, flags, memory, way_out):
+    """All ranks of a node write at once. Options that are not in use are no way out."""
+    shape = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64"
+    sizes = f"--world-size 8 --gpus-per-node 4 --host-memory {memory}"
+    data = "--mock-data --global-batch-size 8 --train-iters 1"
+    config, options, *_ = parse(f"{shape} {sizes} {data} {flags}".split(), "megatron-sft fit")
+    stage = SimpleNamespace(
+        host_bytes=GIB,
+        save_host_bytes=SaveBytes(checkpoint=GIB, in_background=4 * GIB, huggingface=9 * GIB),
+    )
+    assert host_fits([stage], config, options) == (not way_out)
+    assert capsys.readouterr().out.rstrip().endswith(way_out)
