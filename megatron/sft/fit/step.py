@@ -206,8 +206,7 @@ def reference_of(config: SFTConfig, training: Training) -> list[Tensor]:
     """Returns tensors like the copy of the trained weights that a loss with a reference keeps (see
     `training.preference.references`); [] for others.
     """
-    options = config.preference
-    if not options.needs_reference or options.reference_file is not None:
+    if not config.preference.computes_reference:
         return []
     parameters = (p for chunk in training.model for p in chunk.parameters() if p.requires_grad)
     return [torch.empty_like(parameter) for parameter in parameters]

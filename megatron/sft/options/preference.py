@@ -267,6 +267,12 @@ class PreferenceConfig:
         return self.loss in REFERENCED
 
     @property
+    def computes_reference(self) -> bool:
+        """True if each step also runs the reference forward, instead of reading a file."""
+        given = self.reference_file or self.write_reference_file
+        return self.needs_reference and given is None
+
+    @property
     def numbers(self) -> LossNumbers:
         """Parameters of the losses, with their defaults."""
         smoothing = self.label_smoothing

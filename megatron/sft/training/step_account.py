@@ -281,6 +281,8 @@ class StepAccount:
         flops = self._cost.of_batch(
             stats.tokens, stats.square_sum, stats.num_loss_tokens, stats.window_square_sums
         )
+        if self._config.preference.computes_reference:
+            flops *= 4 / 3  # one pass forward more than forward, backward (twice as much)
         # The cost of images, without the ranks that wait for them.
         flops += stats.payload_cost / num_ranks_of_image(self._config.parallel)
         reported = replace(

@@ -407,7 +407,5 @@ def objective_of(config: SFTConfig, training: Training) -> StepObjective:
         )
     if options.scores_answers:
         return RewardPairs(options)
-    copies = options.needs_reference and options.reference_file is None
-    if options.write_reference_file is not None:
-        copies = False
-    return Preference(options, Reference(training.model) if copies else None)
+    reference = Reference(training.model) if options.computes_reference else None
+    return Preference(options, reference)

@@ -8,18 +8,20 @@ import pytest
 from megatron.packing.scheduling.cost import PackCost
 from megatron.sft.data.counts import COLUMNS, Counts
 from megatron.sft.data.stream import Share
-from tests.unit_tests.sft.command_line import parse
+from tests.unit_tests.sft.command_line import BASE, parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SHARE = Share(rank=0, num_ranks=2, global_batch_size=16, micro_batch_size=1)
 
 
-def account_of(arguments=""):
+def account_of(arguments="", data="--mock-data"):
     from megatron.sft.training.step_account import StepAccount
 
     cost = PackCost(linear=1e9, quadratic=1e6)
-    return StepAccount(parse(arguments, world_size=8), SHARE, cost, ["a", "b"])
+    return StepAccount(
+        parse(arguments, world_size=8, base=f"{BASE} {data}"), SHARE, cost, ["a", "b"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,9 @@ def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
     assert (step.padded_tokens, step.capacity_tokens, step.microbatches) == (1500, 2048, 8)
     assert step.tokens_per_second == 500
     assert step.tflops_per_device == pytest.approx((1000 * 1e9 + 100_000 * 1e6) / (2 * 4 * 1e12))
+    of_pairs = account_of("--sequence-packing --loss dpo", "--data-path pairs.jsonl")
+    with_reference = of_pairs.metrics(Progress(3, 48, False), update, reduced, seconds=2.0)
+    assert with_reference.tflops_per_device == pytest.approx(step.tflops_per_device * 4 / 3)
     assert (step.dropped_samples, step.truncated_samples) == (3, 1)
     assert (step.delays, step.waiting) == ([], 0)
     assert math.isnan(step.predicted_seconds)
