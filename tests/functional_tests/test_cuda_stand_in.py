@@ -25,10 +25,9 @@ from tests.functional_tests.test_run import steps_of
 NUM_STEPS = 3
 ARGUMENTS = (
     "--seq-length 96 --global-batch-size 8 --mock-data --sequence-packing --over-length-policy "
-    "truncate --max-seqlen-per-dp-cp-rank 256 --eval-iters 0 --lr 1e-4 --bf16 "
+    "truncate --max-seqlen-per-dp-cp-rank 256 --eval-iters 0 --bf16 "
     f"--train-iters {NUM_STEPS}"
 )
-"""At 1e-3 a step of Gemma's multiplies what bfloat16 rounds, which is another on each processor."""
 FOUND = "found on the stand-in: "
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,9 +75,10 @@ def train_on_stand_in(arguments: Sequence[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
-        ("gemma", "--lora"),
-        ("qwen3", "--async-save --gradient-accumulation-fusion"),
-        ("gpt-oss", "--moe-grouped-gemm --moe-permute-fusion"),
+        # At 1e-3 its steps multiply what bfloat16 rounds, which is another on each processor.
+        ("gemma", "--lora --lr 1e-4"),
+        ("qwen3", "--async-save --gradient-accumulation-fusion --lr 1e-3"),
+        ("gpt-oss", "--moe-grouped-gemm --moe-permute-fusion --lr 1e-3"),
     ],
 )
 def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def main_on_one_gpu() -> None:
 def test_ranks_that_share_a_gpu_are_refused(tmp_path: Path) -> None:
     """NCCL says "Duplicate GPU detected", in a traceback of each rank."""
     model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 64"
-    arguments = f"{ARGUMENTS} {model} --run-dir {tmp_path}/run".split()
+    arguments = f"{ARGUMENTS} --lr 1e-3 {model} --run-dir {tmp_path}/run".split()
     status, output = train_forked(2, arguments, main_on_one_gpu)
     assert status == 2, output
     (line,) = re.findall(r"error: (.*)", output)
@@ -147,7 +147,7 @@ def test_an_optimizer_on_the_host_trains_and_continues_as_one_on_the_device(tmp_
     }
     for name, flags in runs.items():
         text = (
-            f"{ARGUMENTS} {flags} --use-distributed-optimizer --pretrained-checkpoint "
+            f"{ARGUMENTS} --lr 1e-3 {flags} --use-distributed-optimizer --pretrained-checkpoint "
             f"{tmp_path}/model --run-dir {tmp_path}/{name} --save {tmp_path}/{name}/saved"
         )
         status, output = train_on_stand_in(text.split())
