@@ -120,6 +120,9 @@ def _source_of(family: Family, templates: Path) -> str | None:
 class Case(NamedTuple):
     """Two functions that encode a record, and the records."""
 
+    forget: Callable[[], None]
+    """Empties what ours remembers of texts, as each pass has the same."""
+
     theirs: Callable[[Mapping[str, Any]], Any]
     ours: Callable[[Mapping[str, Any]], Any]
     records: Sequence[Mapping[str, Any]]
@@ -151,16 +154,19 @@ def build(
     if file is not None:
         file.unlink()
     turns: Any = train_turns
-    if train_turns == "default":
+    if train_turns in ("default", "contexts"):
         turns = "served" if ours.contexts == "differ" else "all"
     encoder = ChatEncoder(ours, 1 << 20, "error", train_turns=turns)
 
     def apply(record: Mapping[str, Any]) -> Any:
-        return theirs.apply_chat_template(
-            record["messages"], tools=record.get("tools"), tokenize=True
-        )
+        messages = record["messages"]
+        ends = [len(messages)]
+        if train_turns == "contexts":
+            ends = [end for end, one in enumerate(messages, 1) if one["role"] == "assistant"]
+        for end in ends:
+            theirs.apply_chat_template(messages[:end], tools=record.get("tools"), tokenize=True)
 
-    return Case(apply, encoder.encode, write_records(size, with_tools))
+    return Case(ours.forget_texts, apply, encoder.encode, write_records(size, with_tools))
 
 
 def run_round(case: Case, passes: int) -> tuple[float, float]:
@@ -169,6 +175,7 @@ def run_round(case: Case, passes: int) -> tuple[float, float]:
     """
     least = [[float("inf")] * len(case.records) for _ in range(2)]
     for _ in range(passes):
+        case.forget()
         for encode, times in zip((case.theirs, case.ours), least):
             for number, record in enumerate(case.records):
                 started = time.process_time()
@@ -183,7 +190,8 @@ def _cases() -> list[tuple[str, bool, str]]:
     cases += [(name, True, "all") for name, family in FAMILIES.items() if family.takes_tools]
     served = ("Qwen3", "GLM 4.5", "gpt-oss")
     cases += [(name, False, "default") for name in served]
-    return [*cases, *((name, True, "default") for name in served)]
+    cases += [(name, True, "default") for name in served]
+    return [*cases, *((name, tools, "contexts") for tools in (False, True) for name in served)]
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -218,7 +226,10 @@ def page(rounds: Sequence[Mapping[str, Sequence[float]]], arguments: argparse.Na
         "with the record's checks, trained tokens, labels and loss mask.",
         "turns: `all` is one rendering of the chat, as theirs. `default` is what a run takes for a "
         "template that renders a turn again once more follow: each turn in the context that it is "
-        "served in, several renderings where theirs has one.",
+        "served in, several renderings where theirs has one. `contexts` is the same beside a call "
+        "of theirs for each turn, up to its end.",
+        "What ours remembers of texts is emptied before each pass: within one, records share a "
+        "system prompt or tools, as those of a file do.",
     )
     fence = "```"
     parts = ["# CPU of encoding a chat", head_line, f"{fence}\n{command}\n{fence}", *notes, table]
@@ -233,7 +244,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--records", type=int, default=20)
     parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", help="cases, NAME|chats or calls|all or default")
+    parser.add_argument(
+        "--only", nargs="+", help="cases, NAME|chats or calls|all, default or contexts"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(argv)
     # Threads of `tokenizers` that look for work count as CPU of whatever runs then.

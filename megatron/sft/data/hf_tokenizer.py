@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.packing.quoting import shortened, shown
 from megatron.packing.user_files import Kind, check_types, read_json, read_text
@@ -32,6 +33,7 @@ from megatron.sft.data.templates.named import (
     note_on_templates,
     read_templates,
 )
+from megatron.sft.data.text_segments import TextSegments, read_segments
 from megatron.sft.data.token_bytes import TokenBytes, read_token_bytes
 from megatron.sft.data.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
 from megatron.sft.options.chat_template import AS_RELEASED, TemplateChoice
@@ -97,6 +99,15 @@ class HuggingFaceTokenizer:
         return read_token_bytes(self._backend)
 
     @cached_property
+    def _segments(self) -> TextSegments | None:
+        return read_segments(self._backend)
+
+    def forget_texts(self) -> None:
+        """Empties the memory of texts that were tokenized of late."""
+        if self._segments is not None:
+            self._segments.forget()
+
+    @cached_property
     def fingerprint(self) -> str:
         tokens = sorted(self.files.vocabulary.items(), key=lambda item: (item[1], item[0]))
         return hashlib.sha256(repr(tokens).encode(errors="surrogatepass")).hexdigest()[:16]
@@ -155,6 +166,13 @@ class HuggingFaceTokenizer:
     def _ids(self, text: str) -> list[int]:
         return self._tokens(text, [], add_special_tokens=False).ids.tolist()
 
+    def _plain_ids(self, text: str) -> npt.NDArray[np.int32]:
+        """Returns the ids of a text, found without their characters."""
+        if self._segments is not None:
+            return self._segments.ids(text)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
+
     def _tokens(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> ChatTokens:
         try:
             found = None if add_special_tokens else self._fast_tokens(text, spans)
@@ -181,11 +199,12 @@ class HuggingFaceTokenizer:
 
     def _fast_tokens(self, text: str, spans: Sequence[Span]) -> ChatTokens | None:
         """Returns the tokens of a text, found without their characters; None if it takes them."""
-        if self._token_bytes is None:
+        if spans and self._token_bytes is None:
             return None
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
+        ids = self._plain_ids(text)
         weights = np.zeros(len(ids), np.float32)
+        if self._token_bytes is None or not spans:
+            return ChatTokens(ids, weights)
         found = self._token_bytes.find_tokens(text, ids, [span[:2] for span in spans])
         if found is None:
             return None

@@ -62,13 +62,12 @@ def read_token_bytes(backend: Any) -> TokenBytes | None:
     """Returns the bytes of the tokens of a tokenizer of `tokenizers`; None if a token may stand for
     other bytes than its own: text is changed, but to a form of Unicode, or lacks some bytes.
     """
-    state = json.loads(backend.to_str())
     normal_form = None
-    if state["normalizer"] is not None:
-        normal_form = state["normalizer"]["type"]
+    if (normalizer := settings_of(backend.normalizer)) is not None:
+        normal_form = normalizer["type"]
         if normal_form not in ("NFC", "NFKC"):
             return None
-    steps = state["pre_tokenizer"] or {}
+    steps = settings_of(backend.pre_tokenizer) or {}
     steps = steps.get("pretokenizers", [steps])
     is_byte_level = steps[-1].get("type") == "ByteLevel" and not any(
         step.get("add_prefix_space") for step in steps
@@ -80,7 +79,8 @@ def read_token_bytes(backend: Any) -> TokenBytes | None:
     )
     vocabulary = backend.get_vocab(with_added_tokens=False)
     has_all = len([token for token in vocabulary if len(token) == 1]) >= _BYTES
-    if state["model"]["type"] != "BPE" or not (is_byte_level and keeps_all and has_all):
+    is_bpe = type(backend.model).__name__ == "BPE"
+    if not (is_bpe and is_byte_level and keeps_all and has_all):
         return None
     added = backend.get_added_tokens_decoder()
     sizes = np.zeros(max(max(vocabulary.values()), *added, 0) + 1, np.int64)
@@ -89,3 +89,10 @@ def read_token_bytes(backend: Any) -> TokenBytes | None:
     for number, token in added.items():
         sizes[number] = len(token.content.encode())
     return TokenBytes(sizes, normal_form)
+
+
+def settings_of(step: Any) -> dict[str, Any] | None:
+    """Returns the settings of a normalizer or pre-tokenizer as in tokenizer.json, which has them
+    behind a whole vocabulary; None for none.
+    """
+    return None if step is None else json.loads(step.__getstate__())

@@ -2,12 +2,13 @@
 traces.
 
 Most layouts need no trace of their own. What a layer keeps for its backward pass is traced once for
-each (TP, CP, EP, recomputation) and grows with the tokens; times the layers and microbatches in
+each (TP, recomputation) and grows with the tokens; times the layers and microbatches in
 flight it says what the first stage holds at least.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 
 from megatron.packing.flags import FlagError
@@ -58,7 +59,7 @@ class Memory:
     _estimates: dict[tuple[Candidate, Stage], StageEstimate] = field(default_factory=dict)
     _shared: Shared = field(default_factory=Shared)
     _kept: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
-    """See `_kept_by_layers`; by what it depends on."""
+    """See `_kept_by_layers`; by (TP, recomputation)."""
 
     def num_bytes(self, candidate: Candidate) -> int:
         """Returns those of the fullest GPU, margin included; of the first one that has more than
@@ -88,7 +89,7 @@ class Memory:
         """Returns bytes that a GPU of the first stage needs at least, of which `states` live from
         step to step.
 
-        Price: two traces of shallow models for each (TP, CP, EP, recomputation).
+        Price: two traces of shallow models for each (TP, recomputation).
         """
         request = self._request(candidate)
         first = stages_of(request.config, request.world_size)[0]
@@ -101,16 +102,22 @@ class Memory:
         return _with_margin(states + int(_CERTAIN * runs * kept * candidate.capacity))
 
     def _kept_by_layers(self, candidate: Candidate) -> tuple[int, float]:
-        """A number of layers, one unless kinds of layers take turns, and the bytes that they keep
-        for each token of a rank.
+        """A number of layers, one unless kinds of layers take turns, and bytes that they keep at
+        least for each token of a rank.
+
+        Experts' ranks hold each other's tokens: as many as their own, so that the fewest experts
+        on a rank, which are traced soonest, stand for all. Context parallel keeps gathered keys
+        besides.
         """
-        key = candidate.tp, candidate.cp, candidate.ep, candidate.recompute
+        key = candidate.tp, candidate.recompute
         if key not in self._kept:
             alone = replace(
                 candidate,
-                dp=candidate.dp * candidate.pp,
+                dp=candidate.world_size // candidate.tp,
                 pp=1,
                 vpp=1,
+                cp=1,
+                ep=math.gcd(self.base.model.num_experts or 1, candidate.world_size),
                 counts_embedding=False,
                 counts_loss=False,
                 first_layers=None,

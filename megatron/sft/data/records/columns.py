@@ -43,6 +43,8 @@ PREFERENCES = ("label", "kto_tag", "chosen")
 """Keys that mark an answer as good or bad, by true or false, in preference data: of TRL and
 ms-swift, of LLaMA-Factory, of others.
 """
+_LISTS = frozenset((*TURNS, *TOOLS))
+"""Keys whose values are lists of objects, which tables may hold as JSON text."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
 TEXT_COLUMNS = frozenset((*_READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
 """Keys whose values are meant for training, in any format of any trainer."""
@@ -60,7 +62,7 @@ def rename_fields(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict
             continue
         if name in _JSON_TEXT and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             value = _parse(value, name)
-        if name in (*TURNS, *TOOLS) and isinstance(value, list):
+        if name in _LISTS and isinstance(value, list):
             value = [_parse(item, name) if _is_object(item) else item for item in value]
         is_list = name in _JSON_TEXT or (name in TURN_COLUMNS and _are_turns(value, columns))
         if isinstance(value, ParsedCell) and not is_list:
@@ -83,7 +85,7 @@ def _parse(text: str, name: str) -> Any:
     try:
         return json_of(text, name)
     except SampleError:
-        if name in (*TURNS, *TOOLS):
+        if name in _LISTS:
             raise
         return text
 

@@ -87,6 +87,8 @@ class Message(NamedTuple):
     @property
     def pieces(self) -> list[str]:
         """Texts of the content: before the first image, between images, and behind the last."""
+        if not self.images:
+            return [self.content]
         ends = [0, *(image.at for image in self.images), len(self.content)]
         return [self.content[start:end] for start, end in itertools.pairwise(ends)]
 
@@ -309,9 +311,9 @@ def is_thinking(message: Message) -> bool:
 
 def texts_of(messages: Iterable[Message]) -> list[str]:
     """Returns the texts of messages, thoughts included, without white space around them."""
-    said = [
-        text
-        for message in messages
-        for text in (*message.pieces, message.fields.get("reasoning_content", ""))
-    ]
-    return [text.strip() for text in said if text.strip()]
+    said: list[str] = []
+    for message in messages:
+        said += message.pieces
+        if message.fields:
+            said.append(message.fields.get("reasoning_content", ""))
+    return [stripped for text in said if (stripped := text.strip())]

@@ -1,0 +1,110 @@
+"""pure. Tokens of texts that share parts, as the prompts of a chat's turns do: a text is cut at its
+added tokens, and what lies between two of them is tokenized once for all texts of late.
+
+    <|im_start|>user\\nhi<|im_end|>    cut at <|im_start|> and <|im_end|>: "user\\nhi" is a segment
+
+`tokenizers` finds added tokens first, and then takes each text between them by itself, so that the
+ids are those of the whole text. `read_segments` refuses tokenizers where they might not be: where a
+segment's first word is another in the middle of a text, or where an added token takes in what
+stands beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.sft.data.token_bytes import settings_of
+
+_MOST_ADDED = 1_024
+"""Added tokens that a text is cut at, at most: a search for more takes longer than it saves."""
+_MOST_CACHED = 512
+"""Segments that are remembered of late, and again as many of before."""
+_LONGEST_CACHED = 1 << 14
+"""Characters of a segment that is remembered: 16 MiB of text in all."""
+_KINDS = ("Split", "ByteLevel", "Digits", "Punctuation", "Sequence")
+"""Steps before the model that treat a text alike wherever it stands."""
+
+
+class TextSegments:
+    """Tokenizes texts by their segments, with a memory of those seen of late."""
+
+    def __init__(self, backend: Any, added: Mapping[str, int]) -> None:
+        self._backend, self._added = backend, added
+        longest_first = sorted(added, key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
+        self._recent: dict[str, Sequence[int]] = {}
+        self._older: dict[str, Sequence[int]] = {}
+
+    def ids(self, text: str) -> npt.NDArray[np.int32]:
+        """Returns the ids of the tokens of a text, [N], without those that begin or end one."""
+        pieces = self._cut(text)
+        segments = pieces[::2]
+        known = {}
+        for one in segments:
+            found = self._recent.get(one)
+            known[one] = self._older.get(one) if found is None else found
+        missing = [one for one, found in known.items() if found is None and one]
+        if missing:
+            for one, encoding in zip(
+                missing, self._backend.encode_batch_fast(missing, add_special_tokens=False)
+            ):
+                known[one] = encoding.ids
+        self._remember(known)
+        ids = list(known[segments[0]] or ())
+        for added, segment in zip(pieces[1::2], segments[1:]):
+            ids.append(self._added[added])
+            ids += known[segment] or ()
+        return np.array(ids, np.int32)
+
+    def forget(self) -> None:
+        """Empties the memory."""
+        self._recent, self._older = {}, {}
+
+    def _remember(self, known: Mapping[str, Any]) -> None:
+        for one, ids in known.items():
+            if one and len(one) <= _LONGEST_CACHED:
+                self._recent[one] = ids
+        if len(self._recent) > _MOST_CACHED:
+            self._older, self._recent = self._recent, {}
+
+
+def read_segments(backend: Any) -> TextSegments | None:
+    """Returns the segments of a tokenizer of `tokenizers`; None where texts must stay whole."""
+    added = backend.get_added_tokens_decoder()
+    has_context = any(one.lstrip or one.rstrip or one.single_word for one in added.values())
+    is_random = getattr(backend.model, "dropout", None)
+    if has_context or is_random or backend.encode_special_tokens:
+        return None
+    step = settings_of(backend.pre_tokenizer) or {"type": "Sequence"}
+    steps = [step, *step.get("pretokenizers", ())]
+    if any(one["type"] not in _KINDS or one.get("add_prefix_space") for one in steps):
+        return None
+    # Those that are searched in normalized text come second, in what the others leave.
+    first = {n: one for n, one in added.items() if one.content and not one.normalized}
+    cuts = first
+    if len(first) > _MOST_ADDED:
+        cuts = {number: one for number, one in first.items() if one.special}
+    names = {one.content: number for number, one in cuts.items()}
+    others = {one.content for one in first.values()} - names.keys()
+    if not 0 < len(names) <= _MOST_ADDED or any(
+        _overlap(name, other) for name in names for other in others
+    ):
+        return None
+    return TextSegments(backend, names)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Returns whether two tokens may share characters of a text."""
+    return (
+        one in other
+        or other in one
+        or any(
+            one.endswith(other[:size]) or other.endswith(one[:size])
+            for size in range(1, min(len(one), len(other)))
+        )
+    )
