@@ -182,9 +182,10 @@ LOOP_CASES = (
     LoopCase(
         "loss mask lost",
         _MLM,
-        ("step is not its sequences' sum",),  # of padding, which each pack has as it comes
+        ("step is not its sequences' sum",),  # of padding, which each sequence has
         "    loss_mask = loss_mask.view(-1).to(losses.dtype)\n",
         "    loss_mask = torch.ones_like(losses)\n",
+        "--context-parallel-size 2",
     ),
     LoopCase(
         "labels are the tokens themselves",

@@ -217,6 +217,24 @@ def test_mistakes_are_one_line(arguments, message):
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "{", "does not read its config.json: OSError"),
+        ("config.json", '{"model_type": "absent"}', "does not recognize this architecture"),
+        ("other.json", "{}", "neither a folder with config.json nor a model type"),
+        ("config.json", '{"model_type": "t5"}', "t5 is no causal language model"),
+    ],
+)
+def test_folders_of_no_model_are_one_line(tmp_path, name, text, message):
+    """The way out differs: another folder, another transformers, or one's own subject."""
+    pytest.importorskip("transformers")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as failure:
+        run_doctor(["--model", str(tmp_path)], "doctor")
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
     ("rows", "packing", "expected"),
     [
         (  # axolotl's: the collator packs
