@@ -182,7 +182,7 @@ LOOP_CASES = (
     LoopCase(
         "loss mask lost",
         _MLM,
-        ("step is not its sequences' sum",),  # of padding, which each sequence has
+        ("sequences weigh differently",),  # as prompts and padding count
         "    loss_mask = loss_mask.view(-1).to(losses.dtype)\n",
         "    loss_mask = torch.ones_like(losses)\n",
         "--context-parallel-size 2",

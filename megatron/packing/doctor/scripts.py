@@ -25,7 +25,9 @@ def load_subject(text: str) -> Subject:
     file, _, name = text.rpartition(":")
     path = Path(file)
     if Path(text.removesuffix(":")).is_file():
-        raise ValueError(f"--subject {text}: name a function of it, too: {text.rstrip(':')}:FUNCTION")
+        raise ValueError(
+            f"--subject {text}: name a function of it, too: {text.rstrip(':')}:FUNCTION"
+        )
     if not file or not path.is_file():
         raise ValueError(
             f"--subject {text}: there is no file {file or text}; pass FILE.py:FUNCTION"

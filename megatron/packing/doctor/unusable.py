@@ -115,7 +115,8 @@ def check_logits(subject: Subject, logits: object, sequences: Sequence[Tensor]) 
         ):
             return
         kinds = ", ".join(
-            f"{values.dtype} {shape}".removeprefix("torch.") for values, shape in zip(logits, shapes)
+            f"{values.dtype} {shape}".removeprefix("torch.")
+            for values, shape in zip(logits, shapes)
         )
     else:
         kinds = ", ".join(type(values).__name__ for values in logits)

@@ -205,7 +205,7 @@ class _Watch:
 
     def _shift(self, targets: Sequence[Sequence[bool]]) -> int:
         """Returns how far labels are from their tokens: 1, but 0 where the last token of the pack
-        has a label and just the trained tokens are targets, and 2 where the last but one has none.
+        has a label that is not the pack's first token, and 2 where the last but one has none.
         """
         subject, pack = self._examination.subject, self._pack
         sequences = [sample.tokens for sample in pack]
@@ -214,6 +214,6 @@ class _Watch:
             return 1
         before_last, last = rows[subject.rows(sequences)[-1][-2:].to(rows.device)].any(1).tolist()
         own = [sample.mask().tolist() for sample in pack]
-        if last and [list(of_sequence) for of_sequence in targets] == own:
+        if last and (not targets[0][0] or [list(of) for of in targets] == own):
             return 0
         return 2 if targets[-1][-1] and not before_last else 1

@@ -220,7 +220,8 @@ def small_model(config: Any, attention: str = "", dtype: torch.dtype = torch.flo
         raise Unusable(
             f"{config.model_type} with attention {attention or 'of its own'} cannot be built by "
             f"transformers: {reason_of(error)}"
-            + "; pass --attention eager or sdpa, or install what it needs" * bool(attention)
+            + "; pass --attention eager or sdpa, or install what it needs"
+            * bool(attention)
         ) from error
     if model is None:
         raise Unusable(

@@ -61,6 +61,10 @@ def nan_in_packs(found, sequences):
     return found if len(found) == 1 else with_nan(found, sequences)
 
 
+def without_last_word(found, sequences):
+    return [F.pad(values[:, :-1], (0, 1), value=-torch.inf) for values in found]
+
+
 def cut(found, sequences):
     return [F.pad(values[:-2], (0, 0, 0, 2)) for values in found]
 
@@ -125,9 +129,7 @@ def test_a_subject_that_cannot_be_examined_ends_in_one_line(name):
     ("made", "faults", "note"),
     [
         (subject(), [], ""),
-        # Words that a model never says.
-        (subject(lambda found, _: [F.pad(x[:, :-1], (0, 1), value=-torch.inf) for x in found]),)
-        + ([], ""),
+        (subject(without_last_word), [], ""),
         (subject(nan_in_packs), ["logits are not finite in packs"], "nothing is seen behind NaN"),
         (subject(cut), [], "their logits do not depend on them"),
         (subject(model=lambda model: model.eval()), [], "the model is in eval()"),
