@@ -334,10 +334,13 @@ def examine_script(case: LoopCase, dtype: str) -> tuple[list[str], str]:
     return [finding.name for finding in diagnosis.faults], diagnosis.text()
 
 
-def wrong_of_script(case: LoopCase, dtype: str) -> str:
+def wrong_of_script(case: LoopCase, dtype: str, timeout_seconds: float = 90.0) -> str:
     """Returns what the doctor says wrongly of a script, or "" if it is right."""
+    num_ranks = SCRIPTS[case.script][1]
     try:
-        of_ranks = run_ranks(examine_script, SCRIPTS[case.script][1], case, dtype)
+        of_ranks = run_ranks(
+            examine_script, num_ranks, case, dtype, timeout_seconds=timeout_seconds
+        )
     except AssertionError as failure:
         return f"raises {str(failure).strip().splitlines()[-1]}"
     faults, text = of_ranks[0]

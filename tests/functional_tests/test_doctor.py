@@ -190,7 +190,11 @@ def test_report_and_files(tmp_path, capsys):
     assert text.startswith("opt, flattening, sdpa: attention forgets borders.\n")
     assert "17 of 17 tokens of sequence 1 see 11 of 11 of sequence 0" in " ".join(text.split())
     found = json.loads((tmp_path / "a.json").read_text())
-    assert not found["is_sound"]
+    assert list(found) == ["format", "verdict", "is_sound", "findings", "evidence"]
+    assert (found["format"], found["is_sound"]) == (1, False)
+    assert {*found["findings"][0]} == {
+        *("name", "property", "text", "mend", "threads", "is_fault"),
+    }
     assert found["findings"][0]["name"] == "attention forgets borders"
     page = (tmp_path / "a.html").read_text()
     assert page.count('fill="#b00020"') == 3  # 0 into 1, 0 into 2, 1 into 2

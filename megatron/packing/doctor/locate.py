@@ -278,7 +278,7 @@ def measure_reach(examination: Examination, evidence: Evidence) -> None:
     The first token of the longest sequence is disturbed in front of the layer: the last row that
     changes is as far as the layer sees.
     """
-    subject, pack = examination.subject, examination.pack
+    pack = examination.pack
     longest = max(range(len(pack)), key=lambda index: len(pack[index]))
     found = []
     exact = _exact_for_layers(examination, evidence)
