@@ -27,8 +27,8 @@ from megatron.packing.rules import Rule, check_rules
 
 _ABOUT = (
     "Examine whether packed sequences see one another, and whether the loss is one mean over "
-    "tokens. Needs no data and no weights; exit status 1 if a fault is found, 2 if there is nothing "
-    "to judge."
+    "tokens. Needs no data and no weights; exit status 1 if a fault is found, 2 if there is "
+    "nothing to judge."
 )
 _PATIENCE_SECONDS = 2.0
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
