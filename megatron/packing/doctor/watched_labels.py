@@ -2,7 +2,7 @@
 
 A token is a target if the loss changes with it though the model is fed what it was: embeddings of a
 first run are fed again, whatever the tokens are. Which token is trained to predict it shows in the
-gradient at the embeddings: without a label of its own, the last token of a pack has none.
+gradient at the embeddings: it changes there, and not behind it.
 """
 
 from __future__ import annotations
@@ -187,33 +187,46 @@ class _Watch:
         masks[index][place] = True
         return self._changes(masks)
 
-    def _changes(self, masks: Sequence[Tensor]) -> bool:
-        """Returns whether the loss changes with some tokens of each sequence."""
+    def _changed(self, masks: Sequence[Tensor]) -> list[Sample]:
+        """Returns the pack with other tokens in the places of the masks."""
         vocab_size = self._examination.subject.vocab_size
-        pack = [
+        return [
             replace(
                 sample,
                 tokens=torch.where(mask, draw_other(sample.tokens, vocab_size), sample.tokens),
             )
             for sample, mask in zip(self._pack, masks)
         ]
-        loss, leaves = self._forward(pack)
+
+    def _changes(self, masks: Sequence[Tensor]) -> bool:
+        """Returns whether the loss changes with some tokens of each sequence."""
+        loss, leaves = self._forward(self._changed(masks))
         value = loss.detach().double().reshape(1)
         if not self._distance_of([self._first.loss], [value]) <= self._noise:
             return True  # without a backward pass
         return not self._distance(self._backward(loss, leaves)) <= self._noise
 
     def _shift(self, targets: Sequence[Sequence[bool]]) -> int:
-        """Returns how far labels are from their tokens: 1, but 0 where the last token of the pack
-        has a label that is not the pack's first token, and 2 where the last but one has none.
+        """Returns how far labels are from their tokens, by the last target: with another label the
+        gradient changes at the row that predicts it, and at none behind.
+
+        Parts of the loss that no label reaches, such as balancing losses, stay the same.
         """
         subject, pack = self._examination.subject, self._pack
-        sequences = [sample.tokens for sample in pack]
-        rows = as_rows(self._first.gradients[0], subject.slots(sequences))
-        if rows is None or not subject.is_causal or len(self._first.gradients) != 1:
+        index, place = max(
+            ((i, p) for i, of in enumerate(targets) for p, is_target in enumerate(of) if is_target),
+            default=(0, 0),
+        )
+        if place < 2 or not subject.is_causal or len(self._first.gradients) != 1:
             return 1
-        before_last, last = rows[subject.rows(sequences)[-1][-2:].to(rows.device)].any(1).tolist()
-        own = [sample.mask().tolist() for sample in pack]
-        if last and (not targets[0][0] or [list(of) for of in targets] == own):
-            return 0
-        return 2 if targets[-1][-1] and not before_last else 1
+        masks = [torch.zeros_like(sample.trained) for sample in pack]
+        masks[index][place] = True
+        before = self._first.gradients[0]
+        change = self._run(self._changed(masks)).gradients[0] - before
+        sequences = [sample.tokens for sample in pack]
+        rows = as_rows(change, subject.slots(sequences))
+        if rows is None:
+            return 1
+        own = rows[subject.rows(sequences)[index].to(rows.device)].abs().amax(1)
+        changed = (own > self._noise * float(before.abs().max())).nonzero().flatten().tolist()
+        return place - changed[-1] if changed and 0 <= place - changed[-1] <= 2 else 1

@@ -35,7 +35,8 @@ def fused(fault, dtype=torch.float32):
             logits = F.linear(h, model.head.weight, model.head.bias).float()
             total = total + F.cross_entropy(logits, labels, reduction="sum")
             count += int((labels >= 0).sum())
-        return total / count
+        balance = h.float().square().mean() if fault == "balanced" else 0.0  # of each token
+        return total / count + balance
 
     return Subject(
         name=fault,
@@ -51,6 +52,7 @@ def fused(fault, dtype=torch.float32):
     [
         ("sound", torch.float32, []),
         ("across", torch.float32, ["label across a border"]),
+        ("balanced", torch.float32, []),  # by a gradient at each token
         ("prompts", torch.bfloat16, ["prompt is trained"]),
         ("last lost", torch.float64, ["target is lost"]),
         ("not shifted", torch.float32, ["labels are not shifted"]),
