@@ -30,6 +30,7 @@
 # make faults   every fault of a matrix in eight layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make doctor-faults  faults of packing put back one by one: each has to be named by megatron-sft doctor (make test: a part)
 # make doctor-sound  sound runs of ours in layouts, none of which megatron-sft doctor may blame, and mutants of packing code (make test: a part)
+# make doctor-sound-core VERSION=0.19.2  a quarter of them with that megatron-core: a row of the same page
 # make doctor-survey  which ways of packing keep sequences apart, for every decoder type of transformers; says what changed
 # make fit-check  bytes of steps on fake tensors against real ones, in every layout (make test: a part)
 # make tables  records as datasets, pandas, polars, DuckDB, jq and Spark write them, beside what they were (1.2 GB to install; Java 17 for Spark)
@@ -75,7 +76,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune finetune-images vision finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts long-contexts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale preference-cost preference-mutants
+.PHONY: run finetune finetune-images vision finetune-released recipes howto docs mutants test quick unit functional families mechanisms preference preference-layouts long-contexts preference-trl config-fields folder-mutations layouts trees released-tokenizers faults doctor-faults doctor-sound doctor-sound-core doctor-survey fit-check tables served core-table fuzz gpu-test gpu-bench kernels findings test-cpus test-core core-environment other-core test-other-core check format clean scale preference-cost preference-mutants
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -233,6 +234,13 @@ doctor-faults: $(VENV)/.dev
 
 doctor-sound: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.doctor_runs --write examples/benchmarks/results/doctor_runs.md
+
+# A quarter of the runs and mutants, with another release of megatron-core.
+doctor-sound-core: VERSION = 0.19.2
+doctor-sound-core:
+	$(MAKE) core-environment VERSION=$(VERSION)
+	.venv-core-$(VERSION)/bin/python -W ignore -m tests.functional_tests.doctor_runs --repeat 1 --every 4 \
+	--as-other-release --write examples/benchmarks/results/doctor_runs.md
 
 # TRL's own collator, in a folder of its own.
 doctor-survey: $(VENV)/.dev .venv-trl/.installed

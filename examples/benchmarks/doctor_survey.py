@@ -32,6 +32,7 @@ from megatron.packing.doctor.subject import LENGTHS
 from megatron.packing.doctor.subjects.collators import COLLATORS
 from megatron.packing.doctor.subjects.small_models import small_config, small_model
 from megatron.packing.doctor.subjects.transformers_subject import subject_from_transformers
+from megatron.packing.doctor.unusable import Unusable
 
 WAYS = ("flattening", "flattening-borders", "trl", "positions", "ones", "mask", "boolean-mask")
 ATTENTIONS = ("eager", "sdpa")
@@ -54,11 +55,13 @@ def answer(model: nn.Module, way: str) -> str:
     evidence = Evidence(subject=way, lengths=LENGTHS)
     try:
         examination.repeat(evidence)
-        if evidence.keeps_state() or evidence.notes:
+        if evidence.keeps_state() or evidence.not_finite:
             return "not judged"
         examination.influence(evidence)
         if is_rounding_of_experts(examination, evidence):
             return SEPARATE
+    except Unusable:
+        return "not judged"
     except Exception:  # of hundreds of models' own code
         return RAISES
     return LEAKS if evidence.crossings else SEPARATE

@@ -52,6 +52,8 @@ class LossFault:
     factor: float = 1.0
     balances: bool = False
     """Adds a balancing loss over the pack."""
+    fused: bool = False
+    """No module puts out its logits."""
     step: StepFault | None = None
     """Takes steps on two data-parallel replicas; None leaves steps to the doctor."""
 
@@ -108,7 +110,7 @@ def subject_of(case: Case, dtype: torch.dtype) -> Subject:
         places=lambda sequences: lay_out(fault, sequences)[1],
         num_slots=lambda sequences: lay_out(fault, sequences)[2],
         loss=None if case.loss.step is not None else loss,
-        head=model.head,
+        head=None if case.loss.fused else model.head,
         windows={
             f"layers.{index}": 6 for index, kind in enumerate(fault.kinds) if kind == "window"
         },
@@ -424,5 +426,14 @@ STEPS = (
     ),
     _case("fused loss trains prompts", "loss is another", step=StepFault(loss_of_all=True)),
 )
+FUSED = (
+    _case("fused loss", fused=True),
+    _case("fused loss across borders", "label across a border", fused=True, crosses=True),
+    _case("fused loss with prompts", "prompt is trained", fused=True, trains_prompt=True),
+    _case("fused loss without last targets", "target is lost", fused=True, loses_last=True),
+    _case("fused loss not shifted", "labels are not shifted", fused=True, shift=0),
+    _case("fused loss shifted twice", "labels are not shifted", fused=True, shift=2),
+    _case("fused loss, mean per pack", "mean per pack", fused=True, mean_per="pack"),
+)
 FAULTS = (*FORWARD, *LOSS)
-CASES = (*SOUND, *FAULTS, *STEPS)
+CASES = (*SOUND, *FAULTS, *STEPS, *FUSED)

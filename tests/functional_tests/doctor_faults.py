@@ -92,6 +92,10 @@ class _Answers:
             self._path.unlink(missing_ok=True)
 
 
+def _wrong_of_script(case: LoopCase, dtype: str) -> str:
+    return wrong_of_script(case, dtype, timeout_seconds=600.0)  # on a busy machine, too
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Examines all cases, and writes the page of results; a run that was stopped goes on."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -104,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = [case for case in CASES if options.only in case.name]
     toy = examined_cases(cases, kept.of(wrong), options.dtypes, "")
     scripts = [case for case in LOOP_CASES if options.only in f"{case.script}: {case.name}"]
-    loops = examined_cases(scripts, kept.of(wrong_of_script), options.dtypes, "script: ")
+    loops = examined_cases(scripts, kept.of(_wrong_of_script), options.dtypes, "script: ")
     seconds = kept.seconds()
     num_wrong = len(toy.failures) + len(loops.failures)
     num_cases = len(toy.lines) + len(loops.lines)

@@ -182,9 +182,10 @@ LOOP_CASES = (
     LoopCase(
         "loss mask lost",
         _MLM,
-        ("step is not its sequences' sum",),  # of padding, which each pack has as it comes
+        ("sequences weigh differently",),  # as prompts and padding count
         "    loss_mask = loss_mask.view(-1).to(losses.dtype)\n",
         "    loss_mask = torch.ones_like(losses)\n",
+        "--context-parallel-size 2",
     ),
     LoopCase(
         "labels are the tokens themselves",
@@ -333,10 +334,13 @@ def examine_script(case: LoopCase, dtype: str) -> tuple[list[str], str]:
     return [finding.name for finding in diagnosis.faults], diagnosis.text()
 
 
-def wrong_of_script(case: LoopCase, dtype: str) -> str:
+def wrong_of_script(case: LoopCase, dtype: str, timeout_seconds: float = 90.0) -> str:
     """Returns what the doctor says wrongly of a script, or "" if it is right."""
+    num_ranks = SCRIPTS[case.script][1]
     try:
-        of_ranks = run_ranks(examine_script, SCRIPTS[case.script][1], case, dtype)
+        of_ranks = run_ranks(
+            examine_script, num_ranks, case, dtype, timeout_seconds=timeout_seconds
+        )
     except AssertionError as failure:
         return f"raises {str(failure).strip().splitlines()[-1]}"
     faults, text = of_ranks[0]

@@ -154,6 +154,7 @@ def test_every_row_has_a_case():
         "copies of a parameter differ",  # of several ranks: mutants
         "gradient is lost between ranks",
         "step is not its sequences' sum",
+        "logits are not finite in packs",  # tests/unit_tests/packing/doctor
     }
 
 
@@ -189,7 +190,11 @@ def test_report_and_files(tmp_path, capsys):
     assert text.startswith("opt, flattening, sdpa: attention forgets borders.\n")
     assert "17 of 17 tokens of sequence 1 see 11 of 11 of sequence 0" in " ".join(text.split())
     found = json.loads((tmp_path / "a.json").read_text())
-    assert not found["is_sound"]
+    assert list(found) == ["format", "verdict", "is_sound", "findings", "evidence"]
+    assert (found["format"], found["is_sound"]) == (1, False)
+    assert {*found["findings"][0]} == {
+        *("name", "property", "text", "mend", "threads", "is_fault"),
+    }
     assert found["findings"][0]["name"] == "attention forgets borders"
     page = (tmp_path / "a.html").read_text()
     assert page.count('fill="#b00020"') == 3  # 0 into 1, 0 into 2, 1 into 2
@@ -213,6 +218,24 @@ def test_mistakes_are_one_line(arguments, message):
     pytest.importorskip("transformers")
     with pytest.raises((FlagError, ValueError), match=re.escape(message)) as failure:
         run_doctor(arguments, "doctor")
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "{", "does not read its config.json: OSError"),
+        ("config.json", '{"model_type": "absent"}', "does not recognize this architecture"),
+        ("other.json", "{}", "neither a folder with config.json nor a model type"),
+        ("config.json", '{"model_type": "t5"}', "t5 is no causal language model"),
+    ],
+)
+def test_folders_of_no_model_are_one_line(tmp_path, name, text, message):
+    """The way out differs: another folder, another transformers, or one's own subject."""
+    pytest.importorskip("transformers")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as failure:
+        run_doctor(["--model", str(tmp_path)], "doctor")
     assert "\n" not in str(failure.value)
 
 
@@ -289,7 +312,7 @@ def test_a_model_that_raises_alone_is_told(monkeypatch):
 
     monkeypatch.setattr("megatron.packing.doctor.command.small_subject", fail)
     with pytest.raises(
-        ValueError, match=r"small opt cannot be made: .* tensor a; examine"
+        ValueError, match=r"small opt cannot be made: .* tensor a .*; examine"
     ) as failure:
         run_doctor(["--model", "opt"], "doctor")
     assert "\n" not in str(failure.value)

@@ -26,6 +26,8 @@ ASKING = {
     "sft/model/checkpoints/shares.py": 1,
     # Embeds with another function on a CPU, whose sums of gradients stop growing.
     "sft/model/mcore_fixes.py": 1,
+    # Words its message where somebody's model asks for a GPU that is not there.
+    "packing/doctor/unusable.py": 1,
     # Blending imports nothing of packing: pinned memory, and memory that processes share.
     "blending/energon/_loading/rank_loader.py": 1,
     "blending/loading/worker.py": 1,

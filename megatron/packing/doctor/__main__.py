@@ -14,3 +14,6 @@ if __name__ == "__main__":
     except (FlagError, ValueError, OSError) as failure:
         print(f"{PROGRAM}: {failure}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        sys.exit(130)

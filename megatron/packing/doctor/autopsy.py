@@ -17,6 +17,8 @@ from megatron.packing.doctor.evidence import Evidence, LossEvidence, TokenLoss
 from megatron.packing.doctor.experiments import Examination
 from megatron.packing.doctor.probe import as_rows, hooked
 from megatron.packing.doctor.subject import LENGTHS, Sample, Subject, draw_pack
+from megatron.packing.doctor.unusable import checked_loss
+from megatron.packing.doctor.watched_labels import watch_labels
 
 _MOST_CERTAIN = 0.9
 """Probability of a label above which its weight is lost in rounding."""
@@ -49,15 +51,15 @@ def examine_loss(examination: Examination, evidence: Evidence) -> None:
     subject = examination.subject
     if subject.loss is None:
         return
-    if subject.head is None:  # of fused losses
-        evidence.notes.append("loss: no module puts out logits, so labels and weights are not seen")
-        return
     packs = draw_step(subject)
-    runs = _head_gradients(examination, subject.head, packs)
-    if runs is None or len(runs) != len(packs):
-        evidence.notes.append(
-            "loss: the head did not run once for each pack, so labels and weights are not seen"
-        )
+    runs = [] if subject.head is None else _head_gradients(examination, subject.head, packs)
+    if len(runs) != len(packs):  # of fused losses
+        if watched := watch_labels(examination, evidence, packs[0]):
+            evidence.loss = LossEvidence(
+                tokens=watched,
+                num_slots=(subject.slots([sample.tokens for sample in packs[0]]),),
+                others=_loss_of_one(examination, evidence),
+            )
         return
     tolerance = _TOLERANCE.get(examination.dtype, _DEFAULT_TOLERANCE)
     tokens: list[TokenLoss] = []
@@ -108,7 +110,7 @@ def _expected(sample: Sample, position: int) -> int | None:
 
 def _head_gradients(
     examination: Examination, head: nn.Module, packs: Sequence[Sequence[Sample]]
-) -> list[tuple[Tensor, Tensor]] | None:
+) -> list[tuple[Tensor, Tensor]]:
     """Returns logits and their gradients for each run of the head."""
     outputs: list[Tensor] = []
 
@@ -123,9 +125,7 @@ def _head_gradients(
     examination.probe.num_backwards += 1
     assert examination.subject.loss is not None
     with hooked(head, keep):
-        loss = examination.subject.loss(packs)
-    if not loss.requires_grad:
-        return None
+        loss = checked_loss(examination.subject, examination.subject.loss(packs))
     loss.backward()
     pairs = [(logits.detach(), logits.grad) for logits in outputs if logits.grad is not None]
     examination.subject.model.zero_grad(set_to_none=True)
@@ -184,7 +184,7 @@ def _loss_of_one(examination: Examination, evidence: Evidence) -> float:
     examination.probe.num_forwards += 1
     examination.probe.num_backwards += 1
     with hooked(embedding, keep):
-        subject.loss([pack]).backward()
+        checked_loss(subject, subject.loss([pack]), is_trained=False).backward()
     subject.model.zero_grad(set_to_none=True)
     if not outputs or outputs[0].grad is None:
         return 0.0

@@ -20,13 +20,15 @@ from megatron.packing.doctor.scripts import load_subject, run_script
 from megatron.packing.doctor.subject import Subject
 from megatron.packing.doctor.subjects.collators import COLLATORS
 from megatron.packing.doctor.subjects.transformers_subject import small_subject
+from megatron.packing.doctor.unusable import Unusable, check_subject, reason_of
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import parse_flags
 from megatron.packing.rules import Rule, check_rules
 
 _ABOUT = (
     "Examine whether packed sequences see one another, and whether the loss is one mean over "
-    "tokens. Needs no data and no weights; exit status 1 if a fault is found."
+    "tokens. Needs no data and no weights; exit status 1 if a fault is found, 2 if there is "
+    "nothing to judge."
 )
 _PATIENCE_SECONDS = 2.0
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -45,6 +47,8 @@ class ReportOptions:
         for flag, path in (("--json", self.json), ("--html", self.html)):  # needs the folder
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ValueError(f"{flag} {path} must be a file in a folder that exists; make it")
+            if path is not None:  # scripts may go to another folder
+                object.__setattr__(self, flag[2:], path.absolute())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +172,11 @@ def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
             subject = small_subject(
                 options.model, options.collator, options.attention, DTYPES[options.dtype]
             )
-        except ValueError:
+        except Unusable:
             raise
         except Exception as error:  # of hundreds of models' own code
             raise ValueError(
-                f"a small {options.model} cannot be made: {_first_line(error)}; examine your own "
+                f"a small {options.model} cannot be made: {reason_of(error)}; examine your own "
                 "model by --subject or --script"
             ) from error
     return diagnose_subject(subject)
@@ -184,22 +188,19 @@ def diagnose_subject(subject: Subject) -> tuple[Diagnosis, bool]:
     Raises:
         ValueError: if it raises; with its own reason.
     """
+    check_subject(subject)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             diagnosis = examine(subject)
-    except Exception as error:  # of anybody's model
+    except Unusable:
+        raise
+    except (Exception, SystemExit) as error:  # of anybody's model
         raise ValueError(
-            f"{subject.name} does not run on the doctor's pack: {_first_line(error)}; it fails "
+            f"{subject.name} does not run on the doctor's pack: {reason_of(error)}; it fails "
             "aloud, so nothing is contaminated in silence"
         ) from error
     if subject.ranks is not None:
         return diagnosis, subject.ranks.is_first
     # Of processes that examine by themselves the first reports, and each that finds a fault.
     return diagnosis, os.environ.get("RANK", "0") == "0" or not diagnosis.is_sound
-
-
-def _first_line(error: Exception) -> str:
-    """Returns an error's kind and the first line of what it says."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

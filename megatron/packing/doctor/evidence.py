@@ -174,6 +174,8 @@ class Evidence:
     """What counts as changed where shapes are equal: anything above it."""
     tolerance: float = 0.0
     """What counts as changed between packs of other shapes."""
+    not_finite: tuple[int, ...] = ()
+    """Sequences with NaN among their logits in the pack."""
     influence: list[list[float]] = field(default_factory=list)
     """[A][B]: change of B's logits when tokens of A change from its middle on."""
     early: list[float] = field(default_factory=list)

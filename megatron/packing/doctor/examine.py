@@ -16,7 +16,9 @@ from megatron.packing.doctor.experiments import Examination
 from megatron.packing.doctor.locate import (
     EXPERT_ULPS,
     class_of,
+    declared_windows,
     describe,
+    every_layer_name,
     find_birth,
     find_birth_of_padding,
     find_layers,
@@ -27,6 +29,7 @@ from megatron.packing.doctor.probe import Probe
 from megatron.packing.doctor.report import Diagnosis, Finding
 from megatron.packing.doctor.step import examine_step
 from megatron.packing.doctor.subject import LENGTHS, Subject
+from megatron.packing.doctor.unusable import check_places, check_windows
 
 
 def examine(subject: Subject, lengths: Sequence[int] = LENGTHS) -> Diagnosis:
@@ -43,7 +46,8 @@ def examine(subject: Subject, lengths: Sequence[int] = LENGTHS) -> Diagnosis:
         the findings, and the evidence for them.
 
     Raises:
-        ValueError: if the subject does not do what it says, or packs fewer than three sequences.
+        ValueError: if packs have fewer than three sequences.
+        Unusable: if the subject does not do what it says, so that a verdict would mean nothing.
     """
     if len(lengths) < 3 or min(lengths) < 4:
         raise ValueError(
@@ -51,14 +55,25 @@ def examine(subject: Subject, lengths: Sequence[int] = LENGTHS) -> Diagnosis:
             "tokens"
         )
     probe = Probe(subject)
+    notes = list(subject.notes)
+    if not subject.model.training:
+        notes.append("mode: the model is in eval(); call model.train(), as in training")
     evidence = Evidence(
         subject=subject.name,
         lengths=tuple(lengths),
         reduction=subject.reduction,
-        notes=list(subject.notes),
+        notes=notes,
     )
     examination = Examination(probe, lengths)
+    check_places(subject, examination.pack)
+    if windows := declared_windows(probe):
+        of_ranks = probe.gather(every_layer_name(subject.model))
+        check_windows(subject, [*windows], [name for names in of_ranks for name in names])
     examination.repeat(evidence)
+    if evidence.not_finite:
+        examination.check_finite_alone(evidence)
+        evidence.notes.append("all else: nothing is seen behind NaN; examine again without it")
+        return _diagnose(examination, evidence)
     if evidence.keeps_state():
         evidence.notes.append("all else: runs depend on those before; examine again without that")
         return _diagnose(examination, evidence)
@@ -85,6 +100,7 @@ def _examine_logits(
 ) -> None:
     subject = examination.subject
     examination.set_tolerance(evidence)
+    examination.check_repeats(evidence)
     examination.influence(evidence)
     if not subject.is_causal:
         evidence.early = [0.0] * len(evidence.early)

@@ -15,8 +15,13 @@ from torch import Tensor, nn
 from megatron.packing.doctor.evidence import Evidence, Repeat
 from megatron.packing.doctor.probe import Probe, hooked, local_rows
 from megatron.packing.doctor.subject import draw_other, draw_pack
+from megatron.packing.doctor.unusable import Unusable
 
 _NOISE_MARGIN = 8
+_MOST_REPEAT_ULPS, _MOST_REPEAT = 1024, 0.005
+"""What runs may differ by that are seeded alike, as of atomics on a device. Beyond it something
+random is left: crossings change logits by 0.04 and more, and 8 times the difference counts as none.
+"""
 _RESPONSE_MARGIN = 4
 _ULPS = {torch.bfloat16: 4}
 _DEFAULT_ULPS = 64
@@ -32,6 +37,15 @@ def difference(before: Sequence[Tensor], after: Sequence[Tensor], scale: float) 
         change = (one - other).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf)
         worst = max(worst, float(change.max()) if change.numel() else 0.0)
     return worst / scale
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Returns whether there is no NaN; words that a model never says may have minus infinity."""
+    return not bool(values.isnan().any()) and bool((values.amax(-1).isfinite()).all())
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.masked_fill(~values.isfinite(), 0.0).abs().max())
 
 
 class Examination:
@@ -71,9 +85,7 @@ class Examination:
             self.dtype = coarsest
         after_other = probe.logits(self.pack)
         self.logits = probe.logits(self.pack)
-        self.scale = max(
-            max(float(values.nan_to_num().abs().max()) for values in self.logits), 1e-30
-        )
+        self.scale = max(max(map(_largest, self.logits)), 1e-30)
         again = probe.logits(self.pack)
         reseeded = probe.logits(self.pack, seed=77)
         evidence.repeat = Repeat(
@@ -83,9 +95,29 @@ class Examination:
         )
         evidence.exact = _NOISE_MARGIN * evidence.repeat.difference
         evidence.dtype = str(self.dtype).removeprefix("torch.")
-        if bad := [i for i, values in enumerate(self.logits) if not values.isfinite().all()]:
-            evidence.notes.append(
-                f"logits of sequences {bad} are not finite; what is hidden behind NaN is not seen"
+        evidence.not_finite = tuple(
+            index for index, values in enumerate(self.logits) if not _is_finite(values)
+        )
+
+    def check_finite_alone(self, evidence: Evidence) -> None:
+        """Raises Unusable if the logits of a sequence are not finite alone either."""
+        for index in evidence.not_finite:
+            if not _is_finite(self.probe.logits([self.pack[index]])[0]):
+                raise Unusable(
+                    f"{self.subject.name}: logits of sequence {index} are not finite, alone and in "
+                    "the pack; examine a model that computes: another precision, or weights of "
+                    "megatron.packing.doctor.subject.draw_weights"
+                )
+
+    def check_repeats(self, evidence: Evidence) -> None:
+        """Raises Unusable where runs that are seeded alike differ by more than rounding."""
+        allowed = min(_MOST_REPEAT_ULPS * self.rounding, _MOST_REPEAT)
+        if not evidence.repeat.difference <= allowed:
+            raise Unusable(
+                f"{self.subject.name}: the same pack with the same torch.manual_seed gave logits "
+                f"that differ by {evidence.repeat.difference:.1e} of the largest, and {allowed:.1e}"
+                " is what rounding may do; switch off what draws from elsewhere (numpy, random, a "
+                "generator of its own), keeps a state or changes the weights"
             )
 
     def set_tolerance(self, evidence: Evidence) -> None:
@@ -100,6 +132,13 @@ class Examination:
             _ULPS.get(self.dtype, _DEFAULT_ULPS) * ulp,
             _NOISE_MARGIN * evidence.repeat.difference,
         )
+
+    @property
+    def has_logits(self) -> bool:
+        """Returns whether the subject puts out logits, and not hidden states."""
+        subject, width = self.subject, self.logits[0].shape[-1]
+        is_padded = subject.head is not None and width > subject.vocab_size
+        return subject.has_logits and (width == subject.vocab_size or is_padded)
 
     @property
     def rounding(self) -> float:
@@ -134,12 +173,35 @@ class Examination:
             evidence.early.append(
                 difference([self.logits[index][:middle]], [changed[index][:middle]], self.scale)
             )
+            self._check_depends(evidence, index, changed[index])
+
+    def _check_depends(self, evidence: Evidence, index: int, changed: Tensor) -> None:
+        """Notes tokens of a sequence, from its middle on, whose logits do not depend on them.
+
+        Raises:
+            Unusable: if no token's do: the model is fed something else.
+        """
+        middle = len(changed) // 2
+        same = (self.logits[index] == changed).all(1)[middle:]
+        if bool(same.all()):
+            raise Unusable(
+                f"{self.subject.name}: logits of sequence {index} stay the same to the bit when "
+                "its tokens change; let logits(sequences, fill) feed the model the tokens that it "
+                "is given"
+            )
+        if bool(same.any()):
+            at = (middle + same.nonzero().flatten()).tolist()
+            evidence.notes.append(
+                f"tokens {at} of sequence {index}: their logits do not depend on them, as if they "
+                "were cut off; what they see is not known"
+            )
 
     def alone(self, evidence: Evidence) -> None:
         """Runs each sequence alone."""
         for sequence, packed in zip(self.pack, self.logits):
             single = self.probe.logits([sequence])[0]
-            rows = (packed - single).abs().nan_to_num(nan=torch.inf).amax(1) / self.scale
+            change = (packed - single).abs().masked_fill(packed == single, 0.0)
+            rows = change.nan_to_num(nan=torch.inf).amax(1) / self.scale
             evidence.alone.append(float(rows.max()))
             late = (rows > evidence.tolerance).nonzero()
             evidence.alone_from.append(int(late[0]) if len(late) else None)

@@ -42,10 +42,16 @@ def examine_here(make_subject: Callable[[], Subject]) -> None:
 
     Raises:
         Examined: behind the examination, for the doctor.
-        ValueError: if the subject cannot be run.
+        ValueError: if the subject cannot be made or run.
     """
     if not is_examining():
         return
     from megatron.packing.doctor.command import diagnose_subject  # imports torch
+    from megatron.packing.doctor.unusable import Unusable
 
+    if not callable(make_subject):
+        raise Unusable(
+            f"examine_here was given a {type(make_subject).__name__}; pass a function without "
+            "arguments that returns a Subject"
+        )
     raise Examined(*diagnose_subject(make_subject()))

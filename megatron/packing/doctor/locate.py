@@ -24,6 +24,11 @@ MAX_LAYERS = 32
 
 
 def layer_names(model: nn.Module) -> list[str]:
+    """Returns the layers that are examined one by one: the first MAX_LAYERS."""
+    return every_layer_name(model)[:MAX_LAYERS]
+
+
+def every_layer_name(model: nn.Module) -> list[str]:
     """Returns the layers: children of the first list of modules that are of a depth, in each stage.
 
     The list with most parameters is it: experts are lists, too, but below a layer.
@@ -40,7 +45,7 @@ def layer_names(model: nn.Module) -> list[str]:
             key=lambda listed: sum(weight.numel() for weight in listed[1].parameters()),
         )
         names += [f"{name}.{index}" for index in range(len(layers))]
-    return names[:MAX_LAYERS]
+    return names
 
 
 def victim_rows(examination: Examination, one: int, other: int) -> Tensor:
@@ -273,15 +278,11 @@ def measure_reach(examination: Examination, evidence: Evidence) -> None:
     The first token of the longest sequence is disturbed in front of the layer: the last row that
     changes is as far as the layer sees.
     """
-    subject, pack = examination.subject, examination.pack
+    pack = examination.pack
     longest = max(range(len(pack)), key=lambda index: len(pack[index]))
     found = []
     exact = _exact_for_layers(examination, evidence)
-    windows = {
-        name: width
-        for of_rank in examination.probe.gather(dict(subject.windows))
-        for name, width in of_rank.items()
-    }
+    windows = declared_windows(examination.probe)
     for name in all_layers(examination.probe):
         packed = layer_reach(examination.probe, pack, longest, name, exact)
         alone = layer_reach(examination.probe, [pack[longest]], 0, name, exact)
@@ -290,6 +291,15 @@ def measure_reach(examination: Examination, evidence: Evidence) -> None:
         declared = windows.get(name)
         found.append(LayerReach(layer=name, packed=packed, alone=alone, declared=declared))
     evidence.reach = tuple(found)
+
+
+def declared_windows(probe: Probe) -> dict[str, int]:
+    """Returns the windows of the layers of all ranks, as declared."""
+    return {
+        name: width
+        for of_rank in probe.gather(dict(probe.subject.windows))
+        for name, width in of_rank.items()
+    }
 
 
 def _exact_for_layers(examination: Examination, evidence: Evidence) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.packing.doctor.subject import Subject
+from megatron.packing.doctor.unusable import check_logits
 
 
 class Rows(NamedTuple):
@@ -131,19 +132,13 @@ class Probe:
         """Returns the subject's logits.
 
         Raises:
-            ValueError: if they do not have the lengths of the sequences.
+            Unusable: if they are not one tensor of floats for each sequence, of its length.
         """
         if seed is not None:
             torch.manual_seed(seed)
         self.num_forwards += 1
         logits = self.subject.logits(sequences, fill)
-        lengths = [len(values) for values in logits]
-        if lengths != (expected := [len(tokens) for tokens in sequences]):
-            raise ValueError(
-                f"{self.subject.name}: logits(sequences, fill) returned tensors of lengths "
-                f"{lengths} for sequences of {expected} tokens; return "
-                "one tensor [length, vocabulary] for each sequence, without its padding"
-            )
+        check_logits(self.subject, logits, sequences)
         return logits
 
     def coarsest(self, sequences: Sequence[Tensor], dtype: torch.dtype) -> torch.dtype:

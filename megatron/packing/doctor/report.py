@@ -13,6 +13,8 @@ from megatron.packing.doctor.evidence import Evidence
 from megatron.packing.doctor.loss_reading import read_loss
 
 _WIDTH = 100
+FORMAT = 1
+"""Of the JSON report: grows where a field goes or means something else, not where one comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class Diagnosis:
     def json(self) -> str:
         """Returns verdict, findings and evidence as JSON; numbers that are not finite are null."""
         data = {
+            "format": FORMAT,
             "verdict": self.verdict(),
             "is_sound": self.is_sound,
             "findings": [asdict(finding) for finding in self.findings],

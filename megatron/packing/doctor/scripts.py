@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.packing.doctor.hook import ENVIRONMENT, Examined
 from megatron.packing.doctor.report import Diagnosis
 from megatron.packing.doctor.subject import Subject
+from megatron.packing.doctor.unusable import reason_of
 
 
 def load_subject(text: str) -> Subject:
@@ -23,6 +24,10 @@ def load_subject(text: str) -> Subject:
     """
     file, _, name = text.rpartition(":")
     path = Path(file)
+    if Path(text.removesuffix(":")).is_file():
+        raise ValueError(
+            f"--subject {text}: name a function of it, too: {text.rstrip(':')}:FUNCTION"
+        )
     if not file or not path.is_file():
         raise ValueError(
             f"--subject {text}: there is no file {file or text}; pass FILE.py:FUNCTION"
@@ -36,7 +41,7 @@ def load_subject(text: str) -> Subject:
         make = getattr(module, name, None)
         subject = make() if callable(make) else None
     except (Exception, SystemExit) as error:  # of anybody's code
-        raise ValueError(f"--subject {text}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"--subject {text}: {reason_of(error)}") from error
     if not callable(make):
         raise ValueError(f"--subject {text}: {file} has no function {name}")
     if not isinstance(subject, Subject):
@@ -61,8 +66,11 @@ def run_script(path: Path, arguments: Sequence[str]) -> tuple[Diagnosis, bool]:
     except Examined as examined:
         return examined.diagnosis, examined.is_first
     except (Exception, SystemExit) as error:  # of anybody's code
-        lines = str(error).strip().splitlines() or [""]
-        raise ValueError(f"--script {path}: {type(error).__name__}: {lines[0]}") from error
+        raise ValueError(
+            f"--script {path} ended before examine_here: {reason_of(error)}"
+            if isinstance(error, SystemExit)
+            else f"--script {path}: {reason_of(error)}"
+        ) from error
     raise ValueError(
         f"--script {path} ended without examine_here of megatron.packing.doctor.hook; call it in "
         "front of the training loop"

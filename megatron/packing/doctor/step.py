@@ -34,6 +34,7 @@ from megatron.packing.doctor.step_scale import (
     products_of_steps,
 )
 from megatron.packing.doctor.subject import Sample, Step
+from megatron.packing.doctor.unusable import Unusable, checked_loss, checked_step
 
 WEIGHTS = (1.0, 0.5, 2.0, 1.25, 0.75)
 """Weights of the examined step's samples, in turn."""
@@ -67,9 +68,10 @@ def examine_step(
     repeats, whole = _take_steps(examination, packs, _NUM_REPEATS if is_coarse else 1)
     products = products_of_steps(examination, [*repeats, whole])
     size = float(products[-1, -1])
-    if not size > 0:
+    if size == 0:
         evidence.notes.append("step: it changes nothing, so it is not examined")
         return
+    _check_products(examination, products[1 : 1 + len(samples), 1 : 1 + len(samples)], size)
     count = sum(int(sample.trained.sum()) for sample in samples)
     declared = [
         sample.weight
@@ -83,8 +85,14 @@ def examine_step(
     fit, noise = _fit_repeats(products[:-1, :-1], torch.tensor(declared, dtype=torch.float64))
     if is_coarse:  # what rounds alike in all repeats, such as gradients once, is no spread of them
         noise = replace(noise, residual=max(noise.residual, examination.rounding))
-    loss = measure_loss(examination, packs, _NUM_REPEATS if is_coarse else 0)
-    if is_coarse and not (noise.shares > 0 and loss.noise > 0):
+    loss = None
+    if examination.has_logits:
+        loss = measure_loss(examination, packs, _NUM_REPEATS if is_coarse else 0)
+    else:
+        evidence.notes.append(
+            "step: there are no logits beside which its scale and the reported loss could be held"
+        )
+    if is_coarse and not (noise.shares > 0 and (loss is None or loss.noise > 0)):
         evidence.notes.append(
             f"step: not examined in {evidence.dtype}, as its rounding could not be measured (the "
             "embeddings are not known); examine in float32, too"
@@ -92,7 +100,7 @@ def examine_step(
         return
     scale = (
         Scale(1.0, 0.0)
-        if subject.has_further_losses
+        if subject.has_further_losses or loss is None
         else measure_scale(examination, whole, packs, size, loss)
     )
     places = [(p, s) for p, pack in enumerate(packs) for s in range(len(pack))]
@@ -114,15 +122,38 @@ def examine_step(
         residual=math.sqrt(max(fit.left, 0.0)),
         scale=scale.factor,
         norm=None if whole.norm is None else whole.norm / math.sqrt(size),
-        loss=None if whole.loss is None else whole.loss / loss.value,
-        mistakes=() if whole.loss is None else explain_loss(examination, packs, whole.loss, loss),
+        loss=None if whole.loss is None or loss is None else whole.loss / loss.value,
+        mistakes=()
+        if whole.loss is None or loss is None
+        else explain_loss(examination, packs, whole.loss, loss),
         unequal=_unequal_copies(examination, whole),
         num_copies=dict(subject.num_copies),
         balances=subject.balances,
         reduction=subject.reduction,
-        noise=replace(noise, scale=scale.noise, loss=loss.noise),
+        noise=replace(noise, scale=scale.noise, loss=0.0 if loss is None else loss.noise),
     )
     evidence.step = examination.probe.gather(own)[0]  # ranks must say the same
+
+
+def _check_products(examination: Examination, alone: Tensor, size: float) -> None:
+    """Raises Unusable for steps that are not finite, or do not depend on what is trained.
+
+    Args:
+        examination: of the subject.
+        alone: products of the steps on one sequence each.
+        size: square of the step on all of them.
+    """
+    name = examination.subject.name
+    if not (math.isfinite(size) and bool(alone.isfinite().all())):
+        raise Unusable(
+            f"{name}: gradients of a step are not finite; examine another precision, or a model "
+            "with weights of megatron.packing.doctor.subject.draw_weights"
+        )
+    if len(alone) > 1 and bool((alone == alone[0, 0]).all()):
+        raise Unusable(
+            f"{name}: steps on different sequences are the same to the bit; let the loss or step "
+            "depend on the tokens and labels of the samples that it is given"
+        )
 
 
 def _take_steps(
@@ -153,10 +184,10 @@ def _step(examination: Examination, packs: Sequence[Sequence[Sample]]) -> Step:
     examination.probe.num_forwards += len(packs)
     examination.probe.num_backwards += len(packs)
     if subject.step is not None:
-        return subject.step(packs)
+        return checked_step(subject, subject.step(packs))
     assert subject.loss is not None
     subject.model.zero_grad(set_to_none=True)
-    loss = subject.loss(packs)
+    loss = checked_loss(subject, subject.loss(packs))
     loss.backward()
     change = {
         name: parameter.grad.detach().clone()

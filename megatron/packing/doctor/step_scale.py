@@ -63,7 +63,7 @@ def products_of_steps(examination: Examination, steps: Sequence[Step]) -> Tensor
         )
         table = vectors @ vectors.T
         key = float(table[-1, -1]), float(vectors[-1].sum()), change.numel()
-        if key[0] > 0:
+        if key[0] != 0:  # NaN is told later
             own[key] = table.tolist()
     every = {
         key: table for of_rank in examination.probe.gather(own) for key, table in of_rank.items()

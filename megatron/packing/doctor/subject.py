@@ -88,7 +88,8 @@ class Subject:
     """Token ids below it may be fed."""
     logits: Callable[[Sequence[Tensor], int], list[Tensor]]
     """Takes token ids, int64 [length] of each sequence, and a token for all padding slots. Packs
-    and runs them. Returns the logits of each sequence, [length, vocabulary].
+    and runs them. Returns the logits of each sequence, [length, vocabulary], or its last hidden
+    states, [length, hidden].
     """
     places: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
     """Takes the same sequences. Returns the rows of each in the flattened stream of tokens, int64
@@ -101,6 +102,10 @@ class Subject:
     loss: Callable[[Sequence[Sequence[Sample]]], Tensor] | None = None
     """Takes packs of samples. Returns the scalar that the trainer minimises in one step over all
     of them, with the labels that it makes itself.
+    """
+    has_logits: bool = True
+    """False if `logits` returns hidden states, as where a fused loss has no logits. Labels are then
+    watched, and the reported loss is not compared. Without `head`, another width shows it.
     """
     masks_prompts: bool = True
     """Whether `loss` heeds `Sample.trained`; without it every token but the first is a target."""

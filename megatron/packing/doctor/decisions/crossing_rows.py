@@ -129,6 +129,7 @@ CROSSING = (
         applies=_mixing(lambda e, m: _kind(m) == "attention" and _is_local(m) and m.reach > 4),
         text=_crossing("A window of {width} tokens slides over the borders."),
         mend="The mask of windowed layers is built without the borders: " + _BORDERS.lower(),
+        threads=("AI-Hypercomputer/maxtext#5001",),
     ),
     Row(
         name="short convolution without borders",
@@ -136,6 +137,7 @@ CROSSING = (
         applies=_mixing(lambda e, m: _is_tail(m) and m.disturbed < m.changed),
         text=_crossing("A convolution or token shift of {width} tokens runs over the borders."),
         mend=_KERNELS,
+        threads=("NVIDIA-NeMo/Automodel#2147", "EvolvingLMMs-Lab/lmms-engine#167"),
     ),
     Row(
         name="short convolution without borders",
@@ -156,6 +158,12 @@ CROSSING = (
             "crosses, too, would be hidden behind it."
         ),
         mend=_KERNELS,
+        threads=(
+            "THUDM/slime#1686",
+            "NVIDIA-NeMo/Automodel#2147",
+            "NovaSky-AI/SkyRL#2056",
+            "fla-org/flash-linear-attention#842",
+        ),
     ),
     Row(
         name="attention forgets borders",
@@ -163,7 +171,7 @@ CROSSING = (
         applies=_mixing(lambda e, m: _kind(m) == "attention"),
         text=_crossing("Attention sees the sequences before."),
         mend=_BORDERS,
-        threads=("NVIDIA-NeMo/Megatron-Bridge#2952",),
+        threads=("NVIDIA-NeMo/Megatron-Bridge#2952", "huggingface/transformers#46634"),
     ),
     Row(
         name="sequences are mixed",

@@ -36,6 +36,17 @@ OTHERS = (
         mend="Look for caches (use_cache, inference parameters, static buffers) in training.",
     ),
     Row(
+        name="logits are not finite in packs",
+        property="packed",
+        applies=lambda e: bool(e.not_finite),
+        text=lambda e: (
+            f"Logits of sequences {[*e.not_finite]} are NaN or infinite in the pack, and finite "
+            "alone."
+        ),
+        mend="A row of the mask in which nothing is seen gives NaN, which other rows see in the "
+        "next layer: let padding see itself, or mask with the smallest number, not infinity.",
+    ),
+    Row(
         name="order of tokens is changed",
         property="causal",
         applies=lambda e: _not_causal(e) and e.mixing is not None and e.mixing.is_reordered,

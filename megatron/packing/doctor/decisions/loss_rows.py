@@ -69,6 +69,7 @@ LOSS = (
         text=_say(lambda r: f"{r.num_padding} padding slots have a gradient."),
         mend="Labels of padding must be -100; behind padding in front so must the first token's, "
         "which the last of the padding would be trained to predict.",
+        threads=("allenai/open-instruct#1900",),
     ),
     Row(
         name="prompt is trained",

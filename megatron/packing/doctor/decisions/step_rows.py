@@ -277,7 +277,8 @@ STEP = (
         property="step",
         applies=_step(_is_uneven),
         text=_say(lambda s: f"Tokens of sequences count differently in the step: {_counts(s)}."),
-        mend="Look for a sequence that is trained twice, cut, or masked in part.",
+        mend="Look for a sequence that is trained twice, cut, or masked in part, or for a loss "
+        "mask that is lost: prompts and padding then count.",
     ),
     Row(
         name="balancing loss",

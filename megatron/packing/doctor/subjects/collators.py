@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.packing.doctor.unusable import Unusable
+
 IGNORED = -100
 
 
@@ -60,7 +62,7 @@ def _trl(sequences: Sequence[Tensor], labels: Sequence[Tensor], fill: int) -> Ba
     try:
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
     except ImportError as error:
-        raise ValueError(
+        raise Unusable(
             "--collator trl needs TRL's own collator, which cannot be imported here: "
             f"{error}; run pip install trl"
         ) from error

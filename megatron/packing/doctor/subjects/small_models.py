@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron.packing.doctor.subject import draw_weights
+from megatron.packing.doctor.unusable import Unusable, reason_of
 
 VOCABULARY = 101
 MAX_LAYERS = 6
@@ -79,14 +80,22 @@ def small_config(source: str, **changes: Any) -> Any:
         changes: fields to set at last.
 
     Raises:
-        ValueError: if it is neither.
+        Unusable: if it is neither, or cannot be read.
     """
     from pathlib import Path
 
+    import transformers
     from transformers import AutoConfig
 
     if (Path(source) / "config.json").is_file():
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        try:
+            config = AutoConfig.from_pretrained(source, local_files_only=True)
+        except Exception as error:  # of transformers, and of a folder's own code
+            raise Unusable(
+                f"--model {source}: transformers {transformers.__version__} does not read its "
+                f"config.json: {reason_of(error)}; correct it, install another transformers, or "
+                "examine your own model by --subject"
+            ) from error
     else:
         try:
             config = AutoConfig.for_model(source)
@@ -94,7 +103,7 @@ def small_config(source: str, **changes: Any) -> Any:
                 config.layer_types = list(_KINDS[source])
                 config.num_hidden_layers = len(_KINDS[source])
         except ValueError as error:
-            raise ValueError(
+            raise Unusable(
                 f"--model {source}: neither a folder with config.json nor a model type of the "
                 "installed transformers; pass one of both"
             ) from error
@@ -192,7 +201,7 @@ def small_model(config: Any, attention: str = "", dtype: torch.dtype = torch.flo
         dtype: of weights.
 
     Raises:
-        ValueError: if transformers has no such model or attention, with its reason.
+        Unusable: if transformers has no such model or attention, with its reason.
     """
     torch.manual_seed(0)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
@@ -203,13 +212,19 @@ def small_model(config: Any, attention: str = "", dtype: torch.dtype = torch.flo
             size = sum(weight.numel() for weight in _build(config, options).parameters())
         model = _build(config, options) if size <= MAX_PARAMETERS else None
     except Exception as error:  # of hundreds of models' own code
-        reason = str(error).strip().splitlines()
-        raise ValueError(
+        if "AutoModelForCausalLM" in str(error):
+            raise Unusable(
+                f"{config.model_type} is no causal language model of transformers; examine your "
+                "own model by --subject or --script"
+            ) from error
+        raise Unusable(
             f"{config.model_type} with attention {attention or 'of its own'} cannot be built by "
-            f"transformers: {type(error).__name__}: {reason[0] if reason else ''}"
+            f"transformers: {reason_of(error)}"
+            + "; pass --attention eager or sdpa, or install what it needs"
+            * bool(attention)
         ) from error
     if model is None:
-        raise ValueError(
+        raise Unusable(
             f"{config.model_type} has {size:,} parameters although its known sizes were reduced; "
             "build a small one yourself and pass --subject"
         )

@@ -30,6 +30,7 @@ from megatron.packing.doctor.subject import (
 )
 from megatron.packing.doctor.subjects.collators import IGNORED
 from megatron.packing.doctor.subjects.trainer_rows import rows_of_trainer
+from megatron.packing.doctor.unusable import Unusable
 
 MAX_RANKS = 5
 """Sequences of the examined step, of which each rank has to have one."""
@@ -44,17 +45,17 @@ def subject_from_trainer(trainer: Any, name: str = "this trainer") -> Subject:
     examined.
 
     Raises:
-        ValueError: for a trainer whose collator makes no rows of the doctor's sequences, or whose
+        Unusable: for a trainer whose collator makes no rows of the doctor's sequences, or whose
             ranks hold parts of the model.
     """
     if any(getattr(trainer, name, False) for name in _HOLD_PARTS):
-        raise ValueError(
+        raise Unusable(
             f"{name}: ranks hold parts of the model (FSDP, DeepSpeed, tensor parallelism); run the "
             "script without them, on a small model"
         )
     num_ranks = trainer.args.world_size
     if num_ranks > MAX_RANKS:
-        raise ValueError(
+        raise Unusable(
             f"{name}: {num_ranks} processes, but the doctor's step has {MAX_RANKS} sequences; run "
             f"the script with at most {MAX_RANKS}"
         )
@@ -145,7 +146,7 @@ class _Passes:
         """Returns notes on how sequences are put together.
 
         Raises:
-            ValueError: if sequences cannot be found in what the collator makes.
+            Unusable: if sequences cannot be found in what the collator makes.
         """
         notes = []
         if not self._trainer_rows.columns:
@@ -191,7 +192,7 @@ class _Passes:
             places = range(start, len(stream) - len(wanted) + 1)
             at = next((i for i in places if stream[i : i + len(wanted)] == wanted), None)
             if at is None:
-                raise ValueError(
+                raise Unusable(
                     f"{self._name}: its collator gives input_ids {list(tokens.shape)} in which the "
                     "doctor's sequences are not found; write logits yourself, see "
                     "megatron.packing.doctor.subject"

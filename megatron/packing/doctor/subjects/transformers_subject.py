@@ -13,6 +13,7 @@ from megatron.packing.doctor.probe import Probe
 from megatron.packing.doctor.subject import LENGTHS, Sample, Subject, draw_pack
 from megatron.packing.doctor.subjects.collators import COLLATORS, IGNORED, Batch
 from megatron.packing.doctor.subjects.small_models import WINDOW, small_config, small_model
+from megatron.packing.doctor.unusable import Unusable
 
 
 def subject_from_transformers(
@@ -27,10 +28,10 @@ def subject_from_transformers(
         windows: whether layers with a window of small_models.WINDOW tokens are to keep it.
 
     Raises:
-        ValueError: if there is no such collator.
+        Unusable: if there is no such collator.
     """
     if collator not in COLLATORS:
-        raise ValueError(f"--collator {collator}: choose one of {', '.join(COLLATORS)}")
+        raise Unusable(f"--collator {collator}: choose one of {', '.join(COLLATORS)}")
     packing = COLLATORS[collator]
     config: Any = model.config
     config.use_cache = packing.use_cache
