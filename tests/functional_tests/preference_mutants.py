@@ -111,11 +111,12 @@ def shows(mutant: Mutant) -> bool:
         file.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
         command = [sys.executable, "-W", "ignore", "-m", preference_layouts.__name__]
         done = subprocess.run(
-            [*command, "--only", ROWS[mutant.row]],
+            [*command, "--only", ROWS[mutant.row], "--results", str(place / "results")],
             cwd=place,
             env={**os.environ, "PYTHONPATH": str(place)},
             capture_output=True,
             check=False,
+            text=True,
         )
         return done.returncode != 0
 

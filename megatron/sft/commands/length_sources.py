@@ -9,7 +9,7 @@ schedule_12.json              one step of a run, as --dump-schedule wrote it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from megatron.packing.batch.reading import SampleReader
 from megatron.packing.batch.tree import MergedPaths
 from megatron.packing.quoting import shortened, shown
 from megatron.packing.rules import check_rules
-from megatron.packing.user_files import parse_json, read_text
-from megatron.planner.lengths import LengthOptions, Lengths, RunSource
+from megatron.packing.user_files import parse_json, read_json, read_text
+from megatron.planner.lengths import OPTIONS_FILE, LengthOptions, Lengths, RunSource
 from megatron.planner.sequences import Sequences, sequences_of
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
@@ -37,6 +37,7 @@ from megatron.sft.options.chat_template import TemplateChoice, read_date, read_v
 from megatron.sft.options.data import TOKENIZER_RULES, tokenizer_type_of
 from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.options.hub_names import check_hub_name
+from megatron.sft.options.preference import PreferenceConfig
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
 
 IntArray = npt.NDArray[np.int64]
@@ -122,9 +123,34 @@ def _run(folder: Path) -> Lengths:
         )
     steps = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
     run = RunSource(
-        folder=folder, num_ranks=len(lines[-1]["packs"]), capacity=lines[-1].get("capacity")
+        folder=folder,
+        num_ranks=len(lines[-1]["packs"]),
+        capacity=lines[-1].get("capacity"),
+        num_forward_passes=_forward_passes_of_run(folder / OPTIONS_FILE),
     )
     return Lengths(sequences=Sequences.joined(parts), described=f"{steps} in {path}", run=run)
+
+
+def forward_passes_of(options: Mapping[str, Any]) -> int:
+    """Returns the forward passes of a step beside those of training, by options of a run.
+
+    {"loss": "dpo"}    ->    1, of the reference
+    """
+    values: dict[str, Any] = {
+        name: options[name]
+        for name in ("loss", "loss_type", "reference_file")
+        if options.get(name) is not None
+    }
+    types = values.get("loss_type", ())
+    values["loss_type"] = (types,) if isinstance(types, str) else tuple(types)
+    return PreferenceConfig(**values).num_forward_passes
+
+
+def _forward_passes_of_run(path: Path) -> int:
+    try:
+        return forward_passes_of(read_json(path)["preference"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return 0  # of an older version; the planner says what else is wrong with the file
 
 
 def _sequences_of(line: dict[str, Any], path: Path) -> Sequences:

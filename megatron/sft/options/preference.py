@@ -273,6 +273,14 @@ class PreferenceConfig:
         return self.needs_reference and given is None
 
     @property
+    def num_forward_passes(self) -> int:
+        """Forward passes of a step beside those of training: of the reference, and of the model for
+        KTO's divergence.
+        """
+        estimates = self.loss == "kto" and "kto" in self.types
+        return self.computes_reference + estimates
+
+    @property
     def numbers(self) -> LossNumbers:
         """Parameters of the losses, with their defaults."""
         smoothing = self.label_smoothing
