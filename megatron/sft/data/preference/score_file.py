@@ -22,6 +22,8 @@ from megatron.packing.batch.tree import Path
 from megatron.packing.folder_gate import open_output
 from megatron.sft.data.records.values import SampleError
 
+SOURCE = "weights_source"
+"""Key of the header: the weights in words, for messages."""
 _FORMAT = 1
 _SPREAD = 0x9E3779B97F4A7C15
 """Odd constant by which keys of first tokens differ from those of whole answers."""
@@ -82,12 +84,24 @@ class ScoreFile:
 
     def check(self, expected: Mapping[str, Any]) -> None:
         """Raises ValueError if the file was made with other weights, tokens or precision."""
-        for name, value in expected.items():
-            if self.header.get(name) != value:
+        faults = {
+            "weights": f"of {self._source}, not {expected.get(SOURCE)}",
+            "tokenizer": "with another tokenizer or chat template",
+            "precision": f"in {self.header.get('precision')}, not {expected.get('precision')}",
+        }
+        if self._source == expected.get(SOURCE):
+            faults["weights"] = f"of other files in {self._source}, which have changed since"
+        for name, fault in faults.items():
+            if self.header.get(name) != expected.get(name):
                 raise ValueError(
-                    f"--reference-file {self.path} was made with another {name}: "
-                    f"{self.header.get(name)}, not {value}; make it again with megatron-sft score"
+                    f"--reference-file {self.path} was made {fault}; make it again with "
+                    "megatron-sft score"
                 )
+
+    @property
+    def _source(self) -> str:
+        """The weights in words; files of older versions do not have them."""
+        return str(self.header.get(SOURCE, "other weights"))
 
     def of(self, path: Path, is_answer: npt.NDArray[np.bool_]) -> float:
         """Returns the sum over the answer's tokens. Raises SampleError if it is not in the file."""

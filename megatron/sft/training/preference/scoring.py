@@ -16,12 +16,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.sft.agreement import gathered
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.preference.encode import KEYS
-from megatron.sft.data.preference.score_file import ScoreFile, write_scores
+from megatron.sft.data.preference.score_file import SOURCE, ScoreFile, write_scores
 from megatron.sft.data.stream import Share
 from megatron.sft.model.checkpoints.folder import latest_iteration
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.preflight.read_files import weights_at_start
+from megatron.sft.preflight.read_files import weights_at_start, weights_in_words
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.preference.objective import ANSWER, HEAD, Scores
 from megatron.sft.training.preference.rows import PER_PATH
@@ -38,6 +38,7 @@ def header_of(
     assert datasets.tokenizer is not None  # a rule: --loss needs --data-path
     return {
         "weights": weights_at_start(config, pretrained),
+        SOURCE: weights_in_words(config),
         "tokenizer": datasets.tokenizer.fingerprint,
         "precision": "bfloat16" if config.training.bf16 else "float32",
     }

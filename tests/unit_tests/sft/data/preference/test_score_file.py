@@ -11,7 +11,7 @@ from megatron.packing.batch.tree import Path
 from megatron.sft.data.preference.score_file import ScoreFile, key_of, write_scores
 from megatron.sft.data.records.values import SampleError
 
-HEADER = {"weights": "a", "tokenizer": "b"}
+HEADER = {"weights": "a", "weights_source": "--pretrained-checkpoint old", "tokenizer": "b"}
 
 
 def side(*ids: int, start: int = 1) -> tuple[Path, np.ndarray]:
@@ -41,8 +41,15 @@ def test_a_wrong_file_is_refused(tmp_path: FilePath) -> None:
     write_scores(file, HEADER, np.array([key_of(*side(1, 2, 3))]), [-1.0])
     found = ScoreFile.read(file)
     found.check(HEADER)
-    with pytest.raises(ValueError, match="another weights: a, not c"):
-        found.check({**HEADER, "weights": "c"})
+    found.check({**HEADER, "weights_source": "a folder that was moved"})
+    new = {**HEADER, "weights": "c", "weights_source": "--pretrained-checkpoint new"}
+    for header, said in (
+        (new, "of --pretrained-checkpoint old, not --pretrained-checkpoint new; make it again"),
+        ({**HEADER, "weights": "c"}, "of other files in --pretrained-checkpoint old, which have"),
+        ({**HEADER, "tokenizer": "c"}, "with another tokenizer or chat template; make it again"),
+    ):
+        with pytest.raises(ValueError, match=f"was made {said}"):
+            found.check(header)
     with pytest.raises(ValueError, match="does not exist"):
         ScoreFile.read(str(tmp_path / "none"))
     (tmp_path / "text").write_text("scores")
