@@ -93,8 +93,12 @@ _OURS = {
     "--reference-file FILE, which megatron-sft score writes": "precompute_ref_*",
     "--simpo-gamma": "gamma",
     "--simpo-gamma, which is this ratio times --beta": "gamma_beta_ratio simpo_gamma_beta_ratio",
-    "--loss-type sigmoid sft --loss-weights 1 X": "rpo_alpha pref_ftx dpo_sft_loss_weight",
+    "--loss-type sigmoid sft --loss-weights 1 X": """
+        rpo_alpha pref_ftx dpo_sft_loss_weight sft_loss_weight nll_loss_weight
+    """,
     "--label-smoothing, with --loss-type robust": "dpo_label_smoothing",
+    "--loss-weights, one for each of --loss-type": "preference_loss_weight",
+    "--f-divergence-type": "f_divergence",
     "--desirable-weight": "kto_chosen_weight kto_desirable_weight",
     "--undesirable-weight": "kto_rejected_weight kto_undesirable_weight",
     "--lora": "use_peft finetuning_type adapter train_type tuner_type sft_type peft_type",
@@ -131,13 +135,14 @@ _WAYS = {
         assistant_only_loss completion_only_loss train_on_inputs train_on_prompt mask_history
         loss_scale train_on_responses_only roles_to_train train_on_eos train_on_eot
     """,
-    "pass --loss dpo, cpo, simpo, orpo, kto or reward, and --loss-type for its variants": """
+    "pass --loss dpo, cpo, simpo, orpo, kto or reward, and --loss-type for its variants; methods "
+    "that generate answers (GRPO, PPO) are not offered": """
         stage do_train rl task rlhf_type trainer_cls
     """,
     "drop it: the reference is what the run begins with, --pretrained-checkpoint with its "
     "--lora-adapter": """
         ref_model* ref_adapters* mcore_ref_* ref_load sync_ref_model ref_model_mixup_alpha
-        ref_model_sync_steps
+        ref_model_sync_steps ref_adapter_name model_adapter_name reference_policy*
     """,
     "pass --loss simpo or cpo, which have no reference": "reference_free",
     "drop it: dropout is off in preference tuning": "disable_dropout",
@@ -154,6 +159,7 @@ _WAYS = {
     "drop it: --seq-length limits a prompt with its answer": """
         max_prompt_length max_completion_length max_target_length
     """,
+    "drop it: evaluations compare given answers": "generate_during_eval",
     "drop it: padding does not exist in packs": "padding_value label_pad_token_id",
     "drop it: the loss is cross-entropy": "use_dft_loss enable_dft_loss use_eaft*",
     "drop it: the optimizer is Adam": """
