@@ -200,8 +200,10 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
     if differing.keys() <= _OF_OPTIMIZER:
         what = "has another state of the optimizer"
         way_out = "pass --no-load-optim, which starts that again"
-    if differing.keys() == {"reference"} and saved["reference"] == _NO_REFERENCE:
-        way_out = f"start from its weights with --pretrained-checkpoint {path.parent}"
+    if differing.keys() == {"reference"}:
+        what = "is of a run with another reference"
+        if saved["reference"] == _NO_REFERENCE:
+            way_out = f"start from its weights with --pretrained-checkpoint {path.parent}"
     raise CheckpointError(
         f"{path} {what} ({'; '.join(differing.values())}); give the same options, or {way_out}"
     )
