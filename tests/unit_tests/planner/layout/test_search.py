@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -296,7 +297,7 @@ def test_communication_is_counted() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_reference_runs_forward_once_more(recompute: str) -> None:
+def test_a_reference_runs_forward_once_more(recompute: Literal["none", "full"]) -> None:
     """A layout's time would be a quarter too short: DPO's reference has each token's forward pass
     again, with the forward messages of all groups, and no gradients.
     """
