@@ -32,6 +32,7 @@ from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.mock.dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock.lengths import FLAG
 from megatron.sft.data.preference.encode import PairEncoder
+from megatron.sft.data.preference.partners import with_partners_in_order
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
 from megatron.sft.options.data import TOKENIZER_RULES, tokenizer_type_of
@@ -233,6 +234,7 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
         )
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate", columns, turns, preferences=pairs)
     reader, dropped = SampleReader(), 0
+    marked: list[EncodedSample] = []
     for index in range(len(source)):
         (record,) = read_records(source, [index])
         try:
@@ -246,10 +248,15 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
                 raise ValueError(f"{where}{error}; or pass --skip-bad-samples") from error
             dropped += 1
             continue
-        if isinstance(sample, EncodedSample):
-            reader.add(_fields_of(sample), index)
-        else:
+        if not isinstance(sample, EncodedSample):
             dropped += 1
+        elif options.loss == "kto":
+            marked.append(sample)
+        else:
+            reader.add(_fields_of(sample), index)
+    # As in training, where the answer of the record before is a second branch.
+    for index, sample in enumerate(with_partners_in_order(marked, LONGEST)):
+        reader.add(_fields_of(sample), index)
     samples = reader.samples()
     if not samples.lengths.size:
         raise ValueError(f"{path}: holds no sample with a token to train on; give another file")
