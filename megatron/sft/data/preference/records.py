@@ -357,7 +357,10 @@ def _is_assistant(turn: Any) -> bool:
 
 def _swift(rest: dict[str, Any], turns: str, rejected: str) -> dict[str, Any]:
     others = _several(rest.pop(rejected))
-    prompt, chosen = _last_answer(list(rest.pop(turns)))
+    whole = rest.pop(turns)
+    if not isinstance(whole, list):
+        raise SampleError(f"{turns} must be a list of turns, but is {shown(whole)}")
+    prompt, chosen = _last_answer(whole)
     if any(_is_whole(other) for other in others):
         others = [_last_answer(other)[1] if _is_whole(other) else other for other in others]
     return {**rest, "prompt": prompt, "responses": [chosen, *others]}
@@ -411,7 +414,10 @@ def _by_strength(rest: dict[str, Any], first: Any, second: Any) -> dict[str, Any
     answers = [first, second] if _number(strength, 0) < 0 else [second, first]
     if not rest.keys() & {"prompt", *TURNS}:
         rest["prompt"] = rest.pop("context", None)
-    prompt = rest.pop("prompt", None) or rest.pop("messages")
+    turns = next((key for key in TURNS if key in rest), None)
+    prompt = rest.pop("prompt", None) or rest.pop(turns or "", None)
+    if prompt is None:
+        raise SampleError("has two responses, but no prompt, context or messages before them")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return {**rest, "prompt": prompt, "responses": answers}

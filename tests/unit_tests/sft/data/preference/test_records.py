@@ -168,6 +168,12 @@ def test_marks_are_read(record: dict[str, Any], is_good: bool) -> None:
         ({**CHATS["TRL"], "rejected": 4}, False, "^rejected must be text"),
         ({**CHATS["TRL"], "rejected": ["bad", None]}, False, r"^rejected\[1\] must be text"),
         ({"messages": [USER, GOOD]}, False, "beside pairs with --sft-weight 1"),
+        ({"messages": 1, "rejected_response": "bad"}, False, "messages must be a list of turns"),
+        (
+            {**CHATS["HelpSteer2"], "prompt": None},
+            False,
+            "two responses, but no prompt, context or",
+        ),
         (
             {"context": [USER], "completions": [{"rank": 0, "completion": [GOOD]}] * 2},
             False,
