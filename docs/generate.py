@@ -53,7 +53,8 @@ TRAINERS = {
         "learning_rate num_train_epochs lr_scheduler_type warmup_ratio lora_target "
         "additional_target adapter_name_or_path quantization_bit mask_history train_on_prompt "
         "mix_strategy interleave_probs flash_attn deepspeed export_dir overwrite_output_dir "
-        "plot_loss preprocessing_num_workers",
+        "pref_loss pref_beta pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight "
+        "kto_rejected_weight ref_model ref_model_adapters plot_loss preprocessing_num_workers",
     ),
     "axolotl": (
         "Axolotl",
@@ -62,6 +63,8 @@ TRAINERS = {
         "load_in_4bit gradient_accumulation_steps num_epochs learning_rate lr_scheduler "
         "optimizer train_on_inputs gradient_checkpointing flash_attention output_dir "
         "saves_per_epoch evals_per_epoch dataset_prepared_path special_tokens wandb_name "
+        "rl dpo_beta rpo_alpha dpo_norm_loss dpo_use_weighting orpo_alpha cpo_alpha simpo_gamma "
+        "kto_desirable_weight kto_undesirable_weight precompute_ref_log_probs "
         "deepspeed fsdp_config sequence_parallel_degree context_parallel_size",
     ),
     "ms-swift": (
@@ -70,7 +73,8 @@ TRAINERS = {
         "train_type tuner_type target_modules modules_to_save lora_rank learning_rate "
         "num_train_epochs per_device_train_batch_size gradient_accumulation_steps attn_impl "
         "system loss_scale adapters merge_lora output_dir dataloader_num_workers deepspeed "
-        "tensor_model_parallel_size max_epochs",
+        "rlhf_type beta loss_type rpo_alpha ld_alpha simpo_gamma desirable_weight ref_model "
+        "ref_adapters mcore_ref_model tensor_model_parallel_size max_epochs",
     ),
 }
 _EXAMPLES = {
@@ -257,6 +261,8 @@ def coming_from(name: str) -> str:
         "- Only what the assistant says is trained, by the chat template of the model.",
         "- `megatron-sft show` prints samples with the trained tokens marked. Compare them first.",
         "- A batch is `--global-batch-size` sequences over all GPUs, however they are packed.",
+        "- Pairs of answers, marked answers and reward models: "
+        "[preferences](../howto/preference.md).",
         "- An unknown name, as a flag or a key of YAML, is answered with the one here.",
         "",
         "| there | here |",

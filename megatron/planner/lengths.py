@@ -31,6 +31,8 @@ class RunSource:
     """Data-parallel ranks."""
     capacity: int | None
     """Capacity of its packs in tokens; None if the run did not write it."""
+    num_forward_passes: int = 0
+    """Forward passes of its steps beside those of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,10 @@ class LengthOptions:
     """Turns of chats that are trained, as in training, whose default it has."""
     loss: Literal["sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward"] = "sft"
     """Loss to train with: preference data, whose pairs are trees, for any but sft."""
+    forward_passes: int | None = None
+    """Forward passes of a step beside those of training, as of a reference (default: as in
+    training, 1 of dpo and 2 of kto, and 0 with --reference-file).
+    """
     data_columns: str | None = None
     """Column renames of the chats, as in training."""
     seq_length: int | None = None
@@ -92,7 +98,7 @@ class LengthOptions:
             why="lengths are missing",
             way_out="name a file of lengths or chats, before the options: plan FILE --dp 8",
         ),
-        *at_least(0, "seed"),
+        *at_least(0, "seed", "forward_passes"),
         *at_least(1, "seq_length"),
     )
 

@@ -21,7 +21,7 @@ from megatron.planner.lengths import LengthOptions, LengthReader, Lengths
 from megatron.planner.plan_options import LayoutOptions, ModelOptions, PlanOptions, scheduler_of
 from megatron.planner.plan_pictures import draw
 from megatron.planner.plan_run import as_in_run
-from megatron.planner.plan_text import lead_of, table_of, text_of
+from megatron.planner.plan_text import forward_passes_line, lead_of, table_of, text_of
 from megatron.planner.sequences import Sequences
 from megatron.planner.step_record import StepLayout, StepRecord
 
@@ -131,7 +131,9 @@ def _plan(
         model, layout, remarks, scheduling = as_in_run(found.run, model, layout, given)
     layout.check(model)
     found, notes = _fitted(found, lengths, layout)
-    cost, seconds = _cost_of_pack(found, model, layout, options)
+    passes = 0 if found.run is None else found.run.num_forward_passes
+    passes = passes if lengths.forward_passes is None else lengths.forward_passes
+    cost, seconds = _cost_of_pack(found, model, layout, options, passes)
     capacity = layout.capacity(int(found.lengths.max()))
     count = _num_batches(options, layout)
     batches = list(drawn(found.sequences, layout.batch_size, count, lengths.seed))
@@ -141,7 +143,8 @@ def _plan(
         has_equal_stages=layout.stage_layers.are_equal,
         sync_below=-(-layout.ep // layout.tp),
     )
-    lead = [*lead_of(found, model, layout, options, capacity, count), *remarks, *notes]
+    lead = lead_of(found, model, layout, options, capacity, count)
+    lead += [*([forward_passes_line(passes)] if passes else []), *remarks, *notes]
     step_layout = replace(layout.step_layout(model, capacity, cost, seconds), options=scheduling)
     return Plan(found, batches, step_layout, facts, lead)
 
@@ -167,10 +170,16 @@ def _plan_of_step(
 
 
 def _cost_of_pack(
-    found: Lengths, model: ModelOptions, layout: LayoutOptions, options: PlanOptions
+    found: Lengths,
+    model: ModelOptions,
+    layout: LayoutOptions,
+    options: PlanOptions,
+    num_forward_passes: int,
 ) -> tuple[PackCost, float]:
     """Returns the cost of a pack, summed over the ranks that share it, and the seconds per unit of
     cost.
+
+    num_forward_passes: those beside the passes of training.
     """
     cost = model.cost()
     rows = found.sequences.loss_tokens
@@ -187,7 +196,7 @@ def _cost_of_pack(
         fixed=cost.fixed * layout.cp,
         least=_launches(model, layout) / seconds,
     )
-    return cost, seconds
+    return cost.with_forward_passes(num_forward_passes), seconds
 
 
 def _launches(model: ModelOptions, layout: LayoutOptions) -> float:

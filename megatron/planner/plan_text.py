@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron.packing.scheduling.cost import NUM_PASSES
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome
 from megatron.planner.lengths import Lengths
 from megatron.planner.plan_options import LayoutOptions, ModelOptions, PlanOptions
@@ -67,6 +68,16 @@ def lead_of(
     if count > 1:
         lines.append(f"table     means of the {batches}; pictures show the first")
     return [*lines, f"dropped   {found.dropped:,} records"] if found.dropped else lines
+
+
+def forward_passes_line(count: int) -> str:
+    """Returns the line about `count` forward passes beside those of training, for times."""
+    passes = "a forward pass" if count == 1 else f"{count} forward passes"
+    factor = 1 + count / NUM_PASSES
+    return (
+        f"reference each step has {passes} more than training alone, in the times: {factor:.2f} "
+        "times as long"
+    )
 
 
 def table_of(comparison: Comparison, seconds_per_unit: float | None) -> Table:

@@ -97,7 +97,10 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             with_samples_of_checkpoint,
         )
         from megatron.sft.report.run_folder import RUNS, prepare_output
-        from megatron.sft.training.preference.scoring import check_reference
+        from megatron.sft.training.preference.scoring import (
+            check_files_of_score,
+            check_reference,
+        )
         from megatron.sft.training.stop import StopSignals
         from megatron.sft.training.train import Trainer
 
@@ -110,6 +113,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             # First of all: a rank whose data are refused ends the others with its message.
             end.enter_context(heartbeats(rank, world_size, store, minutes))
             prepare_output(config.output)
+            if rank == 0:
+                check_files_of_score(config.preference)
             given, config = config, with_samples_of_checkpoint(config)
             datasets = build_datasets(config)
             notes = notes_on_samples(given, config, datasets.train_turns)

@@ -1,17 +1,19 @@
 """Preference losses in many parallel layouts beside answers that are computed one by one:
 
-    python -m tests.functional_tests.preference_layouts --write PAGE [--only TEXT]
+    python -m tests.functional_tests.preference_layouts --results FOLDER --write PAGE [--only TEXT]
 
-Each row of the page is a layout with a loss: the largest difference of loss, gradients and weights
-over two steps, relative as the oracle measures it.
+Each cell of the page is a layout with a loss: the largest difference of loss, gradients and weights
+over two steps, relative as the oracle measures it. What is measured is kept in FOLDER, in a file
+for each release of megatron-core: a stopped run continues, and the page has a table for each.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import platform
 import time
-from collections.abc import Iterator
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -119,26 +121,60 @@ def expected(layout: Layout, more: str, loss: str) -> list[Step]:
     return _expected(model, loss)
 
 
-def measured(only: str) -> Iterator[tuple[Row, float]]:
-    rows = (Row(*layout, loss) for layout, loss in itertools.product(LAYOUTS, LOSSES))
-    for row in rows:
-        if only in str(row):
-            found = row.measure()
-            print(f"{found:.1e} {row}", flush=True)
-            yield row, found
+ROWS = [Row(*layout, loss) for layout, loss in itertools.product(LAYOUTS, LOSSES)]
 
 
-def page(found: list[tuple[Row, float]], only: str = "") -> str:
-    """Returns the page in Markdown. only: part of the rows that were measured; "" for all."""
-    layouts = list(dict.fromkeys((row.layout, row.more) for row, _ in found))
-    by_row = {tuple(row): value for row, value in found}
+class Versions(NamedTuple):
+    """What rows were measured with."""
+
+    core: str
+    torch: str
+    python: str
+    date: str
+
+    @classmethod
+    def here(cls) -> Versions:
+        # A checkout that is installed has its commit behind the version.
+        core = version("megatron-core").split("+")[0]
+        return cls(core, version("torch"), platform.python_version(), time.strftime("%Y-%m-%d"))
+
+
+def measure(path: Path, only: str) -> None:
+    """Measures the rows that `path` does not have yet, and adds a line for each."""
+    done = {name for name, _ in read(path)}
+    rows = [row for row in ROWS if only == str(row)] or [row for row in ROWS if only in str(row)]
+    with path.open("a") as file:
+        for row in rows:
+            if str(row) not in done:
+                found = row.measure()
+                print(f"{found:.1e} {row}", flush=True)
+                line = {"row": str(row), "difference": found, "versions": Versions.here()}
+                file.write(f"{json.dumps(line)}\n")
+                file.flush()
+
+
+def read(path: Path) -> list[tuple[str, Measured]]:
+    """Returns the names of rows, with what was measured."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        (line["row"], Measured(line["difference"], Versions(*line["versions"]))) for line in lines
+    ]
+
+
+class Measured(NamedTuple):
+    difference: float
+    versions: Versions
+
+
+def page(folder: Path) -> str:
+    """Returns the page in Markdown, with a table for each file of `folder`."""
     lines = [
         "# Preference losses in parallel layouts",
         "",
-        f"`make preference-layouts` on {time.strftime('%Y-%m-%d')}, torch {version('torch')}, "
-        f"megatron-core {version('megatron-core')}, float64 on CPU.",
+        "`make preference-layouts`, float64 on CPU.",
         "",
-        *([f"A part of the matrix: `--only '{only}'`.", ""] if only else []),
         "Two steps of 7 records in each layout beside answers that are computed one by one, each "
         "loss written again: the largest difference of loss, gradients and weights, relative to "
         "the loss, to the largest gradient of the module and to the largest weight. In each layout "
@@ -146,27 +182,48 @@ def page(found: list[tuple[Row, float]], only: str = "") -> str:
         "adapters that are continued (`lora`). `chats`: two of the records are chats to imitate "
         "(`--sft-weight`). `file`: the reference is a file that the layout wrote first, of records "
         "in another order; the first margins are at most 1e-12.",
+    ]
+    for path in sorted(folder.glob("*.jsonl")):
+        lines += ["", *_table(dict(read(path)))]
+    return "\n".join([*lines, ""])
+
+
+def _table(found: dict[str, Measured]) -> list[str]:
+    values = list(found.values())
+    (core,), torches, pythons, dates = (
+        sorted(set(each)) for each in zip(*(one.versions for one in values))
+    )
+    numbers = [one.difference for one in values]
+    many = f"All {len(ROWS)}" if len(numbers) == len(ROWS) else f"{len(numbers)} of {len(ROWS)}"
+    lines = [
+        f"## megatron-core {core}",
+        "",
+        f"On {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, torch {', '.join(torches)}, "
+        f"Python {', '.join(pythons)}. {many} were run: {min(numbers):.1e} to {max(numbers):.1e}.",
         "",
         f"| layout | {' | '.join(LOSSES)} |",
         f"|---|{'---|' * len(LOSSES)}",
     ]
-    for layout, more in layouts:
-        cells = [by_row.get((layout, more, loss)) for loss in LOSSES]
-        shown = " | ".join("" if cell is None else f"{cell:.1e}" for cell in cells)
-        lines.append(f"| {layout} {more.replace('--', '')} | {shown} |".replace("  ", " "))
-    worst = max(value for _, value in found)
-    return "\n".join([*lines, "", f"Largest of {len(found)}: {worst:.1e}.", ""])
+    for layout, more in LAYOUTS:
+        cells = [found.get(str(Row(layout, more, loss))) for loss in LOSSES]
+        shown = " | ".join("" if cell is None else f"{cell.difference:.1e}" for cell in cells)
+        if any(cells):
+            lines.append(f"| {layout} {more.replace('--', '')} | {shown} |".replace("  ", " "))
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, required=True, help="folder of what was measured")
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--only", default="", help="part of a row's name")
+    parser.add_argument("--only", default="", help="a row's name, or a part of it")
     given = parser.parse_args()
-    found = list(measured(given.only))
+    given.results.mkdir(parents=True, exist_ok=True)
+    path = given.results / f"{Versions.here().core}.jsonl"
+    measure(path, given.only)
     if given.write is not None:
-        given.write.write_text(page(found, given.only), encoding="utf-8")
-    over = [str(row) for row, value in found if not value <= LIMIT]
+        given.write.write_text(page(given.results), encoding="utf-8")
+    over = [row for row, found in read(path) if not found.difference <= LIMIT]
     if over:
         raise SystemExit(f"over {LIMIT:.0e}: {', '.join(over)}")
 

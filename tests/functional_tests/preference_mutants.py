@@ -1,4 +1,4 @@
-"""Faults put into reward models and their loss, and whether a layout of the oracle shows them:
+"""Faults put into preference losses, and whether a layout of the oracle shows them:
 
     python -m tests.functional_tests.preference_mutants --write PAGE [--only TEXT]
 
@@ -23,10 +23,11 @@ from tests.functional_tests import preference_layouts
 
 ROOT = Path(__file__).parents[2]
 HEAD, LOSS = "megatron/sft/model/score_head.py", "megatron/sft/training/preference/rewards.py"
-ROWS = {
-    "tensor": "tp2sp-pp1-cp1-dp1-tied-plain-default reward",
-    "data": "tp1-pp1-cp1-dp2-tied-plain-default reward",
-    "context": "tp1-pp1-cp2-dp1-grouped-plain-default reward",
+PAIRS = "megatron/sft/training/preference/objective.py"
+LAYOUTS = {
+    "tensor": "tp2sp-pp1-cp1-dp1-tied-plain-default",
+    "data": "tp1-pp1-cp1-dp2-tied-plain-default",
+    "context": "tp1-pp1-cp2-dp1-grouped-plain-default",
 }
 
 
@@ -37,7 +38,13 @@ class Mutant(NamedTuple):
     file: str
     before: str
     after: str
-    row: str
+    layout: str
+    loss: str = "reward"
+
+    @property
+    def row(self) -> str:
+        """Name of the row of `preference_layouts` that must show it."""
+        return f"{LAYOUTS[self.layout]} {self.loss}"
 
 
 MUTANTS = (
@@ -95,6 +102,94 @@ MUTANTS = (
         "is_scored[-2] =",
         "data",
     ),
+    Mutant(
+        "a mean over this rank's pairs",
+        PAIRS,
+        "numbers = summed_over_replicas(numbers)",
+        "pass",
+        "data",
+        "sigmoid",
+    ),
+    Mutant(
+        "the reference has the weights of the step",
+        PAIRS,
+        "with self._reference.weights():",
+        "if True:",
+        "data",
+        "sigmoid",
+    ),
+    Mutant(
+        "chats to imitate count as pairs",
+        PAIRS,
+        "is_first if self._is_marked else rank.gt(0)",
+        "is_first if self._is_marked else rank.ne(0)",
+        "data",
+        "sigmoid, chats",
+    ),
+    Mutant(
+        "the cross entropy of chosen answers has the divisor of pairs",
+        PAIRS,
+        "(self._totals.terms / self._totals.nll_tokens)",
+        "(self._totals.terms / self._totals.terms)",
+        "data",
+        "sigmoid, bco_pair, sft",
+    ),
+    Mutant(
+        "both answers have the length of the rejected one",
+        PAIRS,
+        "count[partner], count)",
+        "count, count)",
+        "data",
+        "ipo, ld_alpha",
+    ),
+    Mutant(
+        "tokens behind the shorter answer count as others",
+        PAIRS,
+        "policy = alpha * sums.answer + (1 - alpha) * sums.head",
+        "policy = sums.answer",
+        "data",
+        "ipo, ld_alpha",
+    ),
+    Mutant(
+        "answers have each other's log-probabilities of the file",
+        "megatron/sft/data/preference/encode.py",
+        'fields["reference"] = totals',
+        'fields["reference"] = totals[::-1]',
+        "data",
+        "ipo, ld_alpha, file",
+    ),
+    Mutant(
+        "the prompt does not count in ORPO's cross entropy",
+        PAIRS,
+        "nll_sums = sums.whole if options.nll_of_prompt else sums.answer",
+        "nll_sums = sums.answer",
+        "data",
+        "orpo",
+    ),
+    Mutant(
+        "KTO's divergence is this rank's",
+        PAIRS,
+        "sums = summed_over_replicas(sums)",
+        "pass",
+        "data",
+        "kto",
+    ),
+    Mutant(
+        "an answer's partner of KTO is its own",
+        "megatron/sft/data/preference/partners.py",
+        "answer = other.labels[start:]",
+        "answer = own.labels[first:]",
+        "data",
+        "kto",
+    ),
+    Mutant(
+        "path sums of each context-parallel rank are its own",
+        "megatron/packing/model/path_log_probs.py",
+        "return reduce_from_tensor_model_parallel_region(sums, group=cp_group)",
+        "return sums",
+        "context",
+        "sigmoid",
+    ),
 )
 
 
@@ -111,12 +206,17 @@ def shows(mutant: Mutant) -> bool:
         file.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
         command = [sys.executable, "-W", "ignore", "-m", preference_layouts.__name__]
         done = subprocess.run(
-            [*command, "--only", ROWS[mutant.row]],
+            [*command, "--only", mutant.row, "--results", str(place / "results")],
             cwd=place,
             env={**os.environ, "PYTHONPATH": str(place)},
             capture_output=True,
             check=False,
+            text=True,
         )
+        # Differences, or first margins that are not 0. A copy that does not run shows nothing.
+        said = (f"over {preference_layouts.LIMIT:.0e}: ", "AssertionError: ")
+        if done.returncode and not any(words in done.stderr for words in said):
+            raise SystemExit(f"{mutant.name}: {done.stderr[-3000:]}")
         return done.returncode != 0
 
 
@@ -131,7 +231,7 @@ def main() -> None:
         if given.only not in mutant.name:
             continue
         is_shown = shows(mutant)
-        rows.append(f"| {mutant.name} | {ROWS[mutant.row]} | {'yes' if is_shown else 'NO'} |")
+        rows.append(f"| {mutant.name} | {mutant.row} | {'yes' if is_shown else 'NO'} |")
         print(rows[-1], flush=True)
         missed += [] if is_shown else [mutant.name]
     if given.write is not None:
@@ -144,7 +244,7 @@ def page(rows: list[str]) -> str:
     """Returns the page in Markdown."""
     return "\n".join(
         [
-            "# Faults in reward models",
+            "# Faults in preference losses",
             "",
             f"`make preference-mutants` on {time.strftime('%Y-%m-%d')}, torch {version('torch')}, "
             f"megatron-core {version('megatron-core')}. Each fault is put into a copy of the code, "

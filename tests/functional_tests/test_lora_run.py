@@ -164,6 +164,6 @@ def test_another_base_is_refused(folder: Path) -> None:
     save_file(
         {name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"}
     )
-    assert f"the base model (then {folder / 'base'}) was " in train(
+    assert f"the base model was {folder / 'base'}, is {folder / 'other'})" in train(
         1, folder, "run", f"--save-hf {folder / 'never'}", "other"
     )

@@ -21,9 +21,12 @@ import numpy.typing as npt
 
 from megatron.packing.layers import ExpertsShape, LayerKind
 
-# A matrix product of n multiply-adds is 2n FLOPs forward; its backward is two products of that
-# size.
-_FLOPS_PER_MULTIPLY_ADD = 3 * 2
+NUM_PASSES = 3
+"""Forward passes that a forward and a backward pass cost: the backward of a matrix product is two
+products of its size.
+"""
+# A matrix product of n multiply-adds is 2n FLOPs forward.
+_FLOPS_PER_MULTIPLY_ADD = NUM_PASSES * 2
 # A microbatch moves each weight through memory whatever it holds: read in bfloat16 forward and
 # backward (2 + 2 bytes), its gradient added to in float32 (4 + 4 bytes). Meanwhile an accelerator
 # could have done so many FLOPs per byte (A100 156, H200 206, H100 295, B200 281). `calibrate`
@@ -126,6 +129,21 @@ class PackCost:
         lengths alone.
         """
         return replace(self, linear=self.linear - self.head * (1 - share), head=0.0)
+
+    def with_forward_passes(self, count: int) -> PackCost:
+        """Returns the cost of a pack with `count` forward passes more, each a third of forward and
+        backward, as of a reference model. Megatron-core's pipelines of forward passes wait in the
+        same proportion.
+        """
+        factor = 1 + count / NUM_PASSES
+        return PackCost(
+            linear=self.linear * factor,
+            quadratic=self.quadratic * factor,
+            fixed=self.fixed * factor,
+            head=self.head * factor,
+            windows=tuple((window, each * factor) for window, each in self.windows),
+            least=self.least * factor,
+        )
 
     def shared_by(self, ranks: int, fixed_ranks: int = 1) -> PackCost:
         """Returns the cost for each of `ranks` that share the work on every sequence; `fixed_ranks`

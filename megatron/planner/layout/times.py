@@ -18,6 +18,7 @@ import numpy.typing as npt
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.model.shape import ModelShape
 from megatron.packing.scheduling.cost import (
+    NUM_PASSES,
     PackCost,
     launch_seconds,
     layers_pack_cost,
@@ -41,8 +42,6 @@ _OF_UNEVEN_PACKS = 0.85
 """Share of a pipeline's bound for even packs that uneven ones take at least: 0.86 was the least in
 2,640 pipelines of four models and random lengths.
 """
-_PASSES = 3
-"""A backward pass is two forward passes."""
 
 
 class _Work(NamedTuple):
@@ -69,6 +68,8 @@ class TimeModel:
     """LoRA: weights have neither gradients nor an optimizer's state."""
     measured: PackCost | None = None
     """Seconds of a pack on one device, in place of the arithmetic and its memory traffic."""
+    num_forward_passes: int = 0
+    """Forward passes of a step beside those of training, in the same packs: of a reference."""
     scheduling: SchedulerOptions = field(default_factory=SchedulerOptions)
     _scheduled: dict[Candidate, float] = field(default_factory=dict, init=False, repr=False)
     """Seconds of scheduled steps. The optimizer's sharding does not change a schedule."""
@@ -136,25 +137,39 @@ class TimeModel:
         """Seconds of a pack, over all stages one after the other."""
         ranks = candidate.tp * candidate.cp
         if self.measured is not None:
-            repeated = _repeated(candidate)
+            repeated = self._repeated(candidate)
             return PackCost(
                 linear=linear,
                 quadratic=self.measured.quadratic * repeated / ranks,
-                fixed=self.measured.fixed / candidate.tp,
+                fixed=self.measured.fixed * self._passes / NUM_PASSES / candidate.tp,
                 windows=_scaled(self.measured.windows, repeated / ranks),
             )
         flops = self._flops
         attention = ATTENTION_SHARE * self.device.flops
-        repeated = 4 / _PASSES if candidate.recompute != "none" else 1.0
-        # Each microbatch moves the weights twice, and adds to their gradients.
-        weights = self._num_weights(candidate) * (2 + 2 + 4 + 4)
+        repeated = (self._passes + (candidate.recompute != "none")) / NUM_PASSES
+        # Each microbatch moves the weights twice, and adds to their gradients; a forward pass moves
+        # them once.
+        weights = self._num_weights(candidate) * (2 + 2 + 4 + 4 + 2 * self.num_forward_passes)
         return PackCost(
             linear=linear,
             quadratic=flops.quadratic * repeated / ranks / attention,
             fixed=weights / self.device.memory_bandwidth,
             windows=_scaled(flops.windows, repeated / ranks / attention),
-            least=launch_seconds(self._num_layers, candidate.pp * candidate.vpp),
+            least=launch_seconds(self._num_layers, candidate.pp * candidate.vpp)
+            * self._passes
+            / NUM_PASSES,
         )
+
+    @property
+    def _passes(self) -> int:
+        """Forward passes that a step's passes cost; recomputation is not counted."""
+        return NUM_PASSES + self.num_forward_passes
+
+    def _repeated(self, candidate: Candidate) -> float:
+        """Returns the factor by which arithmetic of layers grows: each forward pass more is one of
+        three.
+        """
+        return (self._passes + (candidate.recompute == "full")) / NUM_PASSES
 
     @property
     def _num_layers(self) -> int:
@@ -195,7 +210,7 @@ class TimeModel:
         assert shape.hidden_size is not None
         layers, hidden = shape.num_layers, shape.hidden_size
         tp, cp, ep = candidate.tp, candidate.cp, candidate.ep
-        ranks, repeated = tp * cp, _repeated(candidate)
+        ranks, repeated = tp * cp, self._repeated(candidate)
         found: dict[str, float] = {}
         if self.measured is not None:
             found["arithmetic"] = self.measured.linear * repeated / ranks
@@ -206,31 +221,33 @@ class TimeModel:
                 tokens_of_expert = candidate.capacity * shape.moe_router_topk // shape.num_experts
             width = max(min(hidden, ffn // (1 if shape.num_experts else tp), tokens_of_expert), 16)
             flops = self._flops
-            products = (flops.linear - flops.head) * repeated + flops.head
+            head = flops.head * self._passes / NUM_PASSES
+            products = (flops.linear - flops.head) * repeated + head
             found["arithmetic"] = products / ranks / device.matmul_flops(width)
             # Norms, residuals, activations, rotary embeddings: tensors read or written, 2 bytes.
             tensors = layers * (20 * hidden + 8 * ffn * (shape.moe_router_topk if ep > 1 else 1))
-            traffic = 2 * tensors * _PASSES * repeated
+            traffic = 2 * tensors * NUM_PASSES * repeated
             found["memory traffic"] = traffic / ranks / device.memory_bandwidth
         row = 2 * hidden  # bytes of a token between layers
+        more = self.num_forward_passes
         if tp > 1:  # all-gathers and reduce-scatters: 4 forward, 6 backward
-            times = 10 + 4 * (candidate.recompute == "full")
+            times = 10 + 4 * (more + (candidate.recompute == "full"))
             size = layers * times * row * (tp - 1) / tp / cp
             found["tensor parallel"] = size / device.bandwidth(tp, candidate.world_size)
         if cp > 1:  # keys and values forward, their gradients backward
             keys: float = 2 * 2 * (shape.num_query_groups or shape.num_attention_heads or 1)
             keys *= shape.resolved_kv_channels / tp
-            times = 2 + (candidate.recompute != "none")
+            times = 2 + more + (candidate.recompute != "none")
             size = layers * times * keys * (cp - 1) / cp
             found["context parallel"] = size / device.bandwidth(tp * cp, candidate.world_size)
         if ep > 1:  # tokens to experts and back, forward and backward
-            times = 4 + 2 * (candidate.recompute == "full")
+            times = 4 + 2 * (more + (candidate.recompute == "full"))
             size = layers * times * row * shape.moe_router_topk * (ep - 1) / ep / ranks
             found["expert parallel"] = size / device.bandwidth(
                 max(ep, tp * cp), candidate.world_size
             )
         if candidate.pp > 1:  # forward and backward between each two chunks
-            size = 2 * (candidate.pp * candidate.vpp - 1) * row / ranks
+            size = (2 + more) * (candidate.pp * candidate.vpp - 1) * row / ranks
             span = candidate.tp * candidate.cp * candidate.dp * 2
             found["pipeline parallel"] = size / device.bandwidth(span, candidate.world_size)
         return found
@@ -317,6 +334,7 @@ class TimeModel:
         if not self.has_adapters:
             sharers = candidate.dp * candidate.cp if candidate.shards_optimizer else 1
             states += (4 + 12 / sharers) * own
+            states += 2 * own * (self.num_forward_passes > 0)  # the reference, a copy
         return int(0.98 * states)
 
     @cached_property
@@ -337,11 +355,6 @@ class TimeModel:
             return 1
         fewest = min(batch.size for batch in self.batches) // candidate.dp
         return min(candidate.pp, max(fewest, 1))
-
-
-def _repeated(candidate: Candidate) -> float:
-    """Returns the factor by which arithmetic of layers grows: a forward pass more of three."""
-    return 4 / _PASSES if candidate.recompute == "full" else 1.0
 
 
 def _costs(cost: PackCost, batch: Sequences) -> npt.NDArray[np.float64]:

@@ -199,8 +199,9 @@ _REFUSED = {
     """,
     "the loss is float32; drop it": "--fp16-lm-cross-entropy --output-logit-dtype",
     "gradients are summed in float32; drop it": "--grad-reduce-in-bf16",
-    "the model learns from given answers only; use Megatron-LM": "--grpo-* --langrl-* "
-    "--perform-rl-step --rl-*",
+    "the model learns from given answers only, as --loss dpo does; use Megatron-LM": """
+        --grpo-* --langrl-* --perform-rl-step --rl-*
+    """,
     "pass --context-parallel-size": "--hierarchical-context-parallel-sizes",
     "pass --kv-lora-rank, which turns it on": "--multi-latent-attention",
     "latent attention is computed as it is; drop it": "--mla-*",

@@ -27,10 +27,10 @@ _OURS = {
     "--seq-length": """
         max_length max_seq_length cutoff_len sequence_len model_max_length max_seq_len
     """,
-    "--over-length-policy": "truncation_strategy excess_length_strategy",
+    "--over-length-policy": "truncation_strategy truncation_mode excess_length_strategy",
     "--sequence-packing": """
-        packing sample_packing neat_packing padding_free packing_strategy group_by_length
-        eval_packing eval_sample_packing multipack
+        packing sample_packing neat_packing padding_free dpo_padding_free packing_strategy
+        group_by_length eval_packing eval_sample_packing multipack
     """,
     "--lr": "learning_rate max_lr",
     "--tower-lr": "vit_lr vision_lr vision_tower_lr",
@@ -88,13 +88,22 @@ _OURS = {
     "--seed": "data_seed",
     "--chat-template FILE": "template chat_template_path chat_template_jinja",
     "--tokenizer-model FOLDER": "tokenizer_name_or_path tokenizer_name tokenizer_config tokenizer",
-    "--beta": "pref_beta dpo_beta kto_beta orpo_beta orpo_alpha simpo_beta cpo_beta rlhf_beta",
+    "--beta": """
+        pref_beta dpo_beta kto_beta orpo_beta orpo_alpha simpo_beta cpo_beta rlhf_beta
+        reference_policy_kl_penalty ref_policy_kl_penalty
+    """,
+    "--loss-type sigmoid_norm": "dpo_norm_loss preference_average_log_probs",
+    "--loss-type sigmoid bco_pair --loss-weights 1 X": "pref_bco_weight",
     "--loss (dpo, simpo, orpo, cpo, kto) and --loss-type": "pref_loss dpo_loss_type loss_fn",
     "--reference-file FILE, which megatron-sft score writes": "precompute_ref_*",
     "--simpo-gamma": "gamma",
     "--simpo-gamma, which is this ratio times --beta": "gamma_beta_ratio simpo_gamma_beta_ratio",
-    "--loss-type sigmoid sft --loss-weights 1 X": "rpo_alpha pref_ftx dpo_sft_loss_weight",
+    "--loss-type sigmoid sft --loss-weights 1 X": """
+        rpo_alpha pref_ftx dpo_sft_loss_weight sft_loss_weight nll_loss_weight
+    """,
     "--label-smoothing, with --loss-type robust": "dpo_label_smoothing",
+    "--loss-weights, one for each of --loss-type": "preference_loss_weight dpo_loss_weights",
+    "--f-divergence-type": "f_divergence",
     "--desirable-weight": "kto_chosen_weight kto_desirable_weight",
     "--undesirable-weight": "kto_rejected_weight kto_undesirable_weight",
     "--lora": "use_peft finetuning_type adapter train_type tuner_type sft_type peft_type",
@@ -131,13 +140,15 @@ _WAYS = {
         assistant_only_loss completion_only_loss train_on_inputs train_on_prompt mask_history
         loss_scale train_on_responses_only roles_to_train train_on_eos train_on_eot
     """,
-    "pass --loss dpo, cpo, simpo, orpo, kto or reward, and --loss-type for its variants": """
+    "pass --loss dpo, cpo, simpo, orpo, kto or reward, and --loss-type for its variants; methods "
+    "that generate answers (GRPO, PPO) are not offered": """
         stage do_train rl task rlhf_type trainer_cls
     """,
     "drop it: the reference is what the run begins with, --pretrained-checkpoint with its "
     "--lora-adapter": """
         ref_model* ref_adapters* mcore_ref_* ref_load sync_ref_model ref_model_mixup_alpha
-        ref_model_sync_steps
+        ref_model_sync_steps ref_adapter_name model_adapter_name
+        force_use_ref_model tr_dpo
     """,
     "pass --loss simpo or cpo, which have no reference": "reference_free",
     "drop it: dropout is off in preference tuning": "disable_dropout",
@@ -150,9 +161,14 @@ _WAYS = {
         sglang_* lmdeploy_* epsilon epsilon_high importance_sampling_level scale_rewards
         num_iterations mask_truncated_completions *entropy_coef* log_completions kl_coef
     """,
-    "drop it: its weights need sums of squared probabilities of each token (WPO)": "use_weighting",
+    "drop it: its weights need sums of squared probabilities of each token (WPO)": """
+        use_weighting dpo_use_weighting
+    """,
     "drop it: --seq-length limits a prompt with its answer": """
         max_prompt_length max_completion_length max_target_length
+    """,
+    "drop it: evaluations compare given answers": """
+        generate_during_eval dpo_generate_during_eval
     """,
     "drop it: padding does not exist in packs": "padding_value label_pad_token_id",
     "drop it: the loss is cross-entropy": "use_dft_loss enable_dft_loss use_eaft*",
@@ -210,7 +226,8 @@ _WAYS = {
     "drop it: nothing is cached or compiled beforehand": """
         overwrite_cache dataset_prepared_path streaming buffer_size torch_compile* liger_*
         use_liger_kernel enable_liger_kernel use_unsloth* lazy_tokenize tokenized_path
-        load_from_cache_file use_liger_loss
+        load_from_cache_file use_liger_loss use_logits_to_keep dpo_use_logits_to_keep
+        dpo_use_liger_kernel
     """,
     "drop it: files of a run are never overwritten": "overwrite_output_dir",
     "drop it: the chat template has them": """

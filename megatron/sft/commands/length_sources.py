@@ -9,7 +9,7 @@ schedule_12.json              one step of a run, as --dump-schedule wrote it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,21 @@ from megatron.packing.batch.reading import SampleReader
 from megatron.packing.batch.tree import MergedPaths
 from megatron.packing.quoting import shortened, shown
 from megatron.packing.rules import check_rules
-from megatron.packing.user_files import parse_json, read_text
-from megatron.planner.lengths import LengthOptions, Lengths, RunSource
+from megatron.packing.user_files import parse_json, read_json, read_text
+from megatron.planner.lengths import OPTIONS_FILE, LengthOptions, Lengths, RunSource
 from megatron.planner.sequences import Sequences, sequences_of
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.mock.dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock.lengths import FLAG
 from megatron.sft.data.preference.encode import PairEncoder
+from megatron.sft.data.preference.partners import with_partners_in_order
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
 from megatron.sft.options.data import TOKENIZER_RULES, tokenizer_type_of
 from megatron.sft.options.data_columns import parse_columns
 from megatron.sft.options.hub_names import check_hub_name
+from megatron.sft.options.preference import PreferenceConfig
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
 
 IntArray = npt.NDArray[np.int64]
@@ -122,9 +124,34 @@ def _run(folder: Path) -> Lengths:
         )
     steps = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
     run = RunSource(
-        folder=folder, num_ranks=len(lines[-1]["packs"]), capacity=lines[-1].get("capacity")
+        folder=folder,
+        num_ranks=len(lines[-1]["packs"]),
+        capacity=lines[-1].get("capacity"),
+        num_forward_passes=_forward_passes_of_run(folder / OPTIONS_FILE),
     )
     return Lengths(sequences=Sequences.joined(parts), described=f"{steps} in {path}", run=run)
+
+
+def forward_passes_of(options: Mapping[str, Any]) -> int:
+    """Returns the forward passes of a step beside those of training, by options of a run.
+
+    {"loss": "dpo"}    ->    1, of the reference
+    """
+    values: dict[str, Any] = {
+        name: options[name]
+        for name in ("loss", "loss_type", "reference_file")
+        if options.get(name) is not None
+    }
+    types = values.get("loss_type", ())
+    values["loss_type"] = (types,) if isinstance(types, str) else tuple(types)
+    return PreferenceConfig(**values).num_forward_passes
+
+
+def _forward_passes_of_run(path: Path) -> int:
+    try:
+        return forward_passes_of(read_json(path)["preference"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return 0  # of an older version; the planner says what else is wrong with the file
 
 
 def _sequences_of(line: dict[str, Any], path: Path) -> Sequences:
@@ -207,6 +234,7 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
         )
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate", columns, turns, preferences=pairs)
     reader, dropped = SampleReader(), 0
+    marked: list[EncodedSample] = []
     for index in range(len(source)):
         (record,) = read_records(source, [index])
         try:
@@ -220,10 +248,15 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
                 raise ValueError(f"{where}{error}; or pass --skip-bad-samples") from error
             dropped += 1
             continue
-        if isinstance(sample, EncodedSample):
-            reader.add(_fields_of(sample), index)
-        else:
+        if not isinstance(sample, EncodedSample):
             dropped += 1
+        elif options.loss == "kto":
+            marked.append(sample)
+        else:
+            reader.add(_fields_of(sample), index)
+    # As in training, where the answer of the record before is a second branch.
+    for index, sample in enumerate(with_partners_in_order(marked, LONGEST)):
+        reader.add(_fields_of(sample), index)
     samples = reader.samples()
     if not samples.lengths.size:
         raise ValueError(f"{path}: holds no sample with a token to train on; give another file")

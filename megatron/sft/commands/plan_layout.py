@@ -125,6 +125,7 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
         scheduler=get_scheduler(base.packing.sequence_packing_scheduler or "default"),
         has_adapters=base.lora.lora,
         measured=None if base.packing.fitted_cost is None else base.packing.fitted_cost.cost,
+        num_forward_passes=base.preference.num_forward_passes,
         scheduling=base.scheduling,
     )
     candidates = enumerated(
@@ -318,7 +319,7 @@ def _print(
         f"{found.num_layouts:,} layouts {found.num_timed:,} were scheduled and the memory of "
         f"{found.num_measured:,} was traced; {found.num_too_large:,} faster ones do not fit."
         f"{refused * bool(found.num_refused)} Times "
-        "are modelled; memory is estimated, margin included.\n"
+        f"are modelled{_of_reference(base)}; memory is estimated, margin included.\n"
     )
     for number, choice in enumerate(found.best, start=1):
         candidate = choice.candidate
@@ -328,6 +329,14 @@ def _print(
             f"{choice.num_bytes / GIB:.1f} GiB\n   time   {reason(times.parts(candidate))}\n"
             f"   flags  {candidate.flags(base.model.num_layers)}"
         )
+
+
+def _of_reference(base: SFTConfig) -> str:
+    """Returns words about passes that the times count beside those of training."""
+    count = base.preference.num_forward_passes
+    if not count:
+        return ""
+    return ", with the reference's forward pass" + " and the divergence's" * (count > 1)
 
 
 def _bar(choice: Choice, times: TimeModel, stages: Sequence[Any]) -> Bar:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -54,6 +56,9 @@ def _wrong_type(options: Any) -> dict[str, str] | None:
         if name == "sft" and name in known and len(options.loss_type) > 1:
             continue
         why = LEFT_OUT.get(name, f"those of --loss {options.loss} are {', '.join(known)}")
+        parts = re.findall(r"\w+", name)
+        if len(parts) > 1 and {*parts} <= {*known}:
+            why = f"several stand side by side: --loss-type {' '.join(parts)}"
         if name == "sft" and name in known:
             why = "alone it is --loss sft; it stands beside another"
         return {"name": name, "reason": why}
@@ -198,6 +203,10 @@ class PreferenceConfig:
             ),
             why="{loss_weights.flag} must be one number for each of {loss_type}",
         ),
+        Rule(
+            when=lambda options: not all(isfinite(w) and w >= 0 for w in options.loss_weights),
+            why="{loss_weights.flag} must be finite numbers of at least 0",
+        ),
         *above_zero("beta", "discopop_tau"),
         *at_least(0, "simpo_gamma", "cpo_alpha", "desirable_weight", "undesirable_weight"),
         *in_range(0, 1, "ld_alpha"),
@@ -214,6 +223,10 @@ class PreferenceConfig:
             ),
             why="{label_smoothing.flag} is read by robust, exo_pair, cpo and simpo only, as in TRL",
             way_out="drop it, or pass {loss_type.flag} robust",
+        ),
+        Rule(
+            when=lambda options: not isfinite(options.f_alpha_divergence_coef),
+            why="{f_alpha_divergence_coef.flag} must be a finite number",
         ),
         Rule(
             when=lambda options: options.f_alpha_divergence_coef == 1,
@@ -271,6 +284,14 @@ class PreferenceConfig:
         """True if each step also runs the reference forward, instead of reading a file."""
         given = self.reference_file or self.write_reference_file
         return self.needs_reference and given is None
+
+    @property
+    def num_forward_passes(self) -> int:
+        """Forward passes of a step beside those of training: of the reference, and of the model for
+        KTO's divergence.
+        """
+        estimates = self.loss == "kto" and "kto" in self.types
+        return self.computes_reference + estimates
 
     @property
     def numbers(self) -> LossNumbers:

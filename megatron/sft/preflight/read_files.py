@@ -100,6 +100,16 @@ def weights_at_start(
     return files or f"random, seed {config.training.seed}"
 
 
+def weights_in_words(config: SFTConfig) -> str:
+    """Returns the flags of the weights that a run begins with, for messages:
+    `"--pretrained-checkpoint Qwen3-8B --lora-adapter chat"`.
+    """
+    folder, adapter = config.output.pretrained_checkpoint, config.lora.lora_adapter
+    if folder is None:
+        return f"random weights of --seed {config.training.seed}"
+    return f"--pretrained-checkpoint {folder}" + (f" --lora-adapter {adapter}" if adapter else "")
+
+
 def _files_of_weights(pretrained: Pretrained) -> Iterable[Path]:
     stored = pretrained.folder.tensors.values()
     of_scales = {one.quantized.scales.path for one in stored if one.quantized is not None}

@@ -42,7 +42,7 @@ from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.preflight.output_check import Locks
-from megatron.sft.preflight.read_files import weights_at_start
+from megatron.sft.preflight.read_files import weights_at_start, weights_in_words
 from megatron.sft.report.model_card import write_card
 from megatron.sft.report.run_folder import RunLog
 
@@ -67,6 +67,7 @@ def model_options(
     if config.preference.needs_reference:
         files = repr(weights_at_start(config, pretrained)).encode()
         options["reference"] = hashlib.sha256(files).hexdigest()[:16]
+        options["reference_source"] = weights_in_words(config)
     if not sharded:  # sharded, the state is float32 in both precisions, under the same keys
         options["bf16"] = config.training.bf16
     options |= config.lora.identity(

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.packing.device import Device
-from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.cost import NUM_PASSES, PackCost
 from megatron.packing.step.global_batch import GlobalBatch
 from megatron.packing.step.groups import is_data_rank
 from megatron.packing.step.stats import PackingStats
@@ -281,8 +281,8 @@ class StepAccount:
         flops = self._cost.of_batch(
             stats.tokens, stats.square_sum, stats.num_loss_tokens, stats.window_square_sums
         )
-        if self._config.preference.computes_reference:
-            flops *= 4 / 3  # one pass forward more than forward, backward (twice as much)
+        passes = 1 + self._config.preference.num_forward_passes / NUM_PASSES
+        flops *= passes
         # The cost of images, without the ranks that wait for them.
         flops += stats.payload_cost / num_ranks_of_image(self._config.parallel)
         reported = replace(
@@ -304,7 +304,7 @@ class StepAccount:
             step_seconds=seconds,
             data_seconds=update.data_seconds,
             passes_seconds=update.passes_seconds,
-            predicted_seconds=stats.step_cost
+            predicted_seconds=stats.step_cost * passes
             if self._config.packing.fitted_cost is not None
             else math.nan,
             num_stages=self._config.parallel.pipeline_model_parallel_size,

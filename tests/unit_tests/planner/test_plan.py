@@ -461,3 +461,30 @@ def test_fitted_cost_is_shared_by_the_layout(lengths, tmp_path, capsys):
         line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("default")
     )
     assert row[6] == "500.0"  # ms: 1 / 4 + 0.5 / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ("--loss dpo", 4 / 3),
+        ("--loss kto", 5 / 3),
+        ("--loss orpo", None),
+        ("--loss dpo --forward-passes 0", None),
+        ("--config run.yaml", None),
+    ],
+)
+def test_times_count_the_passes_of_a_reference(tmp_path, capsys, monkeypatch, options, factor):
+    """Steps of DPO would be planned a quarter too short; those with a file of log-probabilities,
+    or a loss without a reference, would not.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lengths.csv").write_text("100\n")
+    cost = {"linear": 0.01, "quadratic": 0.0001, "fixed": 0.5, "model": {}}
+    (tmp_path / "cost.json").write_text(json.dumps(cost))
+    (tmp_path / "run.yaml").write_text("loss: dpo\nreference_file: reference.npz\n")
+    main(f"lengths.csv {options} --pack-cost cost.json --global-batch-size 1".split(), "plan")
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line.split() for line in lines if line.startswith("default"))
+    assert row[6] == f"{2500 * (factor or 1):,.1f}"
+    said = [line for line in lines if line.startswith("reference")]
+    assert [line.split()[-4] for line in said] == ([] if factor is None else [f"{factor:.2f}"])

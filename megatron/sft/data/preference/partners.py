@@ -12,6 +12,7 @@ The second answer is a branch of the record's tree, of rank 1. It never counts i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -80,6 +81,18 @@ class _Plan:
 
     def entries(self, start: int, end: int) -> list[tuple[Any, int]]:
         return self._child.entries(start, end)
+
+
+def with_partners_in_order(samples: Sequence[EncodedSample], limit: int) -> list[EncodedSample]:
+    """Returns samples as a step with all of them has them: each with the answer of the one before.
+
+    limit: most tokens of a path.
+    """
+    marked = [number for number, one in enumerate(samples) if one.fields[RANK][0] != PLAIN]
+    found = list(samples)
+    for place, number in enumerate(marked):
+        found[number] = with_answer_of(samples[number], samples[marked[place - 1]], limit)
+    return found
 
 
 def _is_made(value: Any) -> bool:

@@ -25,11 +25,13 @@ by the same code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
 from megatron.packing.quoting import shown
+from megatron.sft.data.preference.beside import check_repeated, check_scores, said_empty
 from megatron.sft.data.records.columns import CONTEXT, QUESTION, TURNS, rename_fields
 from megatron.sft.data.records.content import Answers, Conversation, Passage, TokenIds
 from megatron.sft.data.records.formats import Reading, read_record
@@ -51,6 +53,11 @@ _PAIR_NAMES = {
 }
 """Fields by which a record is one of pairs, or is refused among them."""
 _MARK_NAMES = {*_MARKS, "chosen", "rejected"}
+_WITHIN_ANSWERS = {
+    *("assistant", "gpt", "chatgpt", "bot", "model"),
+    *("tool", "function", "observation", "ipython", "tool_response", "environment"),
+}
+"""Roles that no conversation begins with: what they begin is an answer."""
 _TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 _FORMS = (
     "prompt + chosen + rejected, chosen + rejected, messages + rejected_response, "
@@ -99,16 +106,34 @@ def read_preference(
     fields = rename_fields(record, columns)
     of_turns = {column: name for column, name in columns.items() if name in ("role", "content")}
     is_good = None
+    # A null column of a table is no column.
+    empty = {columns.get(column, column) for column in record} - fields.keys()
     if takes_plain and not fields.keys() & (_MARK_NAMES if is_marked else _PAIR_NAMES):
         return _plain(read_record(fields, of_turns))
     if is_marked:
-        rest, is_good = _marked(fields)
+        rest, is_good = _marked(fields, empty)
     else:
-        rest = _as_responses(fields)
-    reading = read_record(rest, of_turns)
+        rest = _as_responses(fields, empty)
+    reading = _in_own_names(rest, of_turns, fields)
     paths = _paths(reading, is_marked)
     margins = _margins(fields.get("margin"), len(paths) - 1) if has_margin else ()
     return PreferenceReading(Preference(paths, is_good, margins), reading.weight, reading.unread)
+
+
+def _in_own_names(
+    rest: Mapping[str, Any], of_turns: Mapping[str, str], fields: Mapping[str, Any]
+) -> Reading:
+    """Returns the content of a record of `responses`, which errors call as the data do."""
+    try:
+        return read_record(rest, of_turns)
+    except SampleError as error:
+        text, rejected = str(error), fields.get("rejected")  # responses[2] -> rejected[1]
+        if "chosen" not in fields or "responses[" not in text:
+            raise
+        text = text.replace("responses[0]", "chosen")
+        if isinstance(rejected, list) and len(rest["responses"]) > 2:
+            text = re.sub(r"responses\[(\d+)\]", lambda one: f"rejected[{int(one[1]) - 1}]", text)
+        raise SampleError(text.replace("responses[1]", "rejected")) from None
 
 
 def _plain(reading: Reading) -> PreferenceReading:
@@ -165,12 +190,12 @@ def _only_answer(path: Conversation | Passage) -> Conversation | Passage:
     )
 
 
-def _marked(fields: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _marked(fields: dict[str, Any], empty: set[str]) -> tuple[dict[str, Any], bool]:
     key = next((key for key in _MARKS if key in fields), None)
     if key is None:
         raise SampleError(
-            "has no mark of its answer, label or kto_tag, which --loss kto needs; pairs (chosen, "
-            "rejected) train with --loss dpo"
+            f"{said_empty(empty & {*_MARKS})}has no mark of its answer, label or kto_tag, which "
+            "--loss kto needs; pairs (chosen, rejected) train with --loss dpo"
         )
     mark = fields[key]
     text = str(mark).lower()
@@ -184,8 +209,12 @@ def _marked(fields: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return rest, text in _TRUE
 
 
-def _as_responses(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with `prompt` and `responses`, of which the first is the chosen one."""
+def _as_responses(fields: dict[str, Any], empty: set[str]) -> dict[str, Any]:
+    """Returns the record with `prompt` and `responses`, of which the first is the chosen one.
+
+    empty: names of columns without a value.
+    """
+    check_scores(fields)
     rest = {name: value for name, value in fields.items() if name not in _IGNORED}
     if "completions" in rest:
         return _ranked(rest)
@@ -197,10 +226,14 @@ def _as_responses(fields: dict[str, Any]) -> dict[str, Any]:
     if rejected is not None and turns is not None and "chosen" not in rest:
         return _swift(rest, turns, rejected)
     if not {"chosen", "rejected"} <= rest.keys():
-        is_one = any(key in rest for key in _MARKS)
+        hint = ""
+        if any(key in rest for key in _MARKS):
+            hint = "; marked answers train with --loss kto"
+        elif not rest.keys() & _PAIR_NAMES and turns is not None:
+            hint = "; chats without a rejected answer train beside pairs with --sft-weight 1"
         raise SampleError(
-            f"has keys {', '.join(map(repr, fields)) or '(none)':.300}, but a pair must have "
-            f"{_FORMS}" + ("; marked answers train with --loss kto" if is_one else "")
+            f"{said_empty(empty & _PAIR_NAMES)}has keys "
+            f"{', '.join(map(repr, fields)) or '(none)':.300}, but a pair must have {_FORMS}{hint}"
         )
     chosen, rejected_answers = rest.pop("chosen"), _several(rest.pop("rejected"))
     return _explicit(rest, [chosen, *rejected_answers])
@@ -209,7 +242,7 @@ def _as_responses(fields: dict[str, Any]) -> dict[str, Any]:
 def _several(rejected: Any) -> list[Any]:
     """Returns the rejected answers: a list of texts or of lists of turns has several."""
     is_list = isinstance(rejected, list) and bool(rejected)
-    if is_list and all(isinstance(one, (str, list)) for one in rejected):
+    if is_list and any(isinstance(one, (str, list)) for one in rejected):
         return rejected
     return [rejected]
 
@@ -218,11 +251,17 @@ def _explicit(rest: dict[str, Any], answers: list[Any]) -> dict[str, Any]:
     """Returns the record of answers with a prompt beside them, or within them."""
     question = next((key for key in QUESTION if key in rest), None)
     turns = next((key for key in TURNS if key in rest), None)
-    whole = all(_is_whole(answer) for answer in answers)
-    if whole or ("prompt" not in rest and question is None and turns is None):
+    are_whole = [_is_whole(answer) for answer in answers]
+    if all(are_whole) or ("prompt" not in rest and question is None and turns is None):
         return _implicit(rest, answers, turns, question)
+    if any(are_whole):
+        raise SampleError(
+            "has chosen or rejected as a conversation with its question, and the other as an "
+            "answer alone; give both alike"
+        )
     if "prompt" in rest:
-        rest.pop(turns or "", None)  # a copy of the chosen conversation
+        if turns is not None:  # a copy of the chosen conversation
+            check_repeated(turns, rest.pop(turns), [rest["prompt"], *answers])
         return _with_prompt(rest, rest.pop("prompt"), answers)
     if turns is not None:
         return _with_prompt(rest, rest.pop(turns), answers)
@@ -258,7 +297,7 @@ def _is_whole(answer: Any) -> bool:
     if not isinstance(first, Mapping):
         return False
     roles = {first.get(key) for key in ("role", "from") if isinstance(first.get(key), str)}
-    return bool(roles) and not roles & {"assistant", "gpt", "chatgpt", "bot", "model"}
+    return bool(roles) and not roles & _WITHIN_ANSWERS
 
 
 def _implicit(
@@ -285,15 +324,9 @@ def _implicit(
             "chosen and rejected have no common first turn, which would be the prompt; give the "
             "prompt as a column"
         )
-    asked = " ".join(str(turn.get("content", turn.get("value", ""))) for turn in trunk)
-    beside = rest.get("prompt")
-    if isinstance(beside, str) and beside.strip() not in asked:
-        raise SampleError(
-            "has a prompt that chosen and rejected do not begin with; give the answers alone in "
-            "chosen and rejected, or leave the prompt out with --data-columns none=prompt"
-        )
-    gone = {"prompt", turns, question}
-    rest = {name: value for name, value in rest.items() if name not in gone}
+    for name, within in (("prompt", [trunk]), (question, [trunk]), (turns, answers)):
+        if name in rest:
+            check_repeated(name, rest.pop(name), within)
     return {**rest, "prompt": trunk, "responses": [answer[size:] for answer in answers]}
 
 
@@ -324,7 +357,10 @@ def _is_assistant(turn: Any) -> bool:
 
 def _swift(rest: dict[str, Any], turns: str, rejected: str) -> dict[str, Any]:
     others = _several(rest.pop(rejected))
-    prompt, chosen = _last_answer(list(rest.pop(turns)))
+    whole = rest.pop(turns)
+    if not isinstance(whole, list):
+        raise SampleError(f"{turns} must be a list of turns, but is {shown(whole)}")
+    prompt, chosen = _last_answer(whole)
     if any(_is_whole(other) for other in others):
         others = [_last_answer(other)[1] if _is_whole(other) else other for other in others]
     return {**rest, "prompt": prompt, "responses": [chosen, *others]}
@@ -378,7 +414,10 @@ def _by_strength(rest: dict[str, Any], first: Any, second: Any) -> dict[str, Any
     answers = [first, second] if _number(strength, 0) < 0 else [second, first]
     if not rest.keys() & {"prompt", *TURNS}:
         rest["prompt"] = rest.pop("context", None)
-    prompt = rest.pop("prompt", None) or rest.pop("messages")
+    turns = next((key for key in TURNS if key in rest), None)
+    prompt = rest.pop("prompt", None) or rest.pop(turns or "", None)
+    if prompt is None:
+        raise SampleError("has two responses, but no prompt, context or messages before them")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return {**rest, "prompt": prompt, "responses": answers}

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,8 @@ from megatron.packing.batch.tree import Path
 from megatron.packing.folder_gate import open_output
 from megatron.sft.data.records.values import SampleError
 
+SOURCE = "weights_source"
+"""Key of the header: the weights in words, for messages."""
 _FORMAT = 1
 _SPREAD = 0x9E3779B97F4A7C15
 """Odd constant by which keys of first tokens differ from those of whole answers."""
@@ -82,12 +86,24 @@ class ScoreFile:
 
     def check(self, expected: Mapping[str, Any]) -> None:
         """Raises ValueError if the file was made with other weights, tokens or precision."""
-        for name, value in expected.items():
-            if self.header.get(name) != value:
+        faults = {
+            "weights": f"of {self._source}, not {expected.get(SOURCE)}",
+            "tokenizer": "with another tokenizer",
+            "precision": f"in {self.header.get('precision')}, not {expected.get('precision')}",
+        }
+        if self._source == expected.get(SOURCE):
+            faults["weights"] = f"of other files in {self._source}, which have changed since"
+        for name, fault in faults.items():
+            if self.header.get(name) != expected.get(name):
                 raise ValueError(
-                    f"--reference-file {self.path} was made with another {name}: "
-                    f"{self.header.get(name)}, not {value}; make it again with megatron-sft score"
+                    f"--reference-file {self.path} was made {fault}; make it again with "
+                    "megatron-sft score"
                 )
+
+    @property
+    def _source(self) -> str:
+        """The weights in words; files of older versions do not have them."""
+        return str(self.header.get(SOURCE, "other weights"))
 
     def of(self, path: Path, is_answer: npt.NDArray[np.bool_]) -> float:
         """Returns the sum over the answer's tokens. Raises SampleError if it is not in the file."""
@@ -107,6 +123,46 @@ class ScoreFile:
             f"is not in --reference-file {self.path}: its tokens, their cut or what counts of them "
             "differ; make the file again with these options"
         )
+
+
+def check_can_write(flag: str, path: str, is_ours: Callable[[str], bool]) -> None:
+    """Tries a file that `megatron-sft score` writes at its end. Raises ValueError if it cannot, or
+    if there is a file of something else: data, as one flag names a file to read elsewhere.
+
+    is_ours: says of an existing file whether it was written by the same command.
+    """
+    place = FilePath(path)
+    if place.is_symlink() or (place.exists() and not place.is_file()):
+        raise ValueError(f"{flag} {path} must be a file, but is none; name another")
+    if place.exists() and place.stat().st_size and not is_ours(path):
+        raise ValueError(
+            f"{flag} {path} exists, and was not written by megatron-sft score; name another file, "
+            "or remove it"
+        )
+    if not os.access(place if place.exists() else place.resolve().parent, os.W_OK):
+        raise ValueError(
+            f"{flag} {path} cannot be written: its folder does not exist, or is not yours; make it "
+            "first"
+        )
+
+
+def is_score_file(path: str) -> bool:
+    """Returns whether a file is one of `write_scores`."""
+    try:
+        ScoreFile.read(path)
+    except ValueError:
+        return False
+    return True
+
+
+def is_list_of_scores(path: str) -> bool:
+    """Returns whether a file has a reward model's scores, as JSON lines."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            first = json.loads(file.readline(1 << 20))
+    except ValueError:
+        return False
+    return isinstance(first, dict) and first.keys() == {"split", "record", "chosen", "rejected"}
 
 
 def write_scores(path: str, header: Mapping[str, Any], keys: Keys, sums: Any) -> int:

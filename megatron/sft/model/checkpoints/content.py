@@ -42,6 +42,10 @@ _DEFAULTS_OF_OLD = {
     field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING
 } | {"lora": False, "lora_experts": "all", "lora_gate_up": "files", TRAINED: []}
 
+_SOURCES = {"base": "base_folder", "reference": "reference_source"}
+"""Option with a fingerprint of files -> the option that says where they are."""
+_NO_REFERENCE = "none, as its --loss had none"
+
 
 class Progress(NamedTuple):
     """Progress of a run."""
@@ -177,18 +181,18 @@ def _check_readable(path: Path) -> None:
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
     without_adapters: dict[str, list[str]] = {key_of_part(part.name): [] for part in known_parts()}
-    no_reference = {"reference": "none, as its --loss had none"}
+    no_reference = {"reference": _NO_REFERENCE}
     saved = _DEFAULTS_OF_OLD | without_adapters | no_reference | saved
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
-    names["base"] = f"the base model (then {saved.get('base_folder')})"
-    names["reference"] = "the reference (--pretrained-checkpoint, --lora-adapter)"
     names[TRAINED] = "what --tower-lr and --projector-lr train"
     names |= {key_of_part(p.name): f"--lora-target-modules of {p.title}" for p in known_parts()}
     differing = {
-        name: f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
+        name: _changed_files(name, saved, model_options)
+        if name in _SOURCES
+        else f"{names.get(name, flag_of(name))} was {_named(saved[name])}, is {_named(value)}"
         for name, value in model_options.items()
         # .get: old checkpoints do not record the vocabulary. The base model may have moved.
-        if saved.get(name, value) != value and name != "base_folder"
+        if saved.get(name, value) != value and name not in _SOURCES.values()
     }
     if not differing:
         return
@@ -196,9 +200,27 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
     if differing.keys() <= _OF_OPTIMIZER:
         what = "has another state of the optimizer"
         way_out = "pass --no-load-optim, which starts that again"
+    if differing.keys() == {"reference"}:
+        what = "is of a run with another reference"
+        if saved["reference"] == _NO_REFERENCE:
+            way_out = f"start from its weights with --pretrained-checkpoint {path.parent}"
     raise CheckpointError(
         f"{path} {what} ({'; '.join(differing.values())}); give the same options, or {way_out}"
     )
+
+
+def _changed_files(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns words about weights that a checkpoint knows by a fingerprint of their files: where
+    they were, and where they are.
+    """
+    what = {"base": "the base model", "reference": "the reference"}[name]
+    here = now[_SOURCES[name]]
+    if saved[name] == _NO_REFERENCE:
+        return f"the reference was {_NO_REFERENCE}, is {here}"
+    before = saved.get(_SOURCES[name], "another one")
+    if before == here:
+        return f"{what} was other files in {here}, which have changed since"
+    return f"{what} was {before}, is {here}"
 
 
 def _named(value: Any) -> str:

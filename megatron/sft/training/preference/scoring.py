@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.sft.agreement import gathered
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.preference.encode import KEYS
-from megatron.sft.data.preference.score_file import ScoreFile, write_scores
+from megatron.sft.data.preference.score_file import (
+    SOURCE,
+    ScoreFile,
+    check_can_write,
+    is_list_of_scores,
+    is_score_file,
+    write_scores,
+)
 from megatron.sft.data.stream import Share
 from megatron.sft.model.checkpoints.folder import latest_iteration
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.preflight.read_files import weights_at_start
+from megatron.sft.options.preference import PreferenceConfig
+from megatron.sft.preflight.read_files import weights_at_start, weights_in_words
 from megatron.sft.training.passes import Passes
 from megatron.sft.training.preference.objective import ANSWER, HEAD, Scores
 from megatron.sft.training.preference.rows import PER_PATH
@@ -29,6 +38,9 @@ from megatron.sft.training.step_batches import StepBatch, StepBatches
 
 if TYPE_CHECKING:
     from megatron.sft.data.sample_set import SampleSet
+
+SECONDS_PER_LINE = 30.0
+"""Time after which rank 0 says how far it is: minutes without a line are taken for a hang."""
 
 
 def header_of(
@@ -38,9 +50,18 @@ def header_of(
     assert datasets.tokenizer is not None  # a rule: --loss needs --data-path
     return {
         "weights": weights_at_start(config, pretrained),
+        SOURCE: weights_in_words(config),
         "tokenizer": datasets.tokenizer.fingerprint,
         "precision": "bfloat16" if config.training.bf16 else "float32",
     }
+
+
+def check_files_of_score(options: PreferenceConfig) -> None:
+    """Raises ValueError if a file to write cannot be written, or would replace another one."""
+    if options.write_reference_file is not None:
+        check_can_write("--reference-file", options.write_reference_file, is_score_file)
+    if options.write_scores is not None:
+        check_can_write("--write-scores", options.write_scores, is_list_of_scores)
 
 
 def check_reference(
@@ -112,8 +133,12 @@ def batches_of(
     if not num_batches:
         return
     batches = StepBatches(config, model_config, samples, share, num_batches)
-    for _ in range(num_batches):
+    said = time.monotonic()
+    for number in range(num_batches):
         yield next(batches)
+        if time.monotonic() - said > SECONDS_PER_LINE and torch.distributed.get_rank() == 0:
+            said = time.monotonic()
+            print(f"scored {number + 1:,} of {num_batches:,} global batches", flush=True)
     batches.close()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.packing.batch.nodes import SampleSizes
+from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.layout.devices import DEVICES
@@ -193,7 +195,12 @@ def test_bounds_are_bounds() -> None:
     trees = replace(
         TIMES, batches=[Sequences(lengths, SampleSizes(lengths, squares, squares, lengths))]
     )
-    for times, candidates in ((TIMES, CLUSTER + SIX), (trees, CLUSTER[::20])):
+    compared = replace(TIMES, num_forward_passes=1)
+    for times, candidates in (
+        (TIMES, CLUSTER + SIX),
+        (trees, CLUSTER[::20]),
+        (compared, CLUSTER[::40]),
+    ):
         for one in candidates:
             if times is trees:
                 one = replace(one, capacity=32768 // one.cp)
@@ -287,6 +294,36 @@ def test_communication_is_counted() -> None:
     assert far > 5 * near
     assert TIMES.seconds(Candidate(dp=4, capacity=8192, recompute="full")) > sum(plain.values())
     assert "arithmetic" in reason(plain)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_reference_runs_forward_once_more(recompute: Literal["none", "full"]) -> None:
+    """A layout's time would be a quarter too short: DPO's reference has each token's forward pass
+    again, with the forward messages of all groups, and no gradients.
+    """
+    one = Candidate(tp=2, cp=2, pp=2, dp=2, capacity=4096, recompute=recompute)
+    plain = TIMES.parts(one)
+    found = replace(TIMES, num_forward_passes=1).parts(one)
+    again = recompute == "full"  # layers, which a step without a reference runs forward twice
+    assert found["memory traffic"] / plain["memory traffic"] == pytest.approx(
+        (4 + again) / (3 + again)
+    )
+    assert found["attention"] / plain["attention"] == pytest.approx((4 + again) / (3 + again))
+    least, most = (1.25, 4 / 3) if again else (4 / 3, 4 / 3)  # the output layer is never repeated
+    assert least - 1e-9 <= found["arithmetic"] / plain["arithmetic"] <= most + 1e-9
+    # All-gathers and reduce-scatters: 4 forward, 6 backward, 4 recomputed.
+    of_tensor = found["tensor parallel"] / plain["tensor parallel"]
+    assert of_tensor == pytest.approx((14 + 4 * again) / (10 + 4 * again))
+    assert found["pipeline parallel"] / plain["pipeline parallel"] == pytest.approx(3 / 2)
+    for name in ("gradient reduction", "optimizer"):
+        assert found[name] == plain[name]
+    measured = replace(TIMES, measured=PackCost(1e-5, 1e-10, 1e-3))
+    times = [replace(measured, num_forward_passes=count).parts(one) for count in (0, 2)]
+    assert times[1]["arithmetic"] / times[0]["arithmetic"] == pytest.approx(
+        (5 + again) / (3 + again)
+    )
+    copied = replace(TIMES, num_forward_passes=1).least_states(one) - TIMES.least_states(one)
+    assert copied == pytest.approx(TIMES.least_states(replace(one, dp=1 << 20)) / 3, rel=0.01)
 
 
 def test_windows_make_attention_cheaper() -> None:

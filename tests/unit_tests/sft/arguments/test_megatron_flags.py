@@ -71,7 +71,8 @@ def test_no_option_of_ours_is_hidden() -> None:
     [
         (
             "--rl-profile --bf16 --openai-gelu",
-            "--rl-profile (the model learns from given answers only; use Megatron-LM), ",
+            "--rl-profile (the model learns from given answers only, as --loss dpo "
+            "does; use Megatron-LM), ",
         ),
         ("--qk-clip 1", "--qk-clip (models of this kind are not computed; use another)"),
         ("--fp8-recipe=delayed", "--fp8-recipe (pass --bf16)"),

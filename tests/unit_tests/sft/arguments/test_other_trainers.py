@@ -53,6 +53,8 @@ def test_each_name_has_one_answer():
         ),
         ("--gpus 8", "--gpus is --nproc-per-node here"),
         ("--vllm_gpu_memory_utilization 0.5", "--vllm_gpu_memory_utilization (drop it: answers"),
+        ("--rl grpo", "(GRPO, PPO) are not offered)"),
+        ("--sft_loss_weight 1", "--sft_loss_weight is --loss-type sigmoid sft --loss-weights 1 X"),
         ("--use_ema", "--use_ema (drop it: this is not offered)"),
         ("--bf16 true --learning-rate 1", "--learning-rate is --lr here"),
     ],

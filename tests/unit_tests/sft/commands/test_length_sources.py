@@ -134,6 +134,20 @@ def test_chats_of_several_answers(tmp_path):
         read(tmp_path)
 
 
+def test_marked_answers_have_that_of_another_record(tmp_path):
+    """A step of KTO also has the answer of the record before, for its divergence: plans would have
+    a third too few tokens.
+    """
+    records = [
+        {"prompt": "ab", "completion": "cde", "label": True},
+        {"prompt": "fghi", "completion": "j", "label": False},
+    ]
+    found = read(write_jsonl(tmp_path / "chats.jsonl", records), loss="kto").sequences
+    assert found.lengths.tolist() == [1 + 4 + 2, 3 + 2 + 4], "the prompt's last token twice"
+    assert found.trees is not None
+    assert found.trees.path_tokens.tolist() == [5 + 3, 5 + 7]
+
+
 def test_runs(tmp_path):
     """A folder, and either of its files, mean its packs."""
     lines = [

@@ -38,7 +38,7 @@ def test_padded_steps_have_the_bubble_of_even_microbatches(arguments, bubble):
     assert (stats.bubble, stats.balance) == (bubble, 1.0)
 
 
-def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
+def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch, tmp_path):
     """A speed that counts padding, or one rank of several, compares packing with a baseline that
     does not exist.
     """
@@ -81,6 +81,14 @@ def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
     of_pairs = account_of("--sequence-packing --loss dpo", "--data-path pairs.jsonl")
     with_reference = of_pairs.metrics(Progress(3, 48, False), update, reduced, seconds=2.0)
     assert with_reference.tflops_per_device == pytest.approx(step.tflops_per_device * 4 / 3)
+    (tmp_path / "cost.json").write_text('{"linear": 1, "quadratic": 0, "fixed": 0, "model": {}}')
+    packed = f"--sequence-packing --pack-cost {tmp_path / 'cost.json'}"
+    times = []
+    for loss in ("dpo", "orpo"):
+        account = account_of(f"{packed} --loss {loss}", "--data-path pairs.jsonl")
+        metrics = account.metrics(Progress(3, 48, False), update, reduced, seconds=2.0)
+        times.append(metrics.predicted_seconds)
+    assert times[0] == pytest.approx(times[1] * 4 / 3) != 0
     assert (step.dropped_samples, step.truncated_samples) == (3, 1)
     assert (step.delays, step.waiting) == ([], 0)
     assert math.isnan(step.predicted_seconds)

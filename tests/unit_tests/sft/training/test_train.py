@@ -68,6 +68,8 @@ def test_the_reference_of_a_run_is_part_of_its_checkpoints(tmp_path):
         for seed in (1, 2)
     ]
     assert seeds[0].pop("reference") != seeds[1].pop("reference")
+    sources = [seed.pop("reference_source") for seed in seeds]
+    assert sources == ["random weights of --seed 1", "random weights of --seed 2"]
     assert seeds[0] == seeds[1]
 
 

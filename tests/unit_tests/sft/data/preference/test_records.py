@@ -114,6 +114,22 @@ def test_several_rejected_answers_stay_in_order() -> None:
     assert [said(path)[-1][1] for path in paths] == ["good", "bad", "worse"]
 
 
+def test_answers_may_begin_with_the_result_of_a_tool() -> None:
+    """They would be taken for whole conversations, and the prompt beside them for their copy."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    prompt = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    record = {
+        "prompt": prompt,
+        "chosen": [{"role": "tool", "content": "1"}, GOOD],
+        "rejected": [{"role": "tool", "content": "2"}, BAD],
+    }
+    paths = read_preference(record, {}, is_marked=False).content.paths
+    assert [[text for _, text, _ in said(path)] for path in paths] == [
+        ["Q?", "", "1", "good"],
+        ["Q?", "", "2", "bad"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("record", "is_good"),
     [
@@ -141,6 +157,23 @@ def test_marks_are_read(record: dict[str, Any], is_good: bool) -> None:
         ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, False, "no common first turn"),
         ({"prompt": "other", **CHATS["implicit"]}, False, "do not begin with"),
         ({**CHATS["HelpSteer2"], "preference_strength": 0}, False, "which of its responses"),
+        # Each of these was trained with its prompt lost or twice, or was answered in other words.
+        ({**CHATS["implicit"], "prompt": [GOOD]}, False, "a prompt that chosen and rejected do no"),
+        ({**CHATS["TRL"], "chosen": [USER, GOOD]}, False, "and the other as an answer alone"),
+        ({**CHATS["TRL"], "messages": [SYSTEM]}, False, "messages that chosen and rejected do not"),
+        ({**CHATS["TRL"], "score_chosen": 1, "score_rejected": 2.5}, False, "were exchanged; exch"),
+        ({**CHATS["TRL"], "chosen": None}, False, "^chosen is empty: has keys 'prompt', 'reject"),
+        ({"prompt": "Q?", "completion": "x", "label": None}, True, "^label is empty: has no mark"),
+        ({**CHATS["TRL"], "chosen": 4}, False, "^chosen must be text"),
+        ({**CHATS["TRL"], "rejected": 4}, False, "^rejected must be text"),
+        ({**CHATS["TRL"], "rejected": ["bad", None]}, False, r"^rejected\[1\] must be text"),
+        ({"messages": [USER, GOOD]}, False, "beside pairs with --sft-weight 1"),
+        ({"messages": 1, "rejected_response": "bad"}, False, "messages must be a list of turns"),
+        (
+            {**CHATS["HelpSteer2"], "prompt": None},
+            False,
+            "two responses, but no prompt, context or",
+        ),
         (
             {"context": [USER], "completions": [{"rank": 0, "completion": [GOOD]}] * 2},
             False,

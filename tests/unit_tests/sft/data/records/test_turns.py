@@ -15,6 +15,7 @@ import pytest
 from megatron.packing.batch.reading import read_samples
 from megatron.sft.commands.show import marked, path_tokens
 from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
+from megatron.sft.data.preference.encode import PairEncoder
 from megatron.sft.data.records.content import Conversation
 from megatron.sft.data.records.messages import Message, with_call_ids
 from megatron.sft.data.records.turns import merged_turns, only_last
@@ -275,6 +276,55 @@ def test_answers_stand_behind_what_they_are_generated_from(auto_tokenizer: Any) 
     one = encoder("QWEN3", auto_tokenizer, train_turns="last")
     last = encoded({"messages": RECORD["messages"][:3], "responses": answers}, one)
     assert made.tokenizer.show(last.labels[last.loss_mask > 0].tolist()).count("a1") == 0
+
+
+def answers_as(form: str) -> list[dict[str, Any]]:
+    """Two answers with thoughts that begin alike, under a key, in tags, or none."""
+    found = []
+    for thought, answer in (("so 4", "4"), ("so 5", "5")):
+        turn: dict[str, Any] = {"role": "assistant", "content": answer}
+        if form == "key":
+            turn["reasoning_content"] = thought
+        if form == "tags":
+            turn["content"] = f"<think>\n{thought}\n</think>\n\n{answer}"
+        found.append(turn)
+    return found
+
+
+@pytest.mark.parametrize("form", ["key", "tags", "none"])
+@pytest.mark.parametrize("is_implicit", [False, True])
+def test_pairs_of_answers_with_thoughts_are_as_served(
+    form: str, is_implicit: bool, auto_tokenizer: Any
+) -> None:
+    """Both answers stand behind the prompt that is served, without the thoughts of earlier turns,
+    and are trained with their own. Prompt, and what thoughts begin alike with, are computed once.
+    """
+    made = encoder("QWEN3", auto_tokenizer, preferences=PairEncoder())
+    theirs = tokenizer_with("QWEN3", auto_tokenizer)[1]
+    prompt = RECORD["messages"][:3]
+    chosen, rejected = answers_as(form)
+    record: dict[str, Any] = {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
+    if is_implicit:
+        record = {"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]}
+    sample = encoded(record, made)
+    served = theirs.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    assert "t1" not in served
+    assert sample.tree is not None
+    assert sample.tree.parents.tolist() == [-1, 0, 0]
+    start, middle, end = sample.tree.cu_seqlens[1:]
+    for number, (answer, part) in enumerate(
+        zip((chosen, rejected), (slice(start, middle), slice(middle, end)))
+    ):
+        whole = theirs.apply_chat_template([*prompt, answer], tokenize=False)
+        assert whole.startswith(served)
+        ids = [*sample.tokens[:start], *sample.tokens[part], sample.labels[part][-1]]
+        assert theirs.decode(ids) == whole.removesuffix("\n")
+        trained = [
+            *sample.labels[:start][sample.loss_mask[:start] > 0],
+            *sample.labels[part][sample.loss_mask[part] > 0],
+        ]
+        assert theirs.decode(trained) == whole.removeprefix(served).removesuffix("\n")
+        assert sample.fields["path_answer_tokens"][number] == len(trained)
 
 
 def test_a_tree_is_shown_as_one(auto_tokenizer: Any) -> None:

@@ -129,9 +129,29 @@ BYTES = {"num_layers": 2, "vocab_size": 264, "tokenizer": "ByteLevelTokenizer 26
         ),
         (
             BYTES,
-            {**BYTES, "reference": "3f2a"},
-            "(the reference (--pretrained-checkpoint, --lora-adapter) was none, as its --loss had "
-            "none, is 3f2a)",
+            {**BYTES, "reference": "3f2a", "reference_source": "--pretrained-checkpoint a"},
+            "(the reference was none, as its --loss had none, is --pretrained-checkpoint a); give "
+            "the same options, or start from its weights with --pretrained-checkpoint ",
+        ),
+        (
+            {**BYTES, "reference": "77", "reference_source": "--pretrained-checkpoint a"},
+            {**BYTES, "reference": "3f2a", "reference_source": "--pretrained-checkpoint b"},
+            "(the reference was --pretrained-checkpoint a, is --pretrained-checkpoint b)",
+        ),
+        (
+            {**BYTES, "reference": "77", "reference_source": "--pretrained-checkpoint a"},
+            {**BYTES, "reference": "3f2a", "reference_source": "--pretrained-checkpoint a"},
+            "(the reference was other files in --pretrained-checkpoint a, which have changed since",
+        ),
+        (
+            {**BYTES, "base": "77", "base_folder": "a"},
+            {**BYTES, "base": "3f2a", "base_folder": "b"},
+            "(the base model was a, is b)",
+        ),
+        (  # it has moved
+            {**BYTES, "base": "77", "base_folder": "a"},
+            {**BYTES, "base": "77", "base_folder": "b"},
+            None,
         ),
         ({**BYTES, "reference": "3f2a"}, BYTES, None),
         (
@@ -147,7 +167,9 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path, saved, now, told
     if told is None:
         _check_same_model(tmp_path, saved, now)
         return
-    with pytest.raises(ValueError, match=r"is of another model \(") as refused:
+    with pytest.raises(
+        ValueError, match=r"is of (another model|a run with another reference) \("
+    ) as refused:
         _check_same_model(tmp_path, saved, now)
     assert told in str(refused.value)
 
