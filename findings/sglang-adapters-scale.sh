@@ -6,7 +6,7 @@
 #   trained with use_rslora has a scale of 8, and is served with 2; alpha_pattern has no effect. No
 #   warning. (Its adapters of image models do take both.)
 # Here: `--lora-rslora` says so at the start of a run, and `--lora-merge` writes a whole model, which any
-#   server scales right (megatron/sft/model/lora/names.py).
+#   server scales right (megatron/sft/arguments/value_notes.py).
 set -euo pipefail
 pins=(huggingface-hub==2.4.0)
 scratch=$(mktemp -d)

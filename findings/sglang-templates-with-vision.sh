@@ -7,7 +7,7 @@
 #   system prompt or a comment, gets requests with parts as lists, and the model reads
 #   [{'type': 'text', 'text': 'hello'}]. A template that loops over a variable gets text instead of
 #   parts, and writes an empty turn.
-# Here: chat_template.jinja is written as it came; `show` and probes.py do not serve. Write templates that
+# Here: chat_template.jinja is written as it came. Write templates that
 #   take both (`content is string`), and loop over message.content.
 set -euo pipefail
 pins=(jinja2==3.1.6 transformers==5.24.0 torch==2.13.0)
