@@ -284,7 +284,7 @@ TABLES = datasets==5.2.0 pandas==3.1.1 polars==2.1.0 duckdb==2.0.1 pyarrow==26.0
 tables: $(VENV)/.dev .venv-tables/.installed
 	rm -rf runs/tables
 	HF_HUB_OFFLINE=1 .venv-tables/bin/python examples/benchmarks/tables_written.py runs/tables
-	$(VENV)/bin/python -m examples.benchmarks.tables --folder runs/tables --versions '$(TABLES)' \
+	$(VENV)/bin/python -m examples.benchmarks.tables --folder runs/tables --versions '$(TABLES), Java 17' \
 	--write examples/benchmarks/results/tables.md
 
 .venv-tables/.installed: Makefile

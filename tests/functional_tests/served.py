@@ -182,6 +182,10 @@ def cell(expected: Mapping[str, Any], found: Mapping[str, Any], first: Mapping[s
     return "; ".join(wrong) or "="
 
 
+NOTES = "\nWhat differs, and what follows:\n"
+"""Begins the part of the page that is written by hand, and kept."""
+
+
 def page(
     cases: Sequence[Case], found: Mapping[str, Sequence[Mapping[str, Any]]], versions: str
 ) -> str:
@@ -235,7 +239,9 @@ def main() -> None:
     text = page(cases, found, arguments.versions)
     print(text)
     if arguments.write is not None:
-        arguments.write.write_text(text)
+        previous = arguments.write.read_text() if arguments.write.exists() else ""
+        notes = previous[previous.find(NOTES) :] if NOTES in previous else ""
+        arguments.write.write_text(text + notes)
     sys.exit(0)
 
 

@@ -24,6 +24,7 @@ def value_notes(config: SFTConfig) -> list[str]:
         *_notes_on_exits(config),
         *_notes_on_kernels(config),
         *_notes_on_adapter(config),
+        *_notes_on_scales(config),
     ]
 
 
@@ -105,6 +106,16 @@ def _notes_on_exits(config: SFTConfig) -> Iterator[str]:
 def _notes_on_adapter(config: SFTConfig) -> list[str]:
     folder = config.lora.lora_adapter
     return [] if folder is None else [f"note: {note}" for note in notes_on_adapter(folder)]
+
+
+def _notes_on_scales(config: SFTConfig) -> Iterator[str]:
+    lora = config.lora
+    if lora.lora and lora.lora_rslora and config.output.save_hf and not lora.lora_merge:
+        yield (
+            f"note: --lora-rslora scales by {lora.lora_alpha:g} / sqrt({lora.lora_rank}); peft and "
+            "vLLM read that from the adapter, SGLang 0.5 takes alpha / rank without a word: pass "
+            "--lora-merge for it"
+        )
 
 
 def _notes_on_kernels(config: SFTConfig) -> Iterator[str]:

@@ -33,7 +33,11 @@ from megatron.packing.model.grouped_experts import (
 )
 from megatron.packing.model.layer_inputs import keep_inputs_on_host
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
-from megatron.packing.model.layers.experts import mend_expert_biases, share_whole
+from megatron.packing.model.layers.experts import (
+    draw_own_experts,
+    mend_expert_biases,
+    share_whole,
+)
 from megatron.packing.model.layers.routers import mask_padding
 from megatron.packing.model.loss.head import (
     drop_unused_output_weight,
@@ -340,6 +344,8 @@ def build_gpt(
     )
     gpt.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
     drop_unused_output_weight(gpt)
+    if transformer_config.perform_initialization and transformer_config.use_cpu_initialization:
+        draw_own_experts(gpt, config.training.seed)
     mend_expert_biases(gpt)
     share_whole(gpt)
     mask_padding(gpt)

@@ -93,7 +93,9 @@ class LoraConfig:
     lora_alpha: float = field(default=32.0, metadata={"only_with": "lora"})
     """Scale of adapters: their output is multiplied by alpha / rank."""
     lora_rslora: bool = field(default=False, metadata={"only_with": "lora"})
-    """Scale by alpha / sqrt(rank) instead, so that larger ranks learn as fast."""
+    """Scale by alpha / sqrt(rank) instead, so that larger ranks learn as fast. SGLang 0.5 does not
+    read it from an adapter.
+    """
     lora_dropout: float = field(default=0.0, metadata={"only_with": "lora"})
     """Dropout of the adapters' input."""
     lora_target_modules: tuple[str, ...] = field(default=(), metadata={"only_with": "lora"})

@@ -49,6 +49,7 @@ MENDS = {
     "weight_gradients.install": "script",
 }
 PARTS = {
+    "draw_own_experts": "script",  # on a CPU, of models that begin from nothing
     "mask_padding": "done",
     "keep_frequencies": "done",
     "skip_masked_tokens": "done",

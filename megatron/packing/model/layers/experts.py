@@ -1,4 +1,4 @@
-"""mcore. Experts with biases: what megatron-core's own add gets wrong is mended from outside.
+"""mcore. Experts: what megatron-core gets wrong is mended from outside.
 
 Four things stand in the way of biases:
 
@@ -14,6 +14,7 @@ Four things stand in the way of biases:
 
 from __future__ import annotations
 
+import zlib
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 
@@ -45,6 +47,32 @@ def mend_expert_biases(model: torch.nn.Module) -> None:
             layer.bias.sequence_parallel = False
         if not hasattr(module.linear_fc2.bias, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(module.linear_fc2.bias, True, 0, 1)
+
+
+def draw_own_experts(model: torch.nn.Module, seed: int) -> None:
+    """Draws the experts of expert-parallel ranks above 0 again, from generators of their own.
+
+    On a CPU megatron-core draws weights from one generator with one seed on all ranks, so that
+    tensor-parallel shards fit together, and experts too: with two ranks, experts 0 and 2 of four
+    are the same bits. Rank 0 keeps its experts.
+    """
+    for name, layer in model.named_modules():
+        number = getattr(layer, "layer_number", None)
+        for part, experts in layer.named_modules() if isinstance(layer, TransformerLayer) else ():
+            if not isinstance(experts, SequentialMLP) or experts.ep_group.rank() == 0:
+                continue
+            config = experts.config
+            starts = {
+                "linear_fc1": config.init_method,
+                "linear_fc2": config.output_layer_init_method,
+            }
+            for place, weight in experts.named_parameters():
+                if not place.endswith(".weight"):
+                    continue
+                key = f"{seed} {experts.ep_group.rank()} {number} {name} {part} {place}"
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    torch.manual_seed(zlib.crc32(key.encode()))
+                    starts[place.split(".")[-2]](weight)
 
 
 def share_whole(model: torch.nn.Module) -> None:

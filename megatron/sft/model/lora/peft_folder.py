@@ -53,10 +53,12 @@ _KINDS: Mapping[Kind, str] = {
 """Types of values that are read here."""
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 """Keys that give some modules another rank or alpha. Of those without effect a note is made."""
-_NAME = re.compile(r"[\w.]+")
-"""A pattern that is a name, or the end of one. Others are expressions, which are not evaluated:
-one from a stranger may take for ever.
+_SIMPLE = re.compile(r"\^?(\w|\\\.|(\.|\\d)[*+]?)+\$?")
+"""A pattern that is a name, the end of one, or a name with `.*` or `\\d+` in it. Others are not
+evaluated: an expression from a stranger may take for ever.
 """
+_MAX_REPEATED = 2
+"""Most of `*` and `+` in a pattern that is evaluated."""
 _ROUTERS = [f"{name}.weight" for name in ("gate", "mlp.gate", "router", "mlp.router")]
 OF_SOME_LAYERS = "adapters of some layers alone are not supported: merge it with peft"
 """Advice for an adapter that lacks layers."""
@@ -224,8 +226,14 @@ def _effects(config: Mapping[str, Any], folder: str | Path, flag: str) -> dict[s
         stacks = [module for module in ranks if re.search(r"\.experts(\.base_layer)?$", module)]
         for module in stacks:  # whose rows are those of all experts: the pattern alone shows it
             del ranks[module]
+        targets = [str(one) for one in config.get("target_parameters") or []]
+        tails = [one.rpartition(".")[2] for one in targets]
+        adapted = [one for one in STACKED if one.rpartition(".")[2] in tails] or STACKED
         layers = [module.partition(".experts")[0] for module in stacks]
-        parameters = [f"{layer}.{stack}" for layer in layers for stack in STACKED]
+        parameters = [f"{layer}.{stack}" for layer in layers for stack in adapted]
+        # peft matches the name of a parameter: mlp.gate.weight, not mlp.gate.
+        routers = tuple(f".{one.removesuffix('.weight')}" for one in targets if one in _ROUTERS)
+        ranks = {f"{m}.weight" if m.endswith(routers) else m: r for m, r in ranks.items()}
         if not isinstance(pattern, dict):
             effects[name] = "what it changes is not known"
         elif name == "rank_pattern":  # the weights show it
@@ -240,16 +248,19 @@ def _effects(config: Mapping[str, Any], folder: str | Path, flag: str) -> dict[s
 
 
 def _effect(pattern: Mapping[str, Any], modules: Iterable[str], what: str, usual: object) -> str:
-    """Returns a module that a pattern gives another value of `what` than the usual; "" if none."""
-    for key, value in pattern.items():
-        if value == usual:
-            continue
-        if not _NAME.fullmatch(key):
-            return f"modules like {shown(key)} may have {what} {shown(value)}"
-        for module in modules:
-            # As peft matches, for whom a point is any character.
-            if re.fullmatch(rf"(.*\.)?{key}", module):
-                return f"{module} has {what} {shown(value)}"
+    """Returns a module that a pattern gives another value of `what` than the usual; "" if none.
+
+    Of the keys that match a module the first one counts, as in peft.
+    """
+    for module in modules:
+        for key, value in pattern.items():
+            if not _SIMPLE.fullmatch(key) or len(re.findall("[*+]", key)) > _MAX_REPEATED:
+                if value != usual:
+                    return f"modules like {shown(key)} may have {what} {shown(value)}"
+            elif re.fullmatch(rf"(.*\.)?({key})", module):
+                if value != usual:
+                    return f"{module} has {what} {shown(value)}"
+                break
     return ""
 
 

@@ -7,6 +7,8 @@ import pytest
 from megatron.sft.arguments.value_notes import value_notes
 from tests.unit_tests.sft.command_line import parse
 
+LORA = "--lora --save-hf out "
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -21,6 +23,9 @@ from tests.unit_tests.sft.command_line import parse
         ("--attention-backend local", []),
         ("--cp-comm-type a2a --context-parallel-size 2", ["note: --cp-comm-type a2a has no effec"]),
         ("--cp-comm-type p2p --context-parallel-size 2", []),
+        (LORA + "--lora-rslora", ["note: --lora-rslora scales by 32 / sqrt(16); peft and vLLM"]),
+        (LORA + "--lora-rslora --lora-merge", []),
+        (LORA, []),
     ],
 )
 def test_notes(arguments, said, monkeypatch):
