@@ -146,7 +146,7 @@ def build(
         theirs.chat_template = source
         file = folders.tokenizers / f".template-{os.getpid()}.jinja"
         file.write_text(source)
-    ours = build_tokenizer(
+    ours: Any = build_tokenizer(
         "HuggingFaceTokenizer",
         str(folder),
         template=TemplateChoice(file=None if file is None else str(file), today=_TODAY),

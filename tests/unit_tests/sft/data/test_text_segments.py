@@ -30,6 +30,12 @@ WORDS = (
 )
 
 
+def _segments(backend):
+    segments = read_segments(backend)
+    assert segments is not None
+    return segments
+
+
 def _backend(name):
     return Tokenizer.from_file(str(RELEASED / name / "tokenizer.json"))
 
@@ -38,7 +44,7 @@ def _backend(name):
 def test_segments_have_the_ids_of_the_whole_text(name, monkeypatch):
     monkeypatch.setattr(text_segments, "_MOST_CACHED", 20)
     backend, draw = _backend(name), random.Random(1)
-    segments = read_segments(backend)
+    segments = _segments(backend)
     added = [one.content for one in backend.get_added_tokens_decoder().values()]
     for _ in range(300):
         pieces = [draw.choice(added if draw.random() < 0.3 else WORDS) for _ in range(12)]
@@ -49,7 +55,7 @@ def test_segments_have_the_ids_of_the_whole_text(name, monkeypatch):
 
 def test_a_segment_is_tokenized_once_until_it_is_forgotten(monkeypatch):
     backend = _backend("qwen")
-    segments, seen = read_segments(backend), []
+    segments, seen = _segments(backend), []
 
     class Watched:
         def encode_batch_fast(self, texts, **options):
