@@ -2,6 +2,7 @@
 
 keys that are null in every record, or in every turn of all records
 columns of text that are times in every record, spelled as tables spell them
+scores by which the rejected answer of a pair is the better one
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\d([T ])\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d(:
 _LONGEST_TIME = 40
 _MIN_RECORDS = 2
 _NAMED = 3
+_SCORES = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen_rating", "rejected_rating"),
+)
+"""Columns with the scores of a pair's answers."""
 
 
 def spelling_of_time(value: object) -> str:
@@ -49,12 +56,21 @@ class ColumnTally:
         self._spellings: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """Times by column and spelling."""
         self._examples: dict[str, str] = {}
+        self._scored: Counter[tuple[str, str]] = Counter()
+        """Pairs by the columns of their scores."""
+        self._exchanged: Counter[tuple[str, str]] = Counter()
+        """Those of them whose chosen answer has the lower score."""
 
     def add(self, record: Mapping[str, Any], columns: Mapping[str, str]) -> None:
         """Counts a record.
 
         columns: column of the record -> its name in `records.formats`.
         """
+        for names in _SCORES:
+            chosen, rejected = (record.get(name) for name in names)
+            if isinstance(chosen, int | float) and isinstance(rejected, int | float):
+                self._scored[names] += 1
+                self._exchanged[names] += chosen < rejected
         for column, value in record.items():
             name = columns.get(column, column)
             if name not in READ_COLUMNS:
@@ -74,7 +90,7 @@ class ColumnTally:
             self._examples.setdefault(name + kind, str(value))
 
     def notes(self, num_records: int) -> Iterator[str]:
-        """Yields a line on columns that are null, and one for each column of times.
+        """Yields a line on columns that are null, and one for each column of times or scores.
 
         num_records: records read, those without these columns included.
         """
@@ -98,4 +114,11 @@ class ColumnTally:
                     f"tables spell them, or in several ways ({spelled}), and trained so. datasets "
                     "and pandas make such of text; keep the column as string (features= of "
                     "load_dataset)"
+                )
+        for names, count in self._exchanged.items():
+            if count:
+                yield (
+                    f"{names[0]} is below {names[1]} in {count:,} of {self._scored[names]:,} pairs "
+                    "read, which are trained as they stand. If chosen and rejected are exchanged, "
+                    "pass --data-columns chosen=rejected,rejected=chosen"
                 )

@@ -1,5 +1,5 @@
 """pure. Columns beside the answers of a pair that show that they are misread: copies of the prompt
-that hold something else, scores the other way round, and columns without a value.
+that hold something else, and columns without a value.
 """
 
 from __future__ import annotations
@@ -10,12 +10,6 @@ from typing import Any
 from megatron.sft.data.records.columns import TURNS
 from megatron.sft.data.records.values import SampleError
 
-_SCORES_OF_PAIR = (
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
-    ("chosen_rating", "rejected_rating"),
-)
-
 
 def said_empty(names: set[str]) -> str:
     """Returns words about columns of a record that are null or empty lists: `"chosen is empty: "`;
@@ -23,20 +17,6 @@ def said_empty(names: set[str]) -> str:
     """
     verb = "is" if len(names) == 1 else "are"
     return f"{' and '.join(sorted(names))} {verb} empty: " if names else ""
-
-
-def check_scores(fields: Mapping[str, Any]) -> None:
-    """Raises SampleError where the chosen answer has the lower score."""
-    for names in _SCORES_OF_PAIR:
-        chosen, rejected = (fields.get(name) for name in names)
-        both = (chosen, rejected)
-        if all(isinstance(one, int | float) for one in both) and chosen < rejected:  # type: ignore[operator]
-            raise SampleError(
-                f"has {names[0]} {chosen} below {names[1]} {rejected}, as if chosen and rejected "
-                "were exchanged; exchange them with --data-columns "
-                "chosen=rejected,rejected=chosen, or leave the scores out with --data-columns "
-                f"none={names[0]}"
-            )
 
 
 def check_repeated(name: str, value: Any, within: Sequence[Any]) -> None:

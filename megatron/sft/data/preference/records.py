@@ -31,7 +31,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from megatron.packing.quoting import shown
-from megatron.sft.data.preference.beside import check_repeated, check_scores, said_empty
+from megatron.sft.data.preference.beside import check_repeated, said_empty
 from megatron.sft.data.records.columns import CONTEXT, QUESTION, TURNS, rename_fields
 from megatron.sft.data.records.content import Answers, Conversation, Passage, TokenIds
 from megatron.sft.data.records.formats import Reading, read_record
@@ -214,7 +214,6 @@ def _as_responses(fields: dict[str, Any], empty: set[str]) -> dict[str, Any]:
 
     empty: names of columns without a value.
     """
-    check_scores(fields)
     rest = {name: value for name, value in fields.items() if name not in _IGNORED}
     if "completions" in rest:
         return _ranked(rest)

@@ -9,12 +9,14 @@ from megatron.blending.metadatasets.tree import source_entries
 from megatron.sft.data import record_notes
 from megatron.sft.data.chat_encoder import ChatEncoder
 from megatron.sft.data.chats import open_chats
+from megatron.sft.data.preference.encode import PairEncoder
 from megatron.sft.data.record_notes import notes_on_records
 from megatron.sft.data.tokenizer import build_tokenizer
 
 
-def opened(path):
-    encoder = ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 100, "error")
+def opened(path, preferences=None):
+    tokenizer = build_tokenizer("ByteLevelTokenizer")
+    encoder = ChatEncoder(tokenizer, 100, "error", preferences=preferences)
     (entry,) = source_entries(load_metadataset(str(path), "train"))
     return open_chats(entry, encoder)
 
@@ -88,6 +90,20 @@ def test_each_kind_is_one_line(tmp_path, records, starts):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     notes = notes_on_records([opened(tmp_path / "a.jsonl")])
     assert [note[: len(start)] for note, start in zip(notes, starts, strict=True)] == starts
+
+
+def test_pairs_whose_chosen_answer_has_the_lower_score(tmp_path):
+    """Exchanged columns would train the worse answers, and no loss would show it. Some such pairs
+    are no fault: people choose, and a model scores.
+    """
+    pair = {"prompt": "q", "chosen": "a", "rejected": PARTS}
+    scores = [(1, 2.5), (2, 2), (3, 1), (None, 4)]
+    records = [{**pair, "score_chosen": one, "score_rejected": other} for one, other in scores]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    parts, note = notes_on_records([opened(tmp_path / "a.jsonl", PairEncoder())])
+    assert parts.startswith("4 of 4 records read have content that is JSON text")
+    assert note.startswith("score_chosen is below score_rejected in 1 of 3 pairs read, which are")
+    assert note.endswith("pass --data-columns chosen=rejected,rejected=chosen")
 
 
 def test_nulls_of_a_table_that_a_schema_names(tmp_path):

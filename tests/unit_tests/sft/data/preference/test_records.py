@@ -161,7 +161,6 @@ def test_marks_are_read(record: dict[str, Any], is_good: bool) -> None:
         ({**CHATS["implicit"], "prompt": [GOOD]}, False, "a prompt that chosen and rejected do no"),
         ({**CHATS["TRL"], "chosen": [USER, GOOD]}, False, "and the other as an answer alone"),
         ({**CHATS["TRL"], "messages": [SYSTEM]}, False, "messages that chosen and rejected do not"),
-        ({**CHATS["TRL"], "score_chosen": 1, "score_rejected": 2.5}, False, "were exchanged; exch"),
         ({**CHATS["TRL"], "chosen": None}, False, "^chosen is empty: has keys 'prompt', 'reject"),
         ({"prompt": "Q?", "completion": "x", "label": None}, True, "^label is empty: has no mark"),
         ({**CHATS["TRL"], "chosen": 4}, False, "^chosen must be text"),
