@@ -44,6 +44,8 @@ DropReason = Literal[
     "no loss token left after truncation",
     "empty answer",
     "equal answers",
+    "empty answer in one of several pairs",
+    "equal answers in one of several pairs",
     "bad sample",
 ]
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
@@ -145,6 +147,8 @@ class EncodedSample:
     """Further fields of the sample: a row per path of the tree, or per token."""
     images: SampleImages | None = None
     """Images of the sequence; None if it has none."""
+    dropped: tuple[DropReason, ...] = ()
+    """Reasons of the record's pairs that are not in the tree, each dropped alone."""
     further: "tuple[EncodedSample, ...]" = ()
     """Further sequences of the same record, each trained as a sample of its own: turns of a chat
     with images that have contexts of their own.

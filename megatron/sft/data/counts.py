@@ -18,7 +18,9 @@ _FIRST_REASON = len(COLUMNS) - len(DROP_REASONS)
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """Counts by source. Each dropped record is counted in the column of its reason."""
+    """Counts by source. Each dropped record is counted in the column of its reason, and each pair
+    that is dropped alone from a record of several.
+    """
 
     table: npt.NDArray[np.int64]
 
@@ -58,8 +60,8 @@ class Counts:
         return self.table[:, COLUMNS.index(column)]
 
     def dropped(self, source: int) -> dict[str, int]:
-        """Returns the number of dropped records of a source, by reason. Reasons without any are
-        left out.
+        """Returns the number of dropped records and pairs of a source, by reason. Reasons without
+        any are left out.
         """
         numbers = self.table[source, _FIRST_REASON:].tolist()
         return {reason: number for reason, number in zip(DROP_REASONS, numbers) if number}

@@ -168,6 +168,8 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
                 self._failures.succeeded({source}.copy)
             self._table[source][0] += 1
             self._table[source][3] += sample.is_cut
+            for reason in sample.dropped:
+                self._table[source][COLUMNS.index(reason)] += 1
             for part in sample.parts:
                 length = len(part.tokens)
                 self._table[source][1:3] += (length, length * length)

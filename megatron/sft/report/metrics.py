@@ -74,7 +74,9 @@ class StepMetrics(PackingStats):
     token_accuracy: float = math.nan
     """Share of the tokens with loss that the model predicts best; NaN if it is not measured."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Source -> reason -> number of dropped samples."""
+    """Source -> reason -> number of dropped samples, pairs dropped alone from a record of several
+    among them.
+    """
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
     """Metrics by source; empty if there is only one source."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -195,7 +197,9 @@ class Evaluation:
     dropped_samples: int = 0
     truncated_samples: int = 0
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Source -> reason -> number of dropped samples."""
+    """Source -> reason -> number of dropped samples, pairs dropped alone from a record of several
+    among them.
+    """
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
     """Metrics by source; empty if there is only one source."""
     figures: Mapping[str, float] = field(default_factory=dict)

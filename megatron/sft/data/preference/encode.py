@@ -3,24 +3,32 @@
     prompt 7 8, answers 1 2 and 3 2     ->      tokens 7 8 | 1 | 8 3, of paths 0 and 1
 
 A pair cannot be torn. Its paths have one root, and the tree fits into a pack: what is longer is cut
-or dropped as --over-length-policy says, both answers alike, and counted. Its fields have a row per
-path: its place among the record's answers (`path_rank`, 0 for the chosen one), its weight and its
-number of answer tokens; the stream adds the position of the record in the data, which is the pair's
-id (`path_position`).
+or dropped as --over-length-policy says, both answers alike, and counted. Of several rejected
+answers, one that is empty or that equals the chosen one is dropped alone, and counted.
+
+The fields of a tree have a row per path: its place among the record's answers (`path_rank`, 0 for
+the chosen one), its weight and its number of answer tokens; the stream adds the position of the
+record in the data, which is the pair's id (`path_position`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.paths import merge_with_fields
 from megatron.packing.batch.tree import MergedPaths, Path, TreeError
-from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens, Dropped, EncodedSample
+from megatron.sft.data.chat_encoder import (
+    ChatEncoder,
+    ChatTokens,
+    Dropped,
+    DropReason,
+    EncodedSample,
+)
 from megatron.sft.data.preference.records import (
     Preference,
     PreferenceReading,
@@ -33,6 +41,7 @@ from megatron.sft.data.preference.sides import (
     common,
     cut,
     first_trained,
+    is_blank,
     plain_sides,
     rendered,
     scored_side,
@@ -56,6 +65,12 @@ KEYS = ("path_key_low", "path_key_high", "path_head_key_low", "path_head_key_hig
 MAX_KEYS_PER_TOKEN = 8
 """Keys that attention may gather per token of a tree in any layout, before it cuts the tree."""
 _NO_INDEX = -1
+_OF_ONE_PAIR: Mapping[str, DropReason] = {
+    "empty answer": "empty answer in one of several pairs",
+    "equal answers": "equal answers in one of several pairs",
+}
+"""Reason why a record is dropped -> reason why one of its pairs is."""
+_Answer = TypeVar("_Answer")
 
 
 class Lookup(Protocol):
@@ -105,22 +120,22 @@ class PairEncoder:
         """
         content, own_weight, unread = self._read(record, chat.columns)
         chat.log_unread(unread)
-        if content.is_plain:
-            sides = plain_sides(content.paths[0], chat)
-            sides = [side for side in sides if side.is_answer.any()]
-            if not sides:
-                return Dropped("no loss token")
-        else:
-            sides = self._sides_of(content.paths, chat)
-        if not all(side.is_answer.any() for side in sides):
-            return Dropped("empty answer")
-        kept = self._within(sides, chat)
-        if isinstance(kept, Dropped):
-            return kept
-        if not (self.is_marked or content.is_plain) and are_same(kept[0], kept[1:]):
-            return Dropped("equal answers")
-        is_cut = any(len(a.is_answer) < len(b.is_answer) for a, b in zip(kept, sides))
-        return self._merged(kept, chat, weight * own_weight, content, is_cut)
+        dropped: list[DropReason] = []
+        sides = self._sides_left(content, chat, dropped)
+        if isinstance(sides, Dropped):
+            return sides
+        cut_sides = self._within(list(sides.values()), chat)
+        if isinstance(cut_sides, Dropped):
+            return cut_sides
+        is_cut = any(len(a.is_answer) < len(b.is_answer) for a, b in zip(cut_sides, sides.values()))
+        sides = dict(zip(sides, cut_sides))
+        if is_cut and not content.is_plain:  # a cut can make answers equal
+            unequal = self._unequal(sides, dropped)
+            if isinstance(unequal, Dropped):
+                return unequal
+            sides = unequal
+        sample = self._merged(sides, chat, weight * own_weight, content, is_cut)
+        return replace(sample, dropped=tuple(dropped)) if dropped else sample
 
     def _read(self, record: Mapping[str, Any], columns: Mapping[str, str]) -> PreferenceReading:
         return read_preference(
@@ -130,6 +145,49 @@ class PairEncoder:
             has_margin=self.scores_last,
             takes_plain=self.takes_plain,
         )
+
+    def _sides_left(
+        self, content: Preference, chat: ChatEncoder, dropped: list[DropReason]
+    ) -> dict[int, Side] | Dropped:
+        """Returns the answers that can be compared, by rank; of a chat to imitate its turns.
+        Reasons of those dropped alone are added to `dropped`.
+        """
+        if content.is_plain:
+            turns = plain_sides(content.paths[0], chat)
+            counted = dict(enumerate(side for side in turns if side.is_answer.any()))
+            return counted or Dropped("no loss token")
+        paths = dict(enumerate(content.paths))
+        blank = {rank for rank, path in paths.items() if is_blank(path)}
+        left = self._without(blank, paths, "empty answer", dropped)
+        if isinstance(left, Dropped):
+            return left
+        sides = dict(zip(left, self._sides_of(list(left.values()), chat)))
+        empty = {rank for rank, side in sides.items() if not side.is_answer.any()}
+        counted_sides = self._without(empty, sides, "empty answer", dropped)
+        if isinstance(counted_sides, Dropped):
+            return counted_sides
+        return self._unequal(counted_sides, dropped)
+
+    def _unequal(
+        self, sides: dict[int, Side], dropped: list[DropReason]
+    ) -> dict[int, Side] | Dropped:
+        """Returns the answers without those that equal the chosen one."""
+        equal = {rank for rank, side in sides.items() if rank and are_same(sides[0], side)}
+        return self._without(equal, sides, "equal answers", dropped)
+
+    def _without(
+        self,
+        ranks: set[int],
+        answers: dict[int, _Answer],
+        reason: Literal["empty answer", "equal answers"],
+        dropped: list[DropReason],
+    ) -> dict[int, _Answer] | Dropped:
+        """Returns the answers of other ranks; `Dropped` if there is nothing to compare then."""
+        left = {rank: answer for rank, answer in answers.items() if rank not in ranks}
+        if 0 not in left or (len(left) == 1 and not self.is_marked):
+            return Dropped(reason)
+        dropped += [_OF_ONE_PAIR[reason]] * len(ranks)
+        return left
 
     def _sides_of(self, paths: Sequence[Conversation | Passage], chat: ChatEncoder) -> list[Side]:
         if self.scores_last:
@@ -181,15 +239,16 @@ class PairEncoder:
 
     def _merged(
         self,
-        sides: Sequence[Side],
+        sides_by_rank: Mapping[int, Side],
         chat: ChatEncoder,
         weight: float,
         content: Preference,
         is_cut: bool,
     ) -> EncodedSample:
+        sides = list(sides_by_rank.values())
         try:
             fields = merge_with_fields(
-                [side.path for side in sides], **self._fields(sides, weight, content)
+                [side.path for side in sides], **self._fields(sides_by_rank, weight, content)
             )
         except TreeError:
             raise SampleError(
@@ -213,9 +272,10 @@ class PairEncoder:
         )
 
     def _fields(
-        self, sides: Sequence[Side], weight: float, content: Preference
+        self, sides_by_rank: Mapping[int, Side], weight: float, content: Preference
     ) -> dict[str, npt.NDArray[Any]]:
         """Returns the fields per path, without their prefix, in the order of the sides."""
+        ranks, sides = list(sides_by_rank), list(sides_by_rank.values())
         counts = np.array([np.count_nonzero(side.is_answer) for side in sides], np.int32)
         if self.scores_last:  # tokens of each branch, though one alone is scored
             shared = common([side.path for side in sides])
@@ -224,14 +284,14 @@ class PairEncoder:
             "number": np.arange(len(sides)),
             "rank": np.full(len(sides), PLAIN, np.int32)
             if content.is_plain
-            else np.arange(len(sides), dtype=np.int32),
+            else np.array(ranks, np.int32),
             "weight": np.full(len(sides), weight, np.float32),
             "answer_tokens": counts,
         }
         if self.is_marked:
             fields["good"] = np.full(len(sides), bool(content.is_good), np.int32)
         if self.scores_last:
-            fields["margin"] = np.array([0.0, *content.margins], np.float64)
+            fields["margin"] = np.array([0.0, *content.margins], np.float64)[ranks]
         if self.has_head:
             if len(sides) != 2 and not content.is_plain:
                 raise SampleError(

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megatron.packing.batch.tree import Path
 from megatron.sft.data.chat_encoder import ChatEncoder, ChatTokens
 from megatron.sft.data.records.content import Conversation, Passage
+from megatron.sft.data.records.messages import texts_of
 from megatron.sft.data.records.values import SampleError
 
 
@@ -24,6 +25,17 @@ class Side(NamedTuple):
     path: Path
     is_answer: npt.NDArray[np.bool_]
     """[L]"""
+
+
+def is_blank(path: Conversation | Passage) -> bool:
+    """Returns whether the answer of a path has no text, thought, call or image. It would train the
+    end of the turn alone.
+    """
+    if isinstance(path, Passage):
+        return not path.completion.strip()
+    turns = [one for one in path.messages if one.role == "assistant" and one.weight]
+    has_more = any(one.images or one.fields.get("tool_calls") for one in turns)
+    return bool(turns) and not has_more and not texts_of(turns)
 
 
 def side_of(tokens: ChatTokens, first: int | None = None, *, trains_prompt: bool = False) -> Side:
@@ -89,11 +101,9 @@ def cut(side: Side, limit: int) -> Side:
     return Side(path, side.is_answer[:limit])
 
 
-def are_same(chosen: Side, rejected: Sequence[Side]) -> bool:
-    return any(
-        np.array_equal(chosen.path.tokens, side.path.tokens)
-        and np.array_equal(chosen.path.labels, side.path.labels)
-        for side in rejected
+def are_same(chosen: Side, rejected: Side) -> bool:
+    return np.array_equal(chosen.path.tokens, rejected.path.tokens) and np.array_equal(
+        chosen.path.labels, rejected.path.labels
     )
 
 

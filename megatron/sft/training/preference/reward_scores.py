@@ -2,7 +2,8 @@
 `megatron-sft score --loss reward`: forward passes alone, through the scheduler of training.
 
 A line of the file is a record: {"split", "record", "chosen", "rejected"}, where "record" is the
-place of the record in the data, and "rejected" has a score for each rejected answer.
+place of the record in the data, and "rejected" has a score for each rejected answer up to the last
+one that was scored, null where an answer was dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class _Scored(NamedTuple):
 
     place: str
     chosen: float
-    rejected: list[float]
+    rejected: list[float | None]
+    """At the place of each answer; None where it was dropped."""
 
 
 def write_reward_scores(
@@ -89,12 +91,15 @@ def _records(rows: Any, samples: SampleSet) -> Iterator[_Scored]:
     bound = samples.dataset.bind(Binding(seed=samples.seed))
     entries = bound.plan(positions, PlanBatch()).entries(0, len(positions))
     for (source, at), of_record in zip(entries, np.split(rows, starts[1:])):
-        chosen, *rejected = of_record[:, 3].tolist()
-        yield _Scored(source.describe(at), chosen, rejected)
+        scores = dict(zip(of_record[:, 1].astype(int).tolist(), of_record[:, 3].tolist()))
+        rejected = [scores.get(rank) for rank in range(1, max(scores) + 1)]
+        yield _Scored(source.describe(at), scores[0], rejected)
 
 
 def _summary(path: str, records: Sequence[_Scored]) -> str:
-    pairs = np.array([one.chosen - score for one in records for score in one.rejected])
+    pairs = np.array(
+        [one.chosen - score for one in records for score in one.rejected if score is not None]
+    )
     if not len(pairs):
         return f"no record in the data; {path} is empty"
     return (

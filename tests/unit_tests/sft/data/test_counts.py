@@ -10,21 +10,23 @@ def test_columns():
     table = np.arange(2 * len(COLUMNS)).reshape(2, -1)
     counts = Counts(table)
     assert (counts.num_sequences, counts.num_tokens, counts.square_sum, counts.num_cut) == (
-        10,
         12,
         14,
         16,
+        18,
     )
-    assert counts.num_dropped == sum(range(4, 10)) + sum(range(14, 20))
+    assert counts.num_dropped == sum(range(4, 12)) + sum(range(16, 24))
     assert counts.dropped(0) == {
         "over length": 4,
         "no loss token": 5,
         "no loss token left after truncation": 6,
         "empty answer": 7,
         "equal answers": 8,
-        "bad sample": 9,
+        "empty answer in one of several pairs": 9,
+        "equal answers in one of several pairs": 10,
+        "bad sample": 11,
     }
-    assert counts.of("tokens").tolist() == [1, 11]
+    assert counts.of("tokens").tolist() == [1, 13]
 
 
 def test_difference_and_equality():

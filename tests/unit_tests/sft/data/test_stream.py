@@ -20,13 +20,14 @@ from megatron.sft.data.stream import SampleStream, Share
 @dataclass(frozen=True)
 class Numbered:
     """Records of which number i is the token i; every `drop_every`-th makes no sample, every
-    `cut_every`-th is cut.
+    `cut_every`-th is cut, and record `part_dropped` has a pair that is dropped alone.
     """
 
     size: int
     name: str = "numbered"
     drop_every: int = 10**9
     cut_every: int = 10**9
+    part_dropped: int = -1
     number: int = 0
 
     def __len__(self) -> int:
@@ -50,7 +51,11 @@ class Numbered:
             raise SkipSample("over length")
         tokens = np.full(1 + index % 3, index)
         return self.number, EncodedSample(
-            tokens, tokens, np.ones(len(tokens), np.float32), index % self.cut_every == 0
+            tokens,
+            tokens,
+            np.ones(len(tokens), np.float32),
+            index % self.cut_every == 0,
+            dropped=("equal answers in one of several pairs",) * (index == self.part_dropped),
         )
 
 
@@ -207,7 +212,7 @@ def test_finite_stream_reads_all_once_and_ends_on_all_ranks_together(
 
 def test_counts():
     """Dropped and cut records that nobody counts are data that silently is not trained on."""
-    stream = stream_of(30, Share(0, 1, 10, 5), drop_every=5, cut_every=4)
+    stream = stream_of(30, Share(0, 1, 10, 5), drop_every=5, cut_every=4, part_dropped=1)
     drawn = [sample for _ in range(6) for sample in next(stream)]
     kept = [i for i in range(30) if i % 5 != 4]
     assert sorted(names(drawn)) == kept
@@ -215,7 +220,7 @@ def test_counts():
     assert counts.num_sequences == len(kept)
     assert counts.num_tokens == sum(1 + i % 3 for i in kept)
     assert counts.square_sum == sum((1 + i % 3) ** 2 for i in kept)
-    assert counts.dropped(0) == {"over length": 6}
+    assert counts.dropped(0) == {"over length": 6, "equal answers in one of several pairs": 1}
     assert counts.num_cut == len([i for i in kept if i % 4 == 0])
 
 

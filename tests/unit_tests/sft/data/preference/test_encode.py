@@ -10,6 +10,9 @@ import pytest
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.data.preference.encode import PairEncoder
 from megatron.sft.data.preference.partners import with_answer_of
+from megatron.sft.data.preference.sides import is_blank
+from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.messages import Message
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data import TemplateChoice
@@ -85,6 +88,12 @@ def test_heads_are_of_the_shorter_answer() -> None:
     ("record", "options", "reason"),
     [
         (PAIR | {"rejected": "1 2"}, {}, "equal answers"),
+        (PAIR | {"rejected": ["1 2", "1 2"]}, {}, "equal answers"),
+        (PAIR | {"chosen": ""}, {}, "empty answer"),
+        (PAIR | {"chosen": " \n", "rejected": ["3", "4"]}, {}, "empty answer"),
+        (PAIR | {"rejected": ""}, {"scores_last": True}, "empty answer"),
+        (PAIR | {"rejected": ["", " "]}, {}, "empty answer"),
+        ({"prompt": "7 8", "completion": " ", "label": True}, {"is_marked": True}, "empty answer"),
         (PAIR, {"seq_length": 3, "policy": "drop"}, "over length"),
         (PAIR, {"seq_length": 1, "policy": "truncate"}, "no loss token left after truncation"),
         (PAIR, {"capacity": 5, "policy": "drop"}, "over length"),
@@ -95,6 +104,43 @@ def test_what_cannot_be_compared_is_dropped_whole(
 ) -> None:
     """Half a pair, or two equal answers after a cut, would count in the mean without a gradient."""
     assert encode(record, **options) == Dropped(reason)  # type: ignore[arg-type]
+
+
+def test_a_pair_of_several_is_dropped_alone() -> None:
+    """One rejected answer that is empty or equal took the other pairs with it, or trained the end
+    of an answer alone. Ranks and margins that moved up would be those of other answers.
+    """
+    several = PAIR | {"rejected": ["1 2", "3", "", "4"], "margin": [1, 2, 3, 4]}
+    sample = made(several, scores_last=True)
+    assert sample.fields["path_rank"].tolist() == [0, 2, 4]
+    assert sample.fields["path_margin"].tolist() == [0, 2, 4]
+    assert sample.dropped == (
+        "empty answer in one of several pairs",
+        "equal answers in one of several pairs",
+    )
+    assert made(PAIR | {"rejected": ["3", "4"]}).dropped == ()
+    # The cut makes the first one equal; the second differs before it.
+    cut = PAIR | {"rejected": ["1 2 3", "4"]}
+    sample = made(cut, seq_length=3, policy="truncate")
+    assert sample.fields["path_rank"].tolist() == [0, 2]
+    assert sample.dropped == ("equal answers in one of several pairs",)
+
+
+@pytest.mark.parametrize(
+    ("turn", "is_left_out"),
+    [
+        ({"content": " "}, True),
+        ({"content": "", "reasoning_content": "1"}, False),
+        ({"content": "1"}, False),
+        ({"content": "", "tool_calls": [{"function": {"name": "1", "arguments": {}}}]}, False),
+    ],
+)
+def test_an_answer_of_turns_is_empty_without_text_thought_or_call(
+    turn: dict[str, Any], is_left_out: bool
+) -> None:
+    """A call has no text, and is what the model shall learn."""
+    message = Message("assistant", turn.pop("content"), fields=turn)
+    assert is_blank(Conversation([Message("user", "7"), message])) == is_left_out
 
 
 @pytest.mark.parametrize(
