@@ -68,7 +68,7 @@ class PackingStats:
     moved_payload_bytes: int = 0
     """Bytes that payloads take between data ranks, whether as keys or as tensors."""
     dropped_samples: int = 0
-    """Samples that were skipped: too long, broken, or without a token that counts."""
+    """Samples, or pairs in one, that were skipped: too long, broken, or without trained tokens."""
     truncated_samples: int = 0
     """Samples that were truncated."""
     delays: list[int] = field(default_factory=list)
