@@ -64,6 +64,7 @@ class LoopCase(NamedTuple):
 
 _TRL, _VERL, _MLM = "TRL-like", "verl-like", "Megatron-LM-like"
 _TRAINER = "transformers' Trainer"
+_HYBRID = "--hybrid-override-pattern *-*-"
 LOOP_CASES = (
     *(LoopCase(f"{script} loop", script) for script in SCRIPTS),
     *(
@@ -71,6 +72,7 @@ LOOP_CASES = (
         for size in ("context-parallel-size", "tensor-model-parallel-size")
     ),
     LoopCase(f"{_MLM} loop, pipeline", _MLM, options="--pipeline-model-parallel-size 2"),
+    LoopCase(f"{_MLM} loop, hybrid model", _MLM, options=_HYBRID),
     LoopCase(
         "borders by rising positions from 1",
         _TRL,
@@ -219,6 +221,24 @@ LOOP_CASES = (
         "    packed_seq_params = joined(packed_seq_params, only_last=True)\n"
         "    output = model(tokens",
         "--pipeline-model-parallel-size 2",
+    ),
+    LoopCase(
+        "borders lost on the way to a hybrid model",
+        _MLM,
+        ("attention forgets borders",),
+        "    output = model(tokens",
+        "    from tests.functional_tests.loops.one_sequence import joined\n"
+        "    packed_seq_params = joined(packed_seq_params)\n    output = model(tokens",
+        _HYBRID,
+    ),
+    LoopCase(
+        "positions of a hybrid model from a table of the pack",
+        _MLM,
+        ("positions run on over the pack",),
+        "return batch.tokens, batch.labels, batch.loss_mask, batch.position_ids,",
+        "return batch.tokens, batch.labels, batch.loss_mask, "
+        "torch.arange(batch.tokens.numel())[None],",
+        _HYBRID,
     ),
     LoopCase(
         "borders lost on the way to the model",

@@ -17,6 +17,7 @@ h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 1.6em }
 table { border-collapse: collapse } td, th { padding: .2em .9em .2em 0; text-align: left }
 td.value { font-family: monospace; text-align: right }
 .FAULT { color: #b00020; font-weight: bold } .sound { color: #176b2c }
+.told { color: #8a5a00 } .not-seen, .see-above { color: #666; font-style: italic }
 svg text { font: 12px system-ui, sans-serif }
 """
 _CELL = 64
@@ -36,7 +37,7 @@ def _parts(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"<style>{_STYLE}</style>"
     yield f"<h1>{escape(diagnosis.verdict())}</h1>"
     for finding in diagnosis.findings:
-        state = "FAULT" if finding.is_fault else "sound"
+        state = "FAULT" if finding.is_fault else "told"
         yield f'<h2 class="{state}">{escape(finding.name)}</h2>'
         yield f"<p>{escape(finding.text)}</p>"
         if finding.mend:
@@ -46,7 +47,7 @@ def _parts(diagnosis: Diagnosis) -> Iterator[str]:
     yield "<h2>What was examined</h2><table><tr><th><th><th>largest<th>allowed</tr>"
     for title, state, value, limit in property_rows(diagnosis):
         yield (
-            f'<tr><td>{escape(title)}<td class="{state.split()[0]}">{state}'
+            f'<tr><td>{escape(title)}<td class="{state.replace(" ", "-")}">{state}'
             f'<td class="value">{escape(value)}<td class="value">{escape(limit)}</tr>'
         )
     yield "</table>"
@@ -58,7 +59,7 @@ def _parts(diagnosis: Diagnosis) -> Iterator[str]:
         )
         yield picture(evidence)
     for note in evidence.notes:
-        yield f"<p>Not seen: {escape(note)}</p>"
+        yield f'<p class="not-seen">Not seen: {escape(note)}</p>'
     yield (
         f"<p>A pack of {', '.join(map(str, evidence.lengths))} random tokens, "
         f"{escape(evidence.dtype)}; {evidence.num_forwards} forward and "

@@ -16,10 +16,14 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.mamba import MambaModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron.packing import plugin
 from megatron.packing.doctor.hook import examine_here
@@ -29,19 +33,55 @@ from megatron.packing.model.layer_spec import packed_block_spec
 from megatron.sft.model import cpu_support
 from tests.functional_tests.doctor_cases import DTYPES
 
+try:  # releases from 0.18 on
+    from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as StackSubmodules
+except ImportError:
+    from megatron.core.ssm.mamba_block import MambaStack as Stack
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as StackSubmodules
+
 VOCAB_SIZE = 96
 
 
-def model_provider(config):
-    return GPTModel(
+def model_provider(config, pattern=None):
+    if pattern is None:
+        model, stack = GPTModel, {"transformer_layer_spec": packed_block_spec(config)}
+    else:
+        model, stack = MambaModel, hybrid_stack(config, pattern)
+    return model(
+        **stack,
         config=config,
-        transformer_layer_spec=packed_block_spec(config),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=128,
         position_embedding_type="learned_absolute",
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+
+
+def hybrid_stack(config, pattern):
+    """Layers of attention alone and of an MLP alone, without Transformer Engine.
+
+    The stack's last norm is Transformer Engine's whatever the layers are, and is left out.
+    """
+    (layer, *_) = packed_block_spec(config).layer_specs
+    parts = layer.submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=parts.input_layernorm,
+        self_attention=parts.self_attention,
+        self_attn_bda=parts.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
+    )
+    submodules = {
+        "attention_layer": ModuleSpec(module=layer.module, submodules=attention),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+    }
+    spec = ModuleSpec(
+        module=Stack, params={"post_layer_norm": False}, submodules=StackSubmodules(**submodules)
+    )
+    return {"mamba_stack_spec": spec, "hybrid_override_pattern": pattern}
 
 
 def get_batch(data_iterator):
@@ -95,6 +135,7 @@ def parse_args():
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--hybrid-override-pattern", help="* attention, - MLP; a hybrid model")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     plugin.add_arguments(parser)
     parser.set_defaults(sequence_packing=True, max_seqlen_per_dp_cp_rank=128)
@@ -124,7 +165,7 @@ def setup_model_and_optimizer(args):
         finalize_model_grads_func=finalize_model_grads,
     )
     plugin.install(config, args)
-    gpt = model_provider(config)
+    gpt = model_provider(config, args.hybrid_override_pattern)
     wrapped = Float16Module(config, gpt) if half else gpt
     model = [
         DistributedDataParallel(
