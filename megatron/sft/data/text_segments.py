@@ -12,7 +12,7 @@ stands beside it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,10 @@ _MOST_ADDED = 1_024
 _MOST_CACHED = 512
 """Segments that are remembered of late, and again as many of before."""
 _LONGEST_CACHED = 1 << 14
-"""Characters of a segment that is remembered: 16 MiB of text in all."""
+"""Characters of a segment that is remembered: 16 MiB of text in all, and of ids some four times
+that.
+"""
+_NO_IDS = np.zeros(0, np.int32)
 _KINDS = ("Split", "ByteLevel", "Digits", "Punctuation", "Sequence")
 """Steps before the model that treat a text alike wherever it stands."""
 
@@ -34,41 +37,44 @@ class TextSegments:
     """Tokenizes texts by their segments, with a memory of those seen of late."""
 
     def __init__(self, backend: Any, added: Mapping[str, int]) -> None:
-        self._backend, self._added = backend, added
+        self._backend = backend
+        self._added = {one: np.array([number], np.int32) for one, number in added.items()}
         longest_first = sorted(added, key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
-        self._recent: dict[str, Sequence[int]] = {}
-        self._older: dict[str, Sequence[int]] = {}
+        self._recent: dict[str, npt.NDArray[np.int32]] = {}
+        self._older: dict[str, npt.NDArray[np.int32]] = {}
 
     def ids(self, text: str) -> npt.NDArray[np.int32]:
         """Returns the ids of the tokens of a text, [N], without those that begin or end one."""
         pieces = self._cut(text)
-        segments = pieces[::2]
-        known = {}
-        for one in segments:
-            found = self._recent.get(one)
-            known[one] = self._older.get(one) if found is None else found
-        missing = [one for one, found in known.items() if found is None and one]
+        known = {"": _NO_IDS}
+        missing = []
+        for segment in pieces[::2]:
+            if segment in known:
+                continue
+            found = self._recent.get(segment)
+            if found is None and (found := self._older.get(segment)) is None:
+                missing.append(segment)
+                found = _NO_IDS
+            known[segment] = found
         if missing:
-            for one, encoding in zip(
-                missing, self._backend.encode_batch_fast(missing, add_special_tokens=False)
-            ):
-                known[one] = encoding.ids
+            encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
+            for segment, encoding in zip(missing, encodings):
+                known[segment] = np.array(encoding.ids, np.int32)
         self._remember(known)
-        ids = list(known[segments[0]] or ())
-        for added, segment in zip(pieces[1::2], segments[1:]):
-            ids.append(self._added[added])
-            ids += known[segment] or ()
-        return np.array(ids, np.int32)
+        # Segments and added tokens take turns, segments at both ends.
+        return np.concatenate(
+            [self._added[one] if at % 2 else known[one] for at, one in enumerate(pieces)]
+        )
 
     def forget(self) -> None:
         """Empties the memory."""
         self._recent, self._older = {}, {}
 
-    def _remember(self, known: Mapping[str, Any]) -> None:
-        for one, ids in known.items():
-            if one and len(one) <= _LONGEST_CACHED:
-                self._recent[one] = ids
+    def _remember(self, known: Mapping[str, npt.NDArray[np.int32]]) -> None:
+        for segment, ids in known.items():
+            if segment and len(segment) <= _LONGEST_CACHED:
+                self._recent[segment] = ids
         if len(self._recent) > _MOST_CACHED:
             self._older, self._recent = self._recent, {}
 
