@@ -66,8 +66,7 @@ class _Watch:
         self._examination, self._pack = examination, pack
         self._outputs: list[Tensor] = []
         self._first = self._run(pack)
-        again = self._run(pack)
-        self._noise = _NOISE_MARGIN * self._distance(again)
+        self._noise = _NOISE_MARGIN * self._distance(self._run(pack))
 
     def _run(self, pack: Sequence[Sample]) -> _Passed:
         return self._backward(*self._forward(pack))
@@ -101,14 +100,13 @@ class _Watch:
         return _Passed(loss.detach().double().reshape(1), gradients)
 
     def _distance(self, other: _Passed) -> float:
-        return self._distance_of(
-            [self._first.loss, *self._first.gradients], [other.loss, *other.gradients]
-        )
-
-    def _distance_of(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+        """Returns by what share of the largest value the loss or a gradient differs from the first
+        run's.
+        """
+        pairs = [(self._first.loss, other.loss), *zip(self._first.gradients, other.gradients)]
         return max(
-            difference([one], [two], max(float(one.abs().max()), 1e-30))
-            for one, two in zip(before, after)
+            difference([before], [after], max(float(before.abs().max()), 1e-30))
+            for before, after in pairs
         )
 
     def feeds_all(self) -> bool:
@@ -144,16 +142,15 @@ class _Watch:
         """Returns what each token is trained on."""
         pack = self._pack
         # All that should be no targets at once, and each of them only if one is.
-        if self._changes([~sample.trained for sample in pack]):
-            asked = [torch.ones_like(sample.trained) for sample in pack]
-        else:
-            asked = [sample.trained for sample in pack]
+        watched_masks = [sample.trained for sample in pack]
+        if self._changes([~mask for mask in watched_masks]):
+            watched_masks = [torch.ones_like(mask) for mask in watched_masks]
         targets = [
             [
-                bool(of_sequence[place]) and self._is_target(index, place)
-                for place in range(len(of_sequence))
+                bool(mask[place]) and self._changes(self._mask_of_token(index, place))
+                for place in range(len(mask))
             ]
-            for index, of_sequence in enumerate(asked)
+            for index, mask in enumerate(watched_masks)
         ]
         shift = self._shift(targets)
         stream = [
@@ -181,11 +178,11 @@ class _Watch:
                 row += 1
         return tuple(found)
 
-    def _is_target(self, index: int, place: int) -> bool:
-        """Returns whether the loss changes with a token, while the model is fed the old one."""
+    def _mask_of_token(self, index: int, place: int) -> list[Tensor]:
+        """Returns masks of all sequences in which one token is marked."""
         masks = [torch.zeros_like(sample.trained) for sample in self._pack]
         masks[index][place] = True
-        return self._changes(masks)
+        return masks
 
     def _changed(self, masks: Sequence[Tensor]) -> list[Sample]:
         """Returns the pack with other tokens in the places of the masks."""
@@ -199,10 +196,12 @@ class _Watch:
         ]
 
     def _changes(self, masks: Sequence[Tensor]) -> bool:
-        """Returns whether the loss changes with some tokens of each sequence."""
+        """Returns whether the loss changes with the marked tokens, while the model is fed the old
+        ones.
+        """
         loss, leaves = self._forward(self._changed(masks))
         value = loss.detach().double().reshape(1)
-        if not self._distance_of([self._first.loss], [value]) <= self._noise:
+        if not self._distance(_Passed(value, [])) <= self._noise:
             return True  # without a backward pass
         return not self._distance(self._backward(loss, leaves)) <= self._noise
 
@@ -219,14 +218,13 @@ class _Watch:
         )
         if place < 2 or not subject.is_causal or len(self._first.gradients) != 1:
             return 1
-        masks = [torch.zeros_like(sample.trained) for sample in pack]
-        masks[index][place] = True
         before = self._first.gradients[0]
-        change = self._run(self._changed(masks)).gradients[0] - before
+        relabelled = self._changed(self._mask_of_token(index, place))
+        change = self._run(relabelled).gradients[0] - before
         sequences = [sample.tokens for sample in pack]
         rows = as_rows(change, subject.slots(sequences))
         if rows is None:
             return 1
-        own = rows[subject.rows(sequences)[index].to(rows.device)].abs().amax(1)
-        changed = (own > self._noise * float(before.abs().max())).nonzero().flatten().tolist()
+        changes = rows[subject.rows(sequences)[index].to(rows.device)].abs().amax(1)
+        changed = (changes > self._noise * float(before.abs().max())).nonzero().flatten().tolist()
         return place - changed[-1] if changed and 0 <= place - changed[-1] <= 2 else 1

@@ -127,12 +127,12 @@ def _run(folder: Path) -> Lengths:
         folder=folder,
         num_ranks=len(lines[-1]["packs"]),
         capacity=lines[-1].get("capacity"),
-        num_forward_passes=_forward_passes_of_run(folder / OPTIONS_FILE),
+        num_forward_passes=_count_forward_passes_of_run(folder / OPTIONS_FILE),
     )
     return Lengths(sequences=Sequences.joined(parts), described=f"{steps} in {path}", run=run)
 
 
-def forward_passes_of(options: Mapping[str, Any]) -> int:
+def count_forward_passes(options: Mapping[str, Any]) -> int:
     """Returns the forward passes of a step beside those of training, by options of a run.
 
     {"loss": "dpo"}    ->    1, of the reference
@@ -147,9 +147,9 @@ def forward_passes_of(options: Mapping[str, Any]) -> int:
     return PreferenceConfig(**values).num_forward_passes
 
 
-def _forward_passes_of_run(path: Path) -> int:
+def _count_forward_passes_of_run(path: Path) -> int:
     try:
-        return forward_passes_of(read_json(path)["preference"])
+        return count_forward_passes(read_json(path)["preference"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return 0  # of an older version; the planner says what else is wrong with the file
 

@@ -15,7 +15,7 @@ from megatron.packing.flags import FlagError, flag_of
 from megatron.planner.plan import plan
 from megatron.planner.plan_options import ModelOptions, layout_of_run
 from megatron.sft.arguments.pretrained import implied_options
-from megatron.sft.commands.length_sources import forward_passes_of, lengths_from
+from megatron.sft.commands.length_sources import count_forward_passes, lengths_from
 from megatron.sft.environment import exit_with_message, outlive_output
 
 _SHAPE = {field.name for field in fields(ModelOptions)}
@@ -57,7 +57,7 @@ def implied(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     if "loss" in given:
-        found["forward_passes"] = forward_passes_of(given)
+        found["forward_passes"] = count_forward_passes(given)
     folder = given.get("pretrained_checkpoint")
     if folder is not None:
         of_model = implied_options({"pretrained_checkpoint": folder})
