@@ -97,16 +97,18 @@ def test_megatron_is_a_namespace():
     assert not (ROOT / "megatron" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_docstring_says_the_kind(path):
+def test_docstrings_say_the_kind():
     """The kind is the contract that the tests below hold a file to; without one a file is held to
     nothing.
     """
-    assert kind(path) in KINDS
+    assert [module_name(path) for path in MODULES if kind(path) not in KINDS] == []
 
 
-@pytest.fixture(scope="session")
-def loaded_by_import() -> dict[str, list[str]]:
+@pytest.mark.slow
+def test_pure_modules_import_neither_torch_nor_megatron_core():
+    """Data-loader workers, reports and tests import these: each would take seconds longer, for
+    nothing.
+    """
     found: dict[str, list[str]] = {}
     while left := [name for name in PURE if name not in found]:
         command = [sys.executable, "-c", IMPORT_ALL, *left]
@@ -114,16 +116,8 @@ def loaded_by_import() -> dict[str, list[str]]:
             command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
         )
         found |= dict(json.loads(line) for line in done.stdout.splitlines())
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PURE)
-def test_pure_modules_import_neither_torch_nor_megatron_core(name, loaded_by_import):
-    """Data-loader workers, reports and tests import these: each would take seconds longer, for
-    nothing.
-    """
-    assert loaded_by_import[name] == []
+    assert found.keys() == {*PURE}
+    assert {name: loaded for name, loaded in found.items() if loaded} == {}
 
 
 # Each package knows those named after it, and no other; inside a package a folder knows those
@@ -300,14 +294,15 @@ def test_text_imports_no_media():
     assert known == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_only_mcore_files_import_megatron_core(path):
+def test_only_mcore_files_import_megatron_core():
     """megatron-core takes seconds to import and changes by release: who depends on it must be few,
     and say so.
     """
-    at_import_time = [
-        name
+    found = [
+        (module_name(path), name)
+        for path in FILES
+        if kind(path) != "mcore"
         for name in imported(path, at_import_time_only=True)
         if is_within(name, "megatron.core")
     ]
-    assert kind(path) == "mcore" or at_import_time == []
+    assert found == []
