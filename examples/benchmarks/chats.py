@@ -23,9 +23,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from examples.benchmarks.provenance import ROOT, commit, processor
@@ -44,6 +46,8 @@ class Family(NamedTuple):
     template: str | None = None
     """TRL's name of the template, or the template; None for the tokenizer's own."""
     takes_tools: bool = False
+    added: tuple[str, ...] = ()
+    """Tokens that the family's tokenizer has, and the one that stands for it has not."""
 
 
 FAMILIES = {
@@ -52,7 +56,12 @@ FAMILIES = {
     "Llama 3.1": Family("llama3_1"),
     "SmolLM2": Family("qwen3", _CHATML),
     "Gemma 3": Family("gemma3"),
-    "GLM 4.5": Family("qwen3", "glm4moe", True),
+    "GLM 4.5": Family(
+        "qwen3",
+        "glm4moe",
+        True,
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    ),
     "DeepSeek-V3": Family("deepseek_v3"),
     "gpt-oss": Family("gptoss", "gptoss", True),
 }
@@ -138,9 +147,13 @@ def build(
     from megatron.sft.data.tokenizer import build_tokenizer
     from megatron.sft.options.chat_template import TemplateChoice
 
-    folder = folders.tokenizers / family.tokenizer
+    folder, stack = folders.tokenizers / family.tokenizer, ExitStack()
     source = _source_of(family, folders.templates)
     theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)  # type: ignore[no-untyped-call]
+    if family.added:
+        theirs.add_special_tokens({"additional_special_tokens": list(family.added)})
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        theirs.save_pretrained(folder)
     file = None
     if source is not None:
         theirs.chat_template = source
@@ -153,6 +166,7 @@ def build(
     )
     if file is not None:
         file.unlink()
+    stack.close()  # the tokenizer is in memory
     turns: Any = train_turns
     if train_turns in ("default", "contexts"):
         turns = "served" if ours.contexts == "differ" else "all"

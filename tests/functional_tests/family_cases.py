@@ -159,6 +159,8 @@ TEMPLATE_OF = {
     "exaone4": "EXAONE",
     "gemma4_text": "GEMMA4",
     "gemma4_unified_text": "GEMMA4",
+    "deepseek_v2": "DEEPSEEK2",
+    "deepseek_v3": "DEEPSEEK3_SERVED",
     "glm4_moe_lite": "GLM",
     "qwen3_5_text": "QWEN3",
     "qwen3_5_moe_text": "QWEN3",

@@ -42,10 +42,11 @@ def test_a_chosen_layout_trains_as_predicted(
     main([*arguments.split(), "--layouts", "2"], "plan")
     printed = capsys.readouterr().out
     flags = re.findall(r"flags  (.*)", printed)
-    assert len(flags) == 2
-    assert "modelled" in printed
+    # One of the two may be slower and no smaller.
+    assert len(flags) == 2 - len(re.findall("^1 more fit", printed, re.MULTILINE))
+    assert "modelled as a range" in printed
     assert not re.search(r" 0\.0+ s per step", printed)
-    assert page.read_text().count("<section>") == 2
+    assert page.read_text().count("<section>") == len(flags)
     ranks, found = check(Case(2, f"{GROUPED} {flags[0]} --bf16", StepData(lengths=((64,),))))
     assert not found, "\n".join(found)
     assert len(ranks) == 2

@@ -23,7 +23,15 @@ from megatron.packing.rules import Rule, at_least, check_rules, in_range
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.layout.devices import DEVICES
 from megatron.planner.layout.page import Bar, figure, layout_page
-from megatron.planner.layout.search import Candidate, Choice, Measures, Search, enumerated, search
+from megatron.planner.layout.search import (
+    Candidate,
+    Choice,
+    Measures,
+    Search,
+    enumerated,
+    search,
+    undominated,
+)
 from megatron.planner.layout.times import TimeModel, reason
 from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import drawn
@@ -150,9 +158,13 @@ def plan_layout(arguments: Sequence[str], program: str) -> None:
     tokens = sum(batch.num_tokens for batch in times.batches) / len(times.batches)
     if not is_whole and not found.best:
         raise KeyboardInterrupt
+    num_found = len(found.best)
+    found = found._replace(best=undominated(found.best))
     _print(found, times, tokens, base, options, limit)
+    if num_found > len(found.best):
+        print(f"{num_found - len(found.best)} more fit, slower than one above that needs as little")
     if not is_whole:
-        print(f"interrupted: only {len(found.best)} found; others would be slower", flush=True)
+        print(f"interrupted: only {num_found} found; others would be slower", flush=True)
         raise SystemExit(130)
     if not found.best:
         print(
@@ -319,16 +331,22 @@ def _print(
         f"{found.num_layouts:,} layouts {found.num_timed:,} were scheduled and the memory of "
         f"{found.num_measured:,} was traced; {found.num_too_large:,} faster ones do not fit."
         f"{refused * bool(found.num_refused)} Times "
-        f"are modelled{_of_reference(base)}; memory is estimated, margin included.\n"
+        f"are modelled{_of_reference(base)}"
+        f"{_UNMEASURED * (times.measured is None)}; memory is estimated, margin included.\n"
     )
     for number, choice in enumerate(found.best, start=1):
         candidate = choice.candidate
-        rate = tokens / choice.seconds / options.world_size
+        seconds = sorted({times.most_seconds(candidate), choice.seconds}, reverse=True)
+        rates = [figure(tokens / each / options.world_size) for each in seconds]
         print(
-            f"{number}. {rate:,.0f} tokens/s per GPU, {figure(choice.seconds)} s per step, "
+            f"{number}. {' to '.join(rates)} tokens/s per GPU, "
+            f"{' to '.join(map(figure, reversed(seconds)))} s per step, "
             f"{choice.num_bytes / GIB:.1f} GiB\n   time   {reason(times.parts(candidate))}\n"
             f"   flags  {candidate.flags(base.model.num_layers)}"
         )
+
+
+_UNMEASURED = " as a range, as no GPU was measured (megatron-sft calibrate, then --pack-cost)"
 
 
 def _of_reference(base: SFTConfig) -> str:

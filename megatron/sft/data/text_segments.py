@@ -1,5 +1,6 @@
 """pure. Tokens of texts that share parts, as the prompts of a chat's turns do: a text is cut at its
-added tokens, and what lies between two of them is tokenized once for all texts of late.
+added tokens, and what lies between two of them is tokenized once for all texts of late. Where texts
+share too little, most of them are tokenized whole.
 
     <|im_start|>user\\nhi<|im_end|>    cut at <|im_start|> and <|im_end|>: "user\\nhi" is a segment
 
@@ -28,6 +29,12 @@ _LONGEST_CACHED = 1 << 14
 """Characters of a segment that is remembered: 16 MiB of text in all, and of ids some four times
 that.
 """
+_WORTH = 1 / 8
+"""Part of the characters that must be known for a cut to pay."""
+_LOOKED_AT = 32
+"""Texts that are cut to see whether it pays."""
+_LEFT_WHOLE = 512
+"""Texts that are tokenized whole before the next look."""
 _NO_IDS = np.zeros(0, np.int32)
 _KINDS = ("Split", "ByteLevel", "Digits", "Punctuation", "Sequence")
 """Steps before the model that treat a text alike wherever it stands."""
@@ -43,9 +50,15 @@ class TextSegments:
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
         self._recent: dict[str, npt.NDArray[np.int32]] = {}
         self._older: dict[str, npt.NDArray[np.int32]] = {}
+        self._to_look_at, self._to_leave = _LOOKED_AT, 0
+        self._num_characters = self._num_known = 0
 
     def ids(self, text: str) -> npt.NDArray[np.int32]:
         """Returns the ids of the tokens of a text, [N], without those that begin or end one."""
+        if self._to_leave:
+            self._to_leave -= 1
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            return np.array(encoding.ids, np.int32)
         pieces = self._cut(text)
         known = {"": _NO_IDS}
         missing = []
@@ -62,6 +75,7 @@ class TextSegments:
             for segment, encoding in zip(missing, encodings):
                 known[segment] = np.array(encoding.ids, np.int32)
         self._remember(known)
+        self._look(len(text), sum(map(len, missing)))
         # Segments and added tokens take turns, segments at both ends.
         return np.concatenate(
             [self._added[one] if at % 2 else known[one] for at, one in enumerate(pieces)]
@@ -70,6 +84,16 @@ class TextSegments:
     def forget(self) -> None:
         """Empties the memory."""
         self._recent, self._older = {}, {}
+
+    def _look(self, num_characters: int, num_missing: int) -> None:
+        """Counts a text that was cut, and decides about the next ones."""
+        self._num_characters += num_characters
+        self._num_known += num_characters - num_missing
+        self._to_look_at -= 1
+        if not self._to_look_at:
+            if self._num_known < _WORTH * self._num_characters:
+                self._to_leave = _LEFT_WHOLE
+            self._to_look_at, self._num_characters, self._num_known = _LOOKED_AT, 0, 0
 
     def _remember(self, known: Mapping[str, npt.NDArray[np.int32]]) -> None:
         for segment, ids in known.items():

@@ -1,7 +1,8 @@
-"""pure. Places of characters among the tokens of a byte-level vocabulary, by sums of bytes.
+"""pure. Places of characters among tokens, by sums of bytes.
 
 `tokenizers` can give the characters of each token, for a quarter more time than the ids alone take
-(Llama 3.1). Where a token stands for its own bytes, sums of their numbers give the same places:
+(Llama 3.1), or three quarters (Gemma 3). Where a token stands for its own bytes, sums of their
+numbers give the same places:
 
     "<s>hi\\n", tokens <s> hi \\n: 3, 2 and 1 bytes, which end at 3, 5 and 6
     characters [3, 5) are the tokens [1, 2)
@@ -12,20 +13,24 @@ Invariant: `find_tokens` returns the tokens that a search of character offsets r
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 _BYTES = 256
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_SPACE = "▁"
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 
 
 class TokenBytes:
     """Numbers of bytes of all tokens."""
 
-    def __init__(self, sizes: npt.NDArray[np.int64], normal_form: Any) -> None:
+    def __init__(self, sizes: npt.NDArray[np.unsignedinteger[Any]], normal_form: Any) -> None:
         self._sizes, self._normal_form = sizes, normal_form
 
     def find_tokens(
@@ -40,55 +45,103 @@ class TokenBytes:
         is_ascii, form = text.isascii(), self._normal_form
         if not is_ascii and form is not None and not unicodedata.is_normalized(form, text):
             return None
-        ends = self._sizes[ids].cumsum()
+        ends = self._sizes[ids].cumsum(dtype=np.int64)
         num_bytes = len(text) if is_ascii else len(text.encode())
         if not len(ids) or ends[-1] != num_bytes:
             return None
-        found = []
+        places = []
         for start, end in spans:
             if not 0 < start < end or text[end - 1].isspace():
                 return None
-            places = (start, end)
-            if not is_ascii:
-                places = (len(text[:start].encode()), len(text[:end].encode()))
-            before, last = ends.searchsorted(places).tolist()
-            if (ends[before], ends[last]) != places:
-                return None
-            found.append((before + 1, last + 1))
-        return found
+            places += [start, end]
+        if not is_ascii:
+            places = [len(text[:place].encode()) for place in places]
+        found = ends.searchsorted(places)
+        if not (ends[found] == places).all():
+            return None
+        after = (found + 1).tolist()
+        return list(zip(after[::2], after[1::2]))
 
 
 def read_token_bytes(backend: Any) -> TokenBytes | None:
     """Returns the bytes of the tokens of a tokenizer of `tokenizers`; None if a token may stand for
     other bytes than its own: text is changed, but to a form of Unicode, or lacks some bytes.
     """
-    normal_form = None
-    if (normalizer := settings_of(backend.normalizer)) is not None:
-        normal_form = normalizer["type"]
-        if normal_form not in ("NFC", "NFKC"):
-            return None
-    steps = settings_of(backend.pre_tokenizer) or {}
-    steps = steps.get("pretokenizers", [steps])
-    is_byte_level = steps[-1].get("type") == "ByteLevel" and not any(
-        step.get("add_prefix_space") for step in steps
-    )
-    keeps_all = all(
-        step.get("type") in ("ByteLevel", "Digits")
-        or (step.get("type") == "Split" and step["behavior"] != "Removed")
-        for step in steps
-    )
+    normalizers = _steps(backend.normalizer, "normalizers")
+    steps = _steps(backend.pre_tokenizer, "pretokenizers")
     vocabulary = backend.get_vocab(with_added_tokens=False)
-    has_all = len([token for token in vocabulary if len(token) == 1]) >= _BYTES
-    is_bpe = type(backend.model).__name__ == "BPE"
-    if not (is_bpe and is_byte_level and keeps_all and has_all):
+    if type(backend.model).__name__ != "BPE":
         return None
+    normal_form = None
+    if [step["type"] for step in normalizers] in (["NFC"], ["NFKC"]):
+        normal_form = normalizers.pop()["type"]
+    size_of: Callable[[str], int] = len  # a character of a byte-level token is a byte
+    size_of_added = _num_bytes
+    if normalizers or not _is_byte_level(steps, vocabulary):
+        if normal_form or not _falls_back_to_bytes(backend, normalizers, steps, vocabulary):
+            return None
+        size_of = size_of_added = _least_bytes
     added = backend.get_added_tokens_decoder()
     sizes = np.zeros(max(max(vocabulary.values()), *added, 0) + 1, np.int64)
     for token, number in vocabulary.items():
-        sizes[number] = len(token)  # a character of a byte-level token is a byte
-    for number, token in added.items():
-        sizes[number] = len(token.content.encode())
-    return TokenBytes(sizes, normal_form)
+        sizes[number] = size_of(token)
+    for number, one in added.items():
+        sizes[number] = size_of_added(one.content)
+    # The smaller the table, the less of it is driven out of the cache.
+    return TokenBytes(sizes.astype(np.min_scalar_type(sizes.max())), normal_form)
+
+
+def _is_byte_level(steps: Sequence[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bool:
+    """Returns whether each token is a text of characters that stand for a byte each (GPT-2)."""
+    return (
+        bool(steps)
+        and steps[-1]["type"] == "ByteLevel"
+        and not any(step.get("add_prefix_space") for step in steps)
+        and all(step["type"] == "ByteLevel" or _keeps_all(step) for step in steps)
+        and len([token for token in vocabulary if len(token) == 1]) >= _BYTES
+    )
+
+
+def _falls_back_to_bytes(
+    backend: Any,
+    normalizers: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    vocabulary: Mapping[str, int],
+) -> bool:
+    """Returns whether each token is a text with another character for spaces, or a byte of a
+    character that has no token (Gemma).
+    """
+    return (
+        list(normalizers) == [_SPACES]
+        and all(map(_keeps_all, steps))
+        and backend.model.byte_fallback
+        and all(f"<0x{byte:02X}>" in vocabulary for byte in range(_BYTES))
+    )
+
+
+def _keeps_all(step: Mapping[str, Any]) -> bool:
+    is_split = step["type"] == "Split" and step["behavior"] != "Removed"
+    return is_split or step["type"] == "Digits"
+
+
+def _num_bytes(token: str) -> int:
+    return len(token.encode())
+
+
+def _least_bytes(token: str) -> int:
+    """Returns the least number of bytes that a token may stand for, so that sums of other tokens
+    never make up for one that stands for more: its own character for spaces, or the text "<0x0A>".
+    """
+    return 1 if _BYTE.fullmatch(token) else _num_bytes(token.replace(_SPACE, " "))
+
+
+def _steps(step: Any, of_sequence: str) -> list[dict[str, Any]]:
+    """Returns the settings of a normalizer or pre-tokenizer, those of a sequence one by one."""
+    settings = settings_of(step)
+    if settings is None:
+        return []
+    inner: list[dict[str, Any]] = settings.get(of_sequence, [settings])
+    return inner
 
 
 def settings_of(step: Any) -> dict[str, Any] | None:

@@ -328,8 +328,9 @@ def _check_unread(
     """Raises SampleError if an unread field has text of its own, which would be lost."""
     if {"chosen", "rejected"} <= unread and not isinstance(fields["chosen"], str):
         raise preference_error(columns_beside_turns(fields, content, keys))
-    said = said_in(content)
-    for key in sorted(unread & TEXT_COLUMNS):
+    texts = unread & TEXT_COLUMNS
+    said = said_in(content) if texts else []
+    for key in sorted(texts):
         text = fields[key]
         if isinstance(text, (int, float)):
             continue  # a count, as `tokens` may be

@@ -22,7 +22,7 @@ def check_nothing_lost(conversation: Conversation, written: Written) -> None:
     """
     for number, message in enumerate(conversation.messages):
         places = written.turns.get(number) or [(0, len(written.text))]
-        turn = "".join(written.text[start:end] for start, end in places)
+        turn = "".join([written.text[start:end] for start, end in places])
         wanted = texts_of([message])
         if any("think>" in text for text in wanted):
             wanted = [part.strip() for text in wanted for part in re.split("</?think>", text)]

@@ -276,17 +276,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a filter that refuses values that are too large."""
         at = 1 if hasattr(function, "jinja_pass_arg") else 0
+        formats = function is FILTERS["format"]
+        takes_apart = function in (FILTERS["list"], FILTERS["sort"], FILTERS["reverse"])
 
         @functools.wraps(function)
         def filtered(*arguments: object, **options: object) -> Any:
             self.check_time()
             for value in arguments[at:]:
                 self.make(self._size(value))
-            if function is FILTERS["format"]:
+            if formats:
                 self.check_format(str(arguments[at]), [*arguments[at + 1 :], *options.values()])
-            if function in (FILTERS["list"], FILTERS["sort"], FILTERS["reverse"]) and isinstance(
-                arguments[-1], str
-            ):
+            if takes_apart and isinstance(arguments[-1], str):
                 self._check_parts(len(arguments[-1]))
             return function(*arguments, **options)
 

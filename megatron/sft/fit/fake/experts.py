@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
@@ -59,6 +60,28 @@ def replaced(reads: HostReads) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield _Dispatcher, "__init__", with_order
     yield _Dispatcher, "preprocess", with_numbers
     yield token_dispatcher, "permute", counted_permute
+    yield token_dispatcher, "sort_chunks_by_idxs", _sorted_chunks
+
+
+def _sorted_chunks(
+    input: Tensor, split_sizes: object, sorted_idxs: object, probs: Any = None, fused: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """megatron-core's, which takes tensors into a chunk for each expert and rank, 256 of them for
+    128 experts on 8 ranks, forward and backward: a sixth of the time of such a model's trace.
+    """
+    return _Reordered.apply(input), None if probs is None else _Reordered.apply(probs)
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows in another order: one tensor forward, one backward, and none is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.new_empty(rows.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.new_empty(gradient.shape)
 
 
 class Held(np.ndarray):

@@ -23,10 +23,12 @@ from megatron.planner.layout.page import Bar, figure, layout_page
 from megatron.planner.layout.search import (
     RECOMPUTES,
     Candidate,
+    Choice,
     Measures,
     Search,
     enumerated,
     search,
+    undominated,
 )
 from megatron.planner.layout.times import TimeModel, reason
 from megatron.planner.plan_options import DEFAULT_MODEL
@@ -87,6 +89,21 @@ def test_the_search_finds_what_brute_force_finds(cluster: list[Candidate], memor
     assert [choice.candidate for choice in found.best] == expected
     assert found.num_timed <= len(cluster)
     assert all(choice.num_bytes <= memory for choice in found.best)
+
+
+def test_what_is_slower_and_no_smaller_is_left_out() -> None:
+    one = Candidate()
+    sizes = [(1.0, 50), (1.1, 60), (1.2, 40), (1.2, 40), (1.3, 45), (1.4, 39)]
+    choices = [Choice(one, seconds, size * GIB) for seconds, size in sizes]
+    kept = [(choice.seconds, choice.num_bytes // GIB) for choice in undominated(choices)]
+    assert kept == [(1.0, 50), (1.2, 40), (1.4, 39)]
+
+
+def test_times_are_a_range_until_a_device_is_measured() -> None:
+    one = CLUSTER[0]
+    assert 1.4 * TIMES.seconds(one) < TIMES.most_seconds(one) < 3.5 * TIMES.seconds(one)
+    measured = replace(TIMES, measured=PackCost(linear=1e-6, quadratic=0.0, fixed=0.0))
+    assert measured.most_seconds(one) == measured.seconds(one)
 
 
 def test_a_search_says_how_far_it_is() -> None:

@@ -72,6 +72,17 @@ def test_a_segment_is_tokenized_once_until_it_is_forgotten(monkeypatch):
     assert seen[3:] == ["user\nhi"]
 
 
+def test_texts_that_share_little_are_tokenized_whole_for_a_while(monkeypatch):
+    monkeypatch.setattr(text_segments, "_LOOKED_AT", 2)
+    monkeypatch.setattr(text_segments, "_LEFT_WHOLE", 2)
+    backend = _backend("qwen")
+    segments, seen = _segments(backend), []
+    monkeypatch.setattr(segments, "_cut", lambda text: seen.append(text) or [text])
+    for text in ("one", "two", "three", "three", "four", "four", "five", "six", "six"):
+        assert segments.ids(text).tolist() == backend.encode(text, add_special_tokens=False).ids
+    assert seen == ["one", "two", "four", "four", "five", "six"]
+
+
 def _with_token(backend, content="<b>", **options):
     backend.add_tokens([AddedToken(content, **{"normalized": False, **options})])
 

@@ -28,15 +28,17 @@ PIECES = (
     "😀",
     "ﬁ",
     ">",
+    "▁",
+    "<0x0A>",
 )
 
 
-@pytest.mark.parametrize("name", ["qwen", "llama3"])
+@pytest.mark.parametrize("name", ["qwen", "llama3", "gemma"])
 def test_places_are_those_of_character_offsets(name):
     tokenizer = build_hugging_face(str(RELEASED / name))
     draw, num_fast = random.Random(1), 0
     for _ in range(300):
-        pieces = draw.choices(PIECES[: draw.choice((7, 13))], k=draw.randint(1, 30))
+        pieces = draw.choices(PIECES[: draw.choice((7, 13, 15))], k=draw.randint(1, 30))
         borders = [0, *accumulate(map(len, pieces))]  # some lie within tokens
         text = "".join(pieces)
         places = [sorted(draw.choices(borders, k=2)) for _ in range(draw.randint(0, 2))]
@@ -61,4 +63,13 @@ def test_tokens_that_stand_for_other_text_have_no_bytes():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert read_token_bytes(backend) is None
     gemma = Tokenizer.from_file(str(RELEASED / "gemma" / "tokenizer.json"))
+    assert read_token_bytes(gemma) is not None
+    gemma.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), gemma.normalizer])
     assert read_token_bytes(gemma) is None
+
+
+def test_a_sequence_of_no_normalizers_changes_no_text():
+    """As DeepSeek-V3 has it."""
+    backend = Tokenizer.from_file(str(RELEASED / "llama3" / "tokenizer.json"))
+    backend.normalizer = normalizers.Sequence([])
+    assert read_token_bytes(backend) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ STRUCTURES = {
     "MINISTRAL3": "kept",
     "GLM4": "kept",
     "GEMMA4": "differ",
+    "DEEPSEEK2": "kept",
+    "DEEPSEEK3_SERVED": "differ",
 }
 """Structure of a released template -> how its contexts relate to one rendering."""
 NUM_CHATS = int(os.environ.get("NUM_CHATS", "30"))
@@ -132,12 +135,28 @@ def with_blocks(messages: Sequence[Message]) -> list[Any]:
     return read
 
 
+def with_calls_as_text(messages: Sequence[Message]) -> list[Any]:
+    """The messages as DeepSeek-V3 reads them: a call has no content, and its arguments are JSON."""
+    read: list[Any] = []
+    for message in messages:
+        fields = dict(message.fields)
+        calls = [dict(call["function"]) for call in fields.get("tool_calls", ())]
+        for function in calls:
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        if calls:
+            fields["tool_calls"] = [{"type": "function", "function": one} for one in calls]
+            fields["content"] = message.content or None
+        read.append(message._replace(fields=fields))
+    return read
+
+
 AS_READ: dict[str, Callable[[Sequence[Message]], list[Any]]] = {
     "NEMO": with_call_ids,
     "GPT_OSS": with_thinking,
     "SEED_OSS": with_thinking,
     "MINISTRAL3": with_blocks,
     "GEMMA4": with_reasoning,
+    "DEEPSEEK3_SERVED": with_calls_as_text,
 }
 """What some structures need beside what the data say."""
 

@@ -147,6 +147,28 @@ GLM = """[gMASK]<sop>
 {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
 {%- elif m.role == 'system' %}{{ '<|system|>\n' + m.content }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+# What generation begins with is a part of the answer's own first word.
+DEEPSEEK2 = """{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ 'User: ' + m['content'] + '\n\n' }}
+{%- elif m['role'] == 'assistant' %}{{ 'Assistant: ' + m['content'] + eos_token }}
+{%- elif m['role'] == 'system' %}{{ m['content'] + '\n\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+# The answer to results of tools has no prompt of its own: it follows their end. The released one asks for content that is
+# none, and fails with calls in transformers 5.24, which takes such keys away.
+DEEPSEEK3_SERVED = """{% set ns = namespace(after_tool=false, called=false, gave=false, system='') %}
+{%- for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = ns.system + m['content'] %}{% endif %}{% endfor %}
+{{- bos_token }}{{ ns.system }}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.after_tool = false %}
+{{- '<user>' + m['content'] }}{% elif m['role'] == 'assistant' and (m['content'] is not defined or m['content'] is none) %}
+{%- set ns.after_tool = false %}
+{%- for call in m['tool_calls'] %}{% if not ns.called %}
+{{- '<assistant><calls><call>' + call['function']['name'] + '\n' + call['function']['arguments'] + '</call>' }}
+{%- set ns.called = true %}{% else %}
+{{- '\n<call>' + call['function']['name'] + '\n' + call['function']['arguments'] + '</call>' }}{{ '</calls>' + eos_token }}
+{%- endif %}{% endfor %}{% elif m['role'] == 'assistant' %}{% if ns.after_tool %}
+{{- '</outputs>' + m['content'] + eos_token }}{% set ns.after_tool = false %}{% else %}
+{{- '<assistant>' + m['content'] + eos_token }}{% endif %}{% elif m['role'] == 'tool' %}{% set ns.after_tool = true %}
+{{- '\n' if ns.gave else '<outputs>' }}{{ '<output>' + m['content'] + '</output>' }}{% set ns.gave = true %}{% endif %}
+{%- endfor %}{% if ns.after_tool %}{{ '</outputs>' }}{% endif %}
+{%- if add_generation_prompt and not ns.after_tool %}{{ '<assistant>' }}{% endif %}"""
 # Goes through numbers of messages, not through messages.
 EXAONE = """{%- set skip_think = true if skip_think is not defined else skip_think %}
 {%- for i in range(messages | length) %}{% set msg = messages[i] %}
