@@ -4,15 +4,20 @@ projector and language model.
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from examples.benchmarks.hf_training import largest
+from examples.tiny_images.make_data import chat
+from examples.tiny_images.make_data import write_model as write_tiny_model
+from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.hf_models import (
     largest_apart,
     logits_of,
@@ -153,7 +158,14 @@ def test_losses_of_many_steps(tmp_path: Path, record_property: Any, layout: str)
 
 
 @pytest.mark.skipif(not ALL, reason="make vision runs it")
-@pytest.mark.parametrize("trained", ["", "--projector-lr 1e-3", "--tower-lr 1e-3"])
+@pytest.mark.parametrize(
+    "trained",
+    [
+        *("", "--projector-lr 1e-3", "--tower-lr 1e-3"),
+        "--projector-lr 1e-3 --freeze-language-model",
+        "--projector-lr 1e-3 --tower-lr 1e-3 --freeze-language-model",
+    ],
+)
 @pytest.mark.parametrize("layout", ["alone", "tp2-sp-cp2", "pp2-recomputed"])
 def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, layout: str) -> None:
     """What is trained has the gradients of a model that is trained whole; the rest is copied."""
@@ -161,7 +173,7 @@ def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, la
     run_ranks(write_vision_model, 1, "qwen3-vl", folder)
     expected = run_ranks(train_by_transformers, 1, folder, BATCHES, torch.float64)[0]
     world_size, flags = ALL_LAYOUTS[layout]
-    target = tmp_path / "gradients"
+    target, weights = tmp_path / "gradients", tmp_path / "weights"
     run_ranks(
         train_images,
         world_size,
@@ -170,14 +182,16 @@ def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, la
         BATCHES,
         torch.float64,
         target,
+        weights,
     )
     projector = (".merger.", ".deepstack_merger_list.")
     wanted = {
         name: gradient
         for name, gradient in expected.gradients.items()
-        if ".visual." not in name
-        or (
-            ("--projector" in trained)
+        if (
+            "--freeze" not in trained
+            if ".visual." not in name
+            else "--projector" in trained
             if any(one in name for one in projector)
             else "--tower" in trained
         )
@@ -185,3 +199,49 @@ def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, la
     found = read_folder(target)
     record_property("gradients", largest_apart(found, wanted))
     assert_equal(found, wanted, 1e-12)
+    source, written = read_folder(folder), read_folder(weights)
+    for name in source.keys() - wanted.keys():  # in the type of the folder, not of the run
+        assert torch.equal(source[name], written[name])
+
+
+CONTINUED = {
+    "alone": (1, "--projector-lr 1e-2 --freeze-language-model"),
+    "tower": (1, "--tower-lr 1e-2 --freeze-language-model"),
+    "frozen": (1, ""),
+    "lora": (1, "--lora --lora-merge --projector-lr 1e-2"),
+    "pp2": (2, f"{_PP} --projector-lr 1e-2 --freeze-language-model --recompute-granularity full"),
+    "dp2": (2, "--use-distributed-optimizer --projector-lr 1e-2 --freeze-language-model --bf16"),
+    "cp2": (2, f"{_CP} --use-distributed-optimizer --tower-lr 1e-2 --projector-lr 1e-2"),
+}
+
+
+@pytest.mark.parametrize("case", CONTINUED if ALL else ["alone"])
+def test_it_continues_to_the_bit(tmp_path: Path, case: str) -> None:
+    """A checkpoint has nothing that is frozen: a tower that is not read again has random weights,
+    and the run goes on with them.
+    """
+    (tmp_path / "pictures").mkdir()
+    random = Random(1)
+    lines = [json.dumps(chat(tmp_path, number, random)) for number in range(12)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    run_ranks(write_tiny_model, 1, tmp_path / "model")
+    world_size, flags = CONTINUED[case]
+    common = (
+        f"--pretrained-checkpoint {tmp_path}/model --images --data-path {tmp_path}/chats.jsonl "
+        "--seq-length 256 --sequence-packing --global-batch-size 4 --lr 1e-2 --eval-iters 0 "
+        f"--split 100,0,0 --num-workers 0 {flags}"
+    ).replace(_PP, f"{_PP} --decoder-first-pipeline-num-layers 2")
+    weights = []
+    for name, rest in (
+        ("whole", f"--train-iters 3 --save {tmp_path}/saved --save-interval 2"),
+        ("continued", f"--train-iters 3 --load {tmp_path}/saved --ckpt-step 2"),
+    ):
+        target = tmp_path / name
+        arguments = f"{common} {rest} --save-hf {target}"
+        code, output = train_forked(world_size, arguments.split())
+        assert code == 0, output
+        weights.append(read_folder(target))
+    whole, continued = weights
+    start = read_folder(tmp_path / "model")
+    assert any(not torch.equal(whole[name].to(start[name].dtype), start[name]) for name in start)
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)

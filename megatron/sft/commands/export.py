@@ -17,7 +17,7 @@ from megatron.packing.rules import Rule, above_zero, check_rules
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
-from megatron.sft.options.images import TRAINED, ImageConfig
+from megatron.sft.options.images import TRAINED, WITHOUT_LANGUAGE_MODEL, ImageConfig
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
@@ -167,6 +167,7 @@ def _config(model_options: dict[str, Any], source: str | None) -> SFTConfig:
             images=bool(trained),
             tower_lr=1.0 if "tower" in trained else None,
             projector_lr=1.0 if "projector" in trained else None,
+            freeze_language_model=WITHOUT_LANGUAGE_MODEL in trained,
         ),
         preference=PreferenceConfig(loss="reward" if model_options.get("score_head") else "sft"),
     )

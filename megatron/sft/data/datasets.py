@@ -29,6 +29,7 @@ from megatron.sft.data.record_notes import notes_on_records
 from megatron.sft.data.sample_set import SampleSet, concatenated
 from megatron.sft.data.splits import SplitBuilder
 from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.images.urls import url_cache
 from megatron.sft.images.vision import read_vision
 from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
@@ -153,6 +154,7 @@ def _image_chats(config: SFTConfig, tokenizer: Tokenizer) -> ImageChats | None:
         vision,
         tuple(tokenizer.show([token]) for token in vision.reserved_tokens),
         images.image_root or "",
+        url_cache(images),
         # A damaged file that is found only where it is trained ends the run.
         decodes=config.data.bad_samples_in_a_row is not None,
     )

@@ -27,6 +27,7 @@ from megatron.sft.data.records.values import SampleError
 from megatron.sft.images.positions import axis_positions
 from megatron.sft.images.sizes import Grid, grid_of, resized
 from megatron.sft.images.source import ImageError, ImageSize, ImageSource, pixels_of, size_of
+from megatron.sft.images.urls import ImageCache
 from megatron.sft.images.vision import Vision
 
 
@@ -78,6 +79,8 @@ class ImageChats:
     """Texts of `vision.reserved_tokens`."""
     folder: str = ""
     """Folder of relative paths."""
+    cache: ImageCache | None = None
+    """Folder of images of URLs; None if they are errors."""
     decodes: bool = False
     """Whether pixels are read with the record, to find damaged files before they are scheduled."""
 
@@ -95,8 +98,8 @@ class ImageChats:
         found = []
         for image in (image for message in messages for image in message.images):
             assert isinstance(image.source, ImageSource)
-            source = image.source.within(self.folder)
             try:
+                source = self._located(image.source)
                 size = size_of(source)
                 try:
                     size = resized(size, self.vision)
@@ -108,6 +111,17 @@ class ImageChats:
                 raise SampleError(str(fault)) from None
             found.append(SizedImage(source, size))
         return found
+
+    def _located(self, source: ImageSource) -> ImageSource:
+        """Returns an image with the path of its file, if it has one."""
+        if not source.url:
+            return source.within(self.folder)
+        if self.cache is None:
+            raise ImageError(
+                f"{source.name} is not fetched; pass --image-url-cache FOLDER to fetch images of "
+                "URLs, or download it and give its path"
+            )
+        return self.cache.located(source)
 
     def check_texts(self, content: Content) -> None:
         """Raises SampleError for text that spells a token of images."""

@@ -56,7 +56,8 @@ def open_pretrained(
         return None
     continues = output.load is not None and latest_iteration(output.load) is not None
     needs_start = not continues or config.preference.needs_reference
-    if not needs_start and not config.lora.lora:
+    # A checkpoint has no base model of adapters, and no frozen tower.
+    if not needs_start and not config.lora.lora and not config.images.images:
         return None
     checkpoint = distributed_checkpoint(output.pretrained_checkpoint)
     if checkpoint is not None and config.lora.lora:

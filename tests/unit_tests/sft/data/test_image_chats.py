@@ -148,6 +148,10 @@ def test_truncation_never_cuts_an_image(vision: Vision, seq_length: int, kept: i
         ({"tokens": [70, PAD, 71], "images": None}, "tokens hold one of .*, but no image belongs"),
         ({"messages": chat("<image>q", "a"), "images": [b"x"]}, "it is no image that Pillow knows"),
         (
+            {"messages": chat("<image>q", "a"), "images": ["https://a.org/b.png"]},
+            r"images\[0\] 'https://a.org/b.png' is not fetched; pass --image-url-cache FOLDER",
+        ),
+        (
             {"messages": chat("<image>q", "a"), "images": [picture(600, 2)]},
             r"images\[0\] is 2 x 600 pixels, but one side must be at most 200 times",
         ),

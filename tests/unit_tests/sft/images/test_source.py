@@ -86,7 +86,7 @@ def test_texts_of_images(tmp_path: Path) -> None:
     assert source_of_text("file:///a/b.png", "image").within("/c").path == "/a/b.png"
     assert source_of_text("b.png", "image").within("/c").path == "/c/b.png"
     for text, fault in (
-        ("https://a.org/b.png", "is not read from a server; download it"),
+        ("s3://a/b.png", "is not read from a server; download it"),
         ("data:image/png,abc", "must be data:image/...;base64"),
         ("data:image/png;base64,!", "must be base64, but is not"),
     ):

@@ -101,7 +101,7 @@ def test_a_mark_without_images_is_text() -> None:
             r"messages\[0\].content image 0 has image and url; keep one",
         ),
         (
-            {"messages": user([{"type": "image", "image": "https://a.org/b.png"}])},
+            {"messages": user([{"type": "image", "image": "s3://a/b.png"}])},
             "is not read from a server",
         ),
         ({"text": "<image>", "images": [A]}, "record has images, but no conversation"),
