@@ -15,14 +15,17 @@ import pytest
 import torch
 
 from examples.benchmarks.hf_training import largest
-from examples.tiny_images.make_data import chat
+from examples.tiny_images.ask import MAX_TOKENS, answers
+from examples.tiny_images.make_data import chat, drawn
 from examples.tiny_images.make_data import write_model as write_tiny_model
+from megatron.sft.commands.chat import ChatOptions, open_speaker
 from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.hf_models import (
     largest_apart,
     logits_of,
     read_folder,
     train_by_transformers,
+    write_peft,
 )
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_hf_weights import assert_equal
@@ -204,6 +207,58 @@ def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, la
         assert torch.equal(source[name], written[name])
 
 
+_MODULES = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+ADAPTED = {
+    "qwen3-vl": _MODULES,
+    "qwen3.5": [*_MODULES, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"],
+}
+
+
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
+@pytest.mark.parametrize("layout", ["alone", "dp2", "tp2-sp-recomputed", "pp2-recomputed", "cp2"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_beside_peft(tmp_path: Path, record_property: Any, name: str, layout: str) -> None:
+    """Nothing but adapters has a gradient, so that recomputed layers could have none at all; what
+    is written must not give peft adapters of a tower.
+    """
+    pytest.importorskip("peft")
+    folder, source, target, ours = (
+        tmp_path / part for part in ("model", "source", "gradients", "ours")
+    )
+    run_ranks(write_vision_model, 1, name, folder)
+    run_ranks(
+        write_peft,
+        1,
+        folder,
+        source,
+        {"r": 3, "lora_alpha": 5, "target_modules": ADAPTED[name]},
+    )
+    world_size, flags = ALL_LAYOUTS[layout]
+    per_rank = run_ranks(
+        train_images,
+        world_size,
+        f"--images --lora --lora-adapter {source} {flags}",
+        folder,
+        BATCHES,
+        torch.float64,
+        target,
+        ours,
+    )
+    theirs = run_ranks(train_by_transformers, 1, folder, BATCHES, torch.float64, 1e-3, ours)[0]
+    record_property("losses", largest(per_rank[0][0], theirs.losses))
+    assert per_rank[0][0] == pytest.approx(theirs.losses, rel=1e-12)
+    if layout != "cp2":
+        packs = [pack for _, first in per_rank for pack in first]
+        found = logits_of(BATCHES[0], packs, theirs.logits[0].shape[-1])
+        record_property("logits", largest_apart(found, theirs.logits))
+        for one, other in zip(found, theirs.logits, strict=True):
+            assert (one - other).abs().max() <= 1e-12 * other.abs().max()
+    gradients = read_folder(target)
+    assert not any(".visual." in one for one in gradients)
+    record_property("gradients", largest_apart(gradients, theirs.gradients))
+    assert_equal(gradients, theirs.gradients, 1e-12)
+
+
 CONTINUED = {
     "alone": (1, "--projector-lr 1e-2 --freeze-language-model"),
     "tower": (1, "--tower-lr 1e-2 --freeze-language-model"),
@@ -245,3 +300,25 @@ def test_it_continues_to_the_bit(tmp_path: Path, case: str) -> None:
     start = read_folder(tmp_path / "model")
     assert any(not torch.equal(whole[name].to(start[name].dtype), start[name]) for name in start)
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
+
+
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
+def test_chat_sees_what_transformers_sees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that answers about another picture in `chat` seems to have learned nothing."""
+    (tmp_path / "pictures").mkdir()
+    random = Random(1)
+    names = [drawn(tmp_path, number, random)[0] for number in range(4)]
+    run_ranks(write_tiny_model, 1, tmp_path / "model")
+    options = ChatOptions(folder=str(tmp_path / "model"), max_new_tokens=MAX_TOKENS)
+    speaker = open_speaker(tmp_path / "model", options)
+    words = "what shape is it ?"
+    message = {"role": "user", "content": words}
+    found = [
+        speaker.answer([message | {"images": [str(tmp_path / name)]}], options) for name in names
+    ]
+    asked = [{"image": name, "question": words} for name in names]
+    expected = answers(tmp_path / "model", asked, tmp_path)
+    assert [answer.strip() for answer in found] == [answer.strip() for answer in expected]
+    assert len(set(found)) > 1

@@ -6,6 +6,7 @@ so that host memory holds one layer at a time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,8 +36,8 @@ class ExportOptions:
     folder: str | None = field(default=None, metadata={"positional": True})
     """Folder to write: config.json, tokenizer and weights, as transformers and vLLM load them."""
     source: str | None = None
-    """HuggingFace folder that training started from. Its tensors outside the language model (vision
-    towers) are copied.
+    """HuggingFace folder that training started from, of which tensors that were not trained (vision
+    towers) are copied (default: where the checkpoint says).
     """
     max_shard_gigabytes: float = 5.0
     """Largest size of one file of weights."""
@@ -117,6 +118,8 @@ def export(
         )
     check_target(Path(folder))
     model_config = read_config(companions)
+    if is_multimodal(model_config) and os.path.isdir(saved_options.get("base_folder", "")):
+        source = source or saved_options["base_folder"]
     if is_multimodal(model_config) and source is None:
         raise ValueError(
             f"{path} is the language model of a {model_config['model_type']}; pass --source, the "

@@ -90,8 +90,11 @@ def source_of_base64(text: str, name: str) -> ImageSource:
 def size_of(source: ImageSource) -> ImageSize:
     """Returns the size of an image, by its header alone. Raises ImageError if it has none."""
     with _opened(source) as (image, stream):
-        width, height = image.size
         turned = _orientation(image, stream) in _QUARTER_TURNS
+        if turned and image.format == "TIFF":  # Pillow turns it itself, some releases when loading
+            image.load()
+            turned = False
+        width, height = image.size
         return ImageSize(width, height) if turned else ImageSize(height, width)
 
 

@@ -14,29 +14,19 @@ from megatron.sft.images.vision import Vision
 _NOT_OF_TOWER = ("model_type", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
-class VisionTower(torch.nn.Module):
-    """Images to rows of the language model: the tower, its projector, and features for DeepStack
-    beside each row.
-    """
+class ImageProcessor:
+    """Pixels to what a tower reads, as transformers' image processor makes it."""
 
     def __init__(self, vision: Vision) -> None:
-        """Builds the modules with random weights; the global random state is kept."""
-        super().__init__()
-        from transformers import AutoConfig, AutoModel
-
         self._vision = vision
-        options = {key: value for key, value in vision.tower.items() if key not in _NOT_OF_TOWER}
-        config = AutoConfig.for_model(vision.family.tower_type, **options)
-        with torch.random.fork_rng(devices=[]):
-            self.visual: Any = AutoModel.from_config(config, attn_implementation="sdpa")
-        _keep_float32(self.visual)
         # float32 [3, 256]: the value of each byte in each channel, rounded as image processors do.
         levels = (np.arange(256) * (1 / 255)).astype(np.float32)
         mean, std = (np.array(one, np.float32)[:, None] for one in (vision.mean, vision.std))
         self._values = torch.from_numpy((levels - mean) / std)
 
-    def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Returns the rows of all images, [n, h * (1 + features of DeepStack)].
+    def __call__(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the patches of all images, float32 [patches, channels * frames * side * side],
+        and their grids, int64 [images, 3]: frames, and patches in a column and in a row.
 
         Args:
             images: uint8 [height, width, 3], of sizes that `sizes.resized` gives.
@@ -44,18 +34,12 @@ class VisionTower(torch.nn.Module):
         self._values = self._values.to(images[0].device)
         patches = torch.cat([self._patches(image) for image in images])
         size = self._vision.patch_size
-        grids = torch.tensor(
-            [[1, image.shape[0] // size, image.shape[1] // size] for image in images],
-            device=patches.device,
-        )
-        out = self.visual(patches.to(self.visual.dtype), grid_thw=grids, return_dict=True)
-        features = getattr(out, "deepstack_features", None) or ()
-        return torch.cat((out.pooler_output, *features), -1)
+        grids = [[1, image.shape[0] // size, image.shape[1] // size] for image in images]
+        return patches, torch.tensor(grids, device=patches.device)
 
     def _patches(self, image: Tensor) -> Tensor:
-        """Returns the patches of an image, float32 [patches, channels * frames * side * side].
-
-        Patches of a block that is merged follow one another. An image is a frame that stays.
+        """Returns the patches of an image. Those of a block that is merged follow one another. An
+        image is a frame that stays.
         """
         values = torch.stack(
             [table[image[..., channel].long()] for channel, table in enumerate(self._values)]
@@ -68,6 +52,35 @@ class VisionTower(torch.nn.Module):
         blocks = blocks.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
         repeated = blocks.expand(*blocks.shape[:5], frames, side, side)
         return repeated.reshape(rows * columns * merge**2, -1)
+
+
+class VisionTower(torch.nn.Module):
+    """Images to rows of the language model: the tower, its projector, and features for DeepStack
+    beside each row.
+    """
+
+    def __init__(self, vision: Vision) -> None:
+        """Builds the modules with random weights; the global random state is kept."""
+        super().__init__()
+        from transformers import AutoConfig, AutoModel
+
+        options = {key: value for key, value in vision.tower.items() if key not in _NOT_OF_TOWER}
+        config = AutoConfig.for_model(vision.family.tower_type, **options)
+        with torch.random.fork_rng(devices=[]):
+            self.visual: Any = AutoModel.from_config(config, attn_implementation="sdpa")
+        _keep_float32(self.visual)
+        self._processor = ImageProcessor(vision)
+
+    def forward(self, images: Sequence[Tensor]) -> Tensor:
+        """Returns the rows of all images, [n, h * (1 + features of DeepStack)].
+
+        Args:
+            images: uint8 [height, width, 3], of sizes that `sizes.resized` gives.
+        """
+        patches, grids = self._processor(images)
+        out = self.visual(patches.to(self.visual.dtype), grid_thw=grids, return_dict=True)
+        features = getattr(out, "deepstack_features", None) or ()
+        return torch.cat((out.pooler_output, *features), -1)
 
 
 def _keep_float32(module: torch.nn.Module) -> None:

@@ -49,7 +49,7 @@ class ImageCache:
     max_bytes: int = MAX_BYTES
 
     def located(self, source: ImageSource) -> ImageSource:
-        """Returns an image with its path: in the folder if it has a URL, fetched if it is not there.
+        """Returns an image with its path, that of a URL in the folder, fetched if it is not there.
 
         Raises ImageError, named as the image is, for what cannot be fetched or is no image;
         OSError if the folder cannot be written.

@@ -26,7 +26,7 @@ def encoded(image: Any, kind: str = "png", **options: Any) -> ImageSource:
     return ImageSource("images[0]", content=content.getvalue())
 
 
-@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "tiff"])
 def test_a_turned_picture_is_as_wide_as_it_is_shown(kind: str) -> None:
     """By the header alone it has other tokens than by its pixels."""
     exif = Image.Exif()
