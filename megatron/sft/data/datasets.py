@@ -121,7 +121,13 @@ def build_datasets(config: SFTConfig) -> Datasets:
         )
     encoding_options = _encoding_options(data, turns) | identity_of(config.preference)
     if encoder.images is not None:
-        encoding_options["image_max_pixels"] = str(encoder.images.vision.max_pixels)
+        vision = encoder.images.vision
+        encoder.note(
+            f"images have at most {vision.max_pixels:,} pixels, {vision.most_tokens:,} tokens "
+            "(--image-max-pixels); larger ones are resized, by Pillow"
+        )
+        encoding_options["image_max_pixels"] = str(vision.max_pixels)
+        encoding_options["image_backend"] = "pillow"
     train, valid, test = (
         replace(samples, identity=samples.identity | encoding_options)
         for samples in (train, valid, test)

@@ -129,6 +129,11 @@ class Vision:
         return int(self.tower["spatial_merge_size"])
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of an image of `max_pixels`."""
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
+    @property
     def num_deepstack(self) -> int:
         """First layers of the language model that features are added behind."""
         return len(self.tower.get("deepstack_visual_indexes") or ())
