@@ -270,7 +270,8 @@ CONTINUED = {
 }
 
 
-@pytest.mark.parametrize("case", CONTINUED if ALL else ["alone"])
+@pytest.mark.skipif(not ALL, reason="make vision runs it")
+@pytest.mark.parametrize("case", CONTINUED)
 def test_it_continues_to_the_bit(tmp_path: Path, case: str) -> None:
     """A checkpoint has nothing that is frozen: a tower that is not read again has random weights,
     and the run goes on with them.

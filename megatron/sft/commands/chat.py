@@ -164,8 +164,8 @@ class TransformersSpeaker(NamedTuple):
             inputs["mm_token_type_ids"] = (row == chats.vision.image_token).long()
         if images:
             pixels = [torch.from_numpy(pixels_of(one.source, one.size)) for one in images]
-            patches, frames = ImageProcessor(chats.vision)(pixels)
-            inputs |= {"pixel_values": patches, "image_grid_thw": frames}
+            patches, grids_of_tower = ImageProcessor(chats.vision)(pixels)
+            inputs |= {"pixel_values": patches, "image_grid_thw": torch.tensor(grids_of_tower)}
         return inputs
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -78,8 +79,8 @@ def decoder_input(gpt: Any, batch: Any, vision: Vision) -> Tensor:
     images = pixels or [torch.zeros(unit, unit, 3, dtype=torch.uint8, device=batch.tokens.device)]
     num_rows = [image.shape[0] * image.shape[1] // unit**2 for image in images]
     cost = tower_cost(vision, trains_tower=False, trains_projector=False)
-    units = torch.tensor(num_rows) * vision.merge_size**2
-    rows = gpt.vision(images, num_rows, cost(units.numpy()).tolist())
+    num_patches = np.array(num_rows) * vision.merge_size**2
+    rows = gpt.vision(images, num_rows, cost(num_patches).tolist())
     width = gpt.config.hidden_size
     if not pixels:  # features too must have a gradient
         rows = rows.sum(-1, keepdim=True).expand(-1, width)

@@ -9,9 +9,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.packing.device import to_device
 from megatron.sft.images.vision import Vision
 
 _NOT_OF_TOWER = ("model_type", "dtype", "torch_dtype", "transformers_version", "architectures")
+
+
+Grids = tuple[int, int, int]
+"""An image: its frames, and patches in a column and in a row."""
+
+
+def grid_inputs(grids: Sequence[Grids], visual: Any) -> dict[str, Any]:
+    """Returns what a tower computes of the grids alone, on the host: transformers reads them from
+    the device, in each layer again. {} of a transformers that takes none of it.
+    """
+    try:
+        from transformers import vision_utils
+    except ImportError:
+        return {}
+    table, side = torch.tensor(grids), visual.num_grid_per_side
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        table,
+        side,
+        mode=visual.interpolation_mode,
+        align_corners=visual.interpolation_align_corners,
+        spatial_merge_size=visual.spatial_merge_size,
+    )
+    lengths = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+    return {
+        "interp_indices": indices,
+        "interp_weights": weights,
+        "position_ids": vision_utils.get_vision_position_ids(table, visual.spatial_merge_size),
+        # Of an array of numpy, which is cut into lengths in each layer.
+        "cu_seqlens": np.cumsum([0, *lengths]),
+    }
 
 
 class ImageProcessor:
@@ -24,9 +55,9 @@ class ImageProcessor:
         mean, std = (np.array(one, np.float32)[:, None] for one in (vision.mean, vision.std))
         self._values = torch.from_numpy((levels - mean) / std)
 
-    def __call__(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Sequence[Tensor]) -> tuple[Tensor, list[Grids]]:
         """Returns the patches of all images, float32 [patches, channels * frames * side * side],
-        and their grids, int64 [images, 3]: frames, and patches in a column and in a row.
+        and the grid of each image.
 
         Args:
             images: uint8 [height, width, 3], of sizes that `sizes.resized` gives.
@@ -34,8 +65,7 @@ class ImageProcessor:
         self._values = self._values.to(images[0].device)
         patches = torch.cat([self._patches(image) for image in images])
         size = self._vision.patch_size
-        grids = [[1, image.shape[0] // size, image.shape[1] // size] for image in images]
-        return patches, torch.tensor(grids, device=patches.device)
+        return patches, [(1, image.shape[0] // size, image.shape[1] // size) for image in images]
 
     def _patches(self, image: Tensor) -> Tensor:
         """Returns the patches of an image. Those of a block that is merged follow one another. An
@@ -78,7 +108,12 @@ class VisionTower(torch.nn.Module):
             images: uint8 [height, width, 3], of sizes that `sizes.resized` gives.
         """
         patches, grids = self._processor(images)
-        out = self.visual(patches.to(self.visual.dtype), grid_thw=grids, return_dict=True)
+        inputs = {
+            name: to_device(value, patches.device) if isinstance(value, Tensor) else value
+            for name, value in grid_inputs(grids, self.visual).items()
+        }
+        table = torch.tensor(grids, device=patches.device)
+        out = self.visual(patches.to(self.visual.dtype), grid_thw=table, **inputs, return_dict=True)
         features = getattr(out, "deepstack_features", None) or ()
         return torch.cat((out.pooler_output, *features), -1)
 
