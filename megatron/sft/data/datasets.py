@@ -160,7 +160,7 @@ def _image_chats(config: SFTConfig, tokenizer: Tokenizer) -> ImageChats | None:
         vision,
         tuple(tokenizer.show([token]) for token in vision.reserved_tokens),
         images.image_root or "",
-        url_cache(images),
+        url_cache(images.image_url_cache, images.image_url_hosts),
         # A damaged file that is found only where it is trained ends the run.
         decodes=config.data.bad_samples_in_a_row is not None,
     )

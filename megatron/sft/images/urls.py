@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -24,7 +24,6 @@ from typing import Any
 
 from megatron.packing.quoting import shown
 from megatron.sft.images.source import ImageError, ImageSource, size_of
-from megatron.sft.options.images import ImageConfig
 
 SECONDS = 30.0
 """Longest time of an attempt, from the connection to the last byte."""
@@ -120,18 +119,18 @@ class ImageCache:
         return opener
 
 
-def url_cache(images: ImageConfig) -> ImageCache | None:
-    """Returns the folder of --image-url-cache; None without it. Raises ValueError if it cannot be
-    made.
+def url_cache(path: str | None, hosts: Sequence[str]) -> ImageCache | None:
+    """Returns the folder of --image-url-cache with --image-url-hosts; None without it. Raises
+    ValueError if it cannot be made.
     """
-    if images.image_url_cache is None:
+    if path is None:
         return None
-    folder = Path(images.image_url_cache)
+    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--image-url-cache {folder} cannot be made: {error.strerror}") from None
-    return ImageCache(str(folder.absolute()), tuple(map(str.lower, images.image_url_hosts)))
+    return ImageCache(str(folder.absolute()), tuple(map(str.lower, hosts)))
 
 
 class _Refused(Exception):

@@ -240,7 +240,10 @@ def build_transformer_config(
             seed=config.training.seed,
             payloads=None
             if vision is None
-            else payload_store(image_cost(config, vision), url_cache(config.images)),
+            else payload_store(
+                image_cost(config, vision),
+                url_cache(config.images.image_url_cache, config.images.image_url_hosts),
+            ),
         )
         transformer_config.sequence_packing_options = options  # type: ignore[attr-defined]
     return transformer_config

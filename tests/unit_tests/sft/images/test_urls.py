@@ -14,7 +14,6 @@ import pytest
 from megatron.sft.images import urls
 from megatron.sft.images.source import ImageError, ImageSize, ImageSource, size_of, source_of_text
 from megatron.sft.images.urls import ImageCache, url_cache
-from megatron.sft.options.images import ImageConfig
 
 Image = pytest.importorskip("PIL.Image")
 HOST = "127.0.0.1"
@@ -149,11 +148,9 @@ def test_servers_in_private_networks_are_not_asked(server: Server, tmp_path: Pat
 
 
 def test_the_option(tmp_path: Path) -> None:
-    made = url_cache(
-        ImageConfig(images=True, image_url_cache=str(tmp_path / "a"), image_url_hosts=("In.Tern",))
-    )
+    made = url_cache(str(tmp_path / "a"), ("In.Tern",))
     assert made == ImageCache(str(tmp_path / "a"), ("in.tern",))
-    assert url_cache(ImageConfig()) is None
+    assert url_cache(None, ()) is None
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=re.escape("--image-url-cache") + ".* cannot be made"):
-        url_cache(ImageConfig(images=True, image_url_cache=str(tmp_path / "file" / "b")))
+        url_cache(str(tmp_path / "file" / "b"), ())
