@@ -125,7 +125,7 @@ data/smollm2/config.json: examples/released_finetune/convert.py .venv-smollm2/.$
 	touch $@
 
 recipes: $(VENV)/.finetune
-	$(VENV)/bin/python examples/recipes/try_recipe.py examples/recipes/*.yaml --write examples/benchmarks/results/recipes.md
+	$(VENV)/bin/python -m examples.recipes.try_recipe examples/recipes/*.yaml --write examples/benchmarks/results/recipes.md
 
 howto: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.pages --write examples/benchmarks/results/howto.md
