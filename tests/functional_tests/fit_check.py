@@ -39,7 +39,6 @@ from megatron.sft.images.source import ImageSize
 from megatron.sft.model import build, cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 from tests.functional_tests.ranks import run_ranks
-from tests.functional_tests.vision import write_vision_model
 
 VOCAB_SIZE = 96
 VISION_VOCAB_SIZE = 250
@@ -242,6 +241,9 @@ def _padded() -> StepData:
 @cache
 def vision_folder(name: str) -> Path:
     """Returns the folder of a tiny vision model, which stays as long as this process."""
+    # imports transformers, which no other case needs
+    from tests.functional_tests.vision import write_vision_model
+
     folder = Path(_FOLDERS.name) / name
     run_ranks(write_vision_model, 1, name, folder)
     return folder

@@ -36,21 +36,18 @@ from megatron.sft.fit.estimate import (
     StageEstimate,
     bytes_beside_states,
     estimates,
-    largest_images,
 )
 from megatron.sft.fit.fake.described_gpu import DescribedGPU
 from megatron.sft.fit.report import GIB
 from megatron.sft.fit.save_bytes import SaveBytes, save_bytes
 from megatron.sft.fit.stages import stages_of
 from megatron.sft.fit.step import run_step
-from megatron.sft.images.vision import read_vision
 from megatron.sft.memory_estimate import WayOut
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.checkpoints.content import Progress
 from megatron.sft.model.checkpoints.save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.write import write_folder
-from tests.functional_tests import fit_check
 from tests.functional_tests.fit_check import (
     COMMON,
     EXPERTS,
@@ -82,15 +79,6 @@ def request_of(flags: str, world_size: int, num_layers: int, *, is_gpu: bool = T
 def bytes_of(found: list[StageEstimate]) -> list[tuple[int, int]]:
     """Returns of each stage the peak, and what is alive beside its states."""
     return [(one.peak, sum(part.num_bytes for part in one.passes)) for one in found]
-
-
-def test_images_fill_their_share() -> None:
-    """An image is within a sequence, so that short sequences have small ones."""
-    vision = read_vision(fit_check.vision_folder("qwen3-vl"), 64 * 64)
-    assert vision.most_tokens == 64
-    assert largest_images((160, 12), vision, 1.0) == ((64, 64), (64, 64), (24, 24))
-    assert largest_images((160, 12), vision, 0.5) == ((64, 64), *[(16, 16)])
-    assert largest_images((160,), vision, 0.0) == ()
 
 
 DEEP = [
