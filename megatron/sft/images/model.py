@@ -20,7 +20,7 @@ from megatron.sft.images.deepstack import add_deepstack, with_features
 from megatron.sft.images.rotary import AxisRotary
 from megatron.sft.images.sizes import PATCHES, num_ranks_of_image, tower_cost
 from megatron.sft.images.source import ImageError, pixels_of
-from megatron.sft.images.tower import VisionTower
+from megatron.sft.images.tower import VisionTower, tower_config
 from megatron.sft.images.urls import ImageCache
 from megatron.sft.images.vision import PARAMETERS, Vision
 from megatron.sft.options.config import SFTConfig
@@ -36,6 +36,7 @@ PIXELS = "pixels"
 
 def add_vision(gpt: GPTModel, vision: Vision) -> None:
     """Lets a GPTModel read images; before DistributedDataParallel and the optimizer are made."""
+    tower_config(vision)  # on all stages, of which the first alone builds it
     gpt.vision_settings = vision
     # megatron-core hands positions to such an embedding, in place of the longest length.
     gpt.position_embedding_type = "mrope"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,24 @@ from megatron.sft.images.vision import Vision
 _NOT_OF_TOWER = ("model_type", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
+def tower_config(vision: Vision) -> Any:
+    """Returns transformers' config of a tower. Raises ValueError for a release without it."""
+    import transformers
+
+    kind = vision.family.tower_type
+    options = {key: value for key, value in vision.tower.items() if key not in _NOT_OF_TOWER}
+    try:
+        config = transformers.AutoConfig.for_model(kind, **options)
+    except ValueError:  # an unknown kind
+        config = None
+    if type(config) not in transformers.AutoModel._model_mapping:
+        raise ValueError(
+            f"--images needs a transformers that has the vision tower {kind}, as 5.24 does, but "
+            f"{transformers.__version__} has none; do pip install -U transformers"
+        )
+    return config
+
+
 Grids = tuple[int, int, int]
 """An image: its frames, and patches in a column and in a row."""
 
@@ -23,14 +43,16 @@ def grid_inputs(grids: Sequence[Grids], visual: Any) -> dict[str, Any]:
     """Returns what a tower computes of the grids alone, on the host: transformers reads them from
     the device, in each layer again. {} of a transformers that takes none of it.
     """
-    try:
-        from transformers import vision_utils
-    except ImportError:
+    # Later releases of transformers 5 have it, and take its results.
+    if find_spec("transformers.vision_utils") is None:
         return {}
-    table, side = torch.tensor(grids), visual.num_grid_per_side
+    vision_utils: Any = import_module("transformers.vision_utils")
+    if not hasattr(vision_utils, "get_vision_interpolation_indices_and_weights"):
+        return {}
+    table = torch.tensor(grids)
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         table,
-        side,
+        visual.num_grid_per_side,
         mode=visual.interpolation_mode,
         align_corners=visual.interpolation_align_corners,
         spatial_merge_size=visual.spatial_merge_size,
@@ -92,10 +114,9 @@ class VisionTower(torch.nn.Module):
     def __init__(self, vision: Vision) -> None:
         """Builds the modules with random weights; the global random state is kept."""
         super().__init__()
-        from transformers import AutoConfig, AutoModel
+        from transformers import AutoModel
 
-        options = {key: value for key, value in vision.tower.items() if key not in _NOT_OF_TOWER}
-        config = AutoConfig.for_model(vision.family.tower_type, **options)
+        config = tower_config(vision)
         with torch.random.fork_rng(devices=[]):
             self.visual: Any = AutoModel.from_config(config, attn_implementation="sdpa")
         _keep_float32(self.visual)
