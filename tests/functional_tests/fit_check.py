@@ -227,6 +227,7 @@ def _cases() -> dict[str, Case]:
                 ("dp2-sharded", 2, f"{BOTH} {SHARDED}", "qwen3-vl"),
                 ("qwen3.5", 1, BOTH, "qwen3.5"),
                 ("qwen3.5-cp2-lora", 2, f"{LORA} {CP2}", "qwen3.5"),
+                ("qwen2.5", 1, BOTH, "qwen2.5-vl"),
             )
         },
         "pp2-dp2": Case(4, f"{PACKED} {ROPE} {PP2} --bf16 {OVERLAPPED}"),

@@ -66,10 +66,11 @@ ALL_LAYOUTS = {
     "pp2-cp2": (4, f"{_PP} {_CP}"),
 }
 ALL = os.environ.get("LAYOUTS") == "all"
+DENSE = ("qwen3-vl", "qwen3.5", "qwen2.5-vl")
 _EXPERTS = "--moe-router-dtype fp64"
 CASES = [("qwen3-vl", "tp2-sp-recomputed")]
 if ALL:
-    CASES = [(name, layout) for name in ("qwen3-vl", "qwen3.5") for layout in ALL_LAYOUTS]
+    CASES = [(name, layout) for name in DENSE for layout in ALL_LAYOUTS]
     ALL_LAYOUTS |= {
         "moe": (1, _EXPERTS),
         "ep2": (2, f"--expert-model-parallel-size 2 {_EXPERTS}"),
@@ -210,6 +211,7 @@ def test_parts_are_frozen(tmp_path: Path, record_property: Any, trained: str, la
 _MODULES = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 ADAPTED = {
     "qwen3-vl": _MODULES,
+    "qwen2.5-vl": _MODULES,  # of which its tower has some, too
     "qwen3.5": [*_MODULES, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"],
 }
 
@@ -231,7 +233,12 @@ def test_adapters_beside_peft(tmp_path: Path, record_property: Any, name: str, l
         1,
         folder,
         source,
-        {"r": 3, "lora_alpha": 5, "target_modules": ADAPTED[name]},
+        {
+            "r": 3,
+            "lora_alpha": 5,
+            "target_modules": ADAPTED[name],
+            "exclude_modules": r"(?!model\.language_model\.).*",
+        },
     )
     world_size, flags = ALL_LAYOUTS[layout]
     per_rank = run_ranks(

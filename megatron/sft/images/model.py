@@ -41,7 +41,11 @@ def add_vision(gpt: GPTModel, vision: Vision) -> None:
     # megatron-core hands positions to such an embedding, in place of the longest length.
     gpt.position_embedding_type = "mrope"
     gpt.mrope_section = list(vision.sections)
-    gpt.rotary_pos_emb = AxisRotary(gpt.rotary_pos_emb.inv_freq, vision.sections)
+    gpt.rotary_pos_emb = AxisRotary(
+        gpt.rotary_pos_emb.inv_freq,
+        vision.sections,
+        is_interleaved=vision.family.is_interleaved,
+    )
     if not gpt.pre_process:
         return
     tower = VisionTower(vision).to(gpt.config.params_dtype)

@@ -50,6 +50,17 @@ def grid_inputs(grids: Sequence[Grids], visual: Any) -> dict[str, Any]:
     if not hasattr(vision_utils, "get_vision_interpolation_indices_and_weights"):
         return {}
     table = torch.tensor(grids)
+    lengths = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+    found: dict[str, Any] = {
+        "position_ids": vision_utils.get_vision_position_ids(table, visual.spatial_merge_size),
+        # Arrays of numpy, which are cut into lengths in each layer.
+        "cu_seqlens": np.cumsum([0, *lengths]),
+    }
+    if hasattr(visual, "window_size"):
+        found["window_index"], windows = vision_utils.get_vision_window_index(
+            table, visual.spatial_merge_size, visual.window_size, visual.patch_size
+        )
+        return found | {"cu_window_seqlens": windows.numpy()}
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         table,
         visual.num_grid_per_side,
@@ -57,14 +68,7 @@ def grid_inputs(grids: Sequence[Grids], visual: Any) -> dict[str, Any]:
         align_corners=visual.interpolation_align_corners,
         spatial_merge_size=visual.spatial_merge_size,
     )
-    lengths = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
-    return {
-        "interp_indices": indices,
-        "interp_weights": weights,
-        "position_ids": vision_utils.get_vision_position_ids(table, visual.spatial_merge_size),
-        # Of an array of numpy, which is cut into lengths in each layer.
-        "cu_seqlens": np.cumsum([0, *lengths]),
-    }
+    return found | {"interp_indices": indices, "interp_weights": weights}
 
 
 class ImageProcessor:
