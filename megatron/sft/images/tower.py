@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +33,31 @@ def tower_config(vision: Vision) -> Any:
             f"{transformers.__version__} has none; do pip install -U transformers"
         )
     return config
+
+
+def check_tensors(where: object, shapes: Mapping[str, Sequence[int]], vision: Vision) -> None:
+    """Raises ValueError if files lack tensors of a tower, or have them in other shapes.
+
+    Args:
+        where: folder of the files, for messages.
+        shapes: of all tensors in the files.
+    """
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        visual: Any = AutoModel.from_config(tower_config(vision))
+    for name, parameter in visual.named_parameters():
+        tensor, expected = vision.family.prefix + name, list(parameter.shape)
+        if tensor not in shapes:
+            raise ValueError(
+                f"{where} lacks {tensor} of the vision tower in its config.json; download all of "
+                "its files"
+            )
+        if list(shapes[tensor]) != expected:
+            raise ValueError(
+                f"{where} holds {tensor} of shape {list(shapes[tensor])}, but vision_config of its "
+                f"config.json says {expected}; one of the two is of another model"
+            )
 
 
 Grids = tuple[int, int, int]

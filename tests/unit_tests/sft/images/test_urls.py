@@ -32,6 +32,9 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__((HOST, 0), Answers)
         self.asked: list[str] = []
 
+    def handle_error(self, *_: object) -> None:
+        """Says nothing of clients that hang up."""
+
     def cached(self, folder: Path, **options: Any) -> ImageCache:
         return ImageCache(str(folder), (HOST,), **options)
 
