@@ -39,5 +39,5 @@ def test_files_of_another_tower_are_named(vision: Vision) -> None:
 
 def test_older_releases_are_named(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.AutoModel, "_model_mapping", {})
-    with pytest.raises(ValueError, match="has the vision tower qwen3_vl_vision, as 5.24 does"):
+    with pytest.raises(ValueError, match="has the vision tower qwen3_vl_vision, as"):
         tower_config(vision)
