@@ -145,6 +145,10 @@ class ImageChats:
                 "give the images, in a conversation"
             )
 
+    def num_placeholders(self, ids: npt.NDArray[np.integer]) -> int:
+        """Returns the placeholders of a chat before they are expanded, one for each image."""
+        return int((ids == self.vision.image_token).sum())
+
     def expand(
         self,
         ids: npt.NDArray[np.int32],
@@ -156,11 +160,11 @@ class ImageChats:
         Raises SampleError if the template wrote another number of placeholders than images.
         """
         is_image = ids == self.vision.image_token
-        if int(is_image.sum()) != len(grids):
+        if self.num_placeholders(ids) != len(grids):
             raise SampleError(
-                f"the chat template writes {int(is_image.sum())} placeholders for {len(grids)} "
-                "images; many templates leave out those of system prompts and answers, so move "
-                "them to a turn of the user"
+                f"the chat template writes {self.num_placeholders(ids)} placeholders for "
+                f"{len(grids)} images; many templates leave out those of system prompts and "
+                "answers, so move them to a turn of the user"
             )
         repeats = np.ones(len(ids), np.int64)
         repeats[is_image] = [grid.num_tokens for grid in grids]
