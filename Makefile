@@ -94,8 +94,8 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 finetune-images: $(VENV)/.finetune data/tiny_images/model/config.json
 	rm -rf runs/tiny_images
 	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_images/finetune.yaml $(PRECISION)
-	for model in data/tiny_images/model runs/tiny_images/chat; do \
-	$(VENV)/bin/python examples/tiny_images/ask.py $$model data/tiny_images/held_out.jsonl || exit; done
+	$(VENV)/bin/python examples/tiny_images/ask.py data/tiny_images/model runs/tiny_images/chat \
+	--questions data/tiny_images/held_out.jsonl --html runs/tiny_images/answers.html
 
 data/tiny_images/model/config.json: examples/tiny_images/make_data.py | $(VENV)/.finetune
 	$(VENV)/bin/python $< --output-dir data/tiny_images
@@ -125,7 +125,7 @@ data/smollm2/config.json: examples/released_finetune/convert.py .venv-smollm2/.$
 	touch $@
 
 recipes: $(VENV)/.finetune
-	$(VENV)/bin/python examples/recipes/try_recipe.py examples/recipes/*.yaml --write examples/benchmarks/results/recipes.md
+	$(VENV)/bin/python -m examples.recipes.try_recipe examples/recipes/*.yaml --write examples/benchmarks/results/recipes.md
 
 howto: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.functional_tests.pages --write examples/benchmarks/results/howto.md

@@ -54,7 +54,9 @@ TRAINERS = {
         "additional_target adapter_name_or_path quantization_bit mask_history train_on_prompt "
         "mix_strategy interleave_probs flash_attn deepspeed export_dir overwrite_output_dir "
         "pref_loss pref_beta pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight "
-        "kto_rejected_weight ref_model ref_model_adapters plot_loss preprocessing_num_workers",
+        "kto_rejected_weight ref_model ref_model_adapters plot_loss preprocessing_num_workers "
+        "freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_max_pixels "
+        "media_dir",
     ),
     "axolotl": (
         "Axolotl",
@@ -74,7 +76,8 @@ TRAINERS = {
         "num_train_epochs per_device_train_batch_size gradient_accumulation_steps attn_impl "
         "system loss_scale adapters merge_lora output_dir dataloader_num_workers deepspeed "
         "rlhf_type beta loss_type rpo_alpha ld_alpha simpo_gamma desirable_weight ref_model "
-        "ref_adapters mcore_ref_model tensor_model_parallel_size max_epochs",
+        "ref_adapters mcore_ref_model tensor_model_parallel_size max_epochs "
+        "freeze_vit freeze_aligner freeze_llm vit_lr aligner_lr max_pixels",
     ),
 }
 _EXAMPLES = {
@@ -263,6 +266,7 @@ def coming_from(name: str) -> str:
         "- A batch is `--global-batch-size` sequences over all GPUs, however they are packed.",
         "- Pairs of answers, marked answers and reward models: "
         "[preferences](../howto/preference.md).",
+        "- Chats with images take `--images`: [vision](../howto/vision.md).",
         "- An unknown name, as a flag or a key of YAML, is answered with the one here.",
         "",
         "| there | here |",

@@ -1,6 +1,6 @@
 """Train two steps of a recipe here: its model shrunken, with random weights, on one process.
 
-python examples/recipes/try_recipe.py examples/recipes/qwen3-8b-lora.yaml
+python -m examples.recipes.try_recipe examples/recipes/qwen3-8b-lora.yaml
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
+
+from examples.tiny_images import make_data
 
 MODELS = Path(__file__).parent / "models"
 """config.json of each model, as far as it decides what is computed."""
@@ -71,10 +74,11 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def write_model(folder: Path, config: dict[str, Any]) -> None:
-    """Writes a model with random weights as transformers does."""
+def write_text_model(folder: Path, released: dict[str, Any]) -> None:
+    """Writes the text part of a model with random weights as transformers does."""
     import transformers
 
+    config = shrunken(released)
     kind = config["model_type"]
     made = transformers.CONFIG_MAPPING[kind](
         **{name: value for name, value in config.items() if name != "model_type"}
@@ -82,10 +86,42 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)
 
 
+def write_vision_model(folder: Path, config: dict[str, Any]) -> None:
+    """Writes a vision model with random weights, its tokenizer and its image processor."""
+    import transformers
+
+    folder.mkdir()
+    ids = make_data.write_tokenizer(folder)
+    text = shrunken(config)
+    tower = {
+        name: value for name, value in make_data.TOWER.items() if name in config["vision_config"]
+    }
+    made = transformers.CONFIG_MAPPING[config["model_type"]](
+        text_config=text, vision_config=tower | {"out_hidden_size": text["hidden_size"]}, **ids
+    )
+    transformers.AutoModelForImageTextToText.from_config(made).save_pretrained(folder)
+
+
+def vision_options(folder: Path, model: Path) -> dict[str, Any]:
+    """Returns the options of data for a vision model, and makes a chat about a picture."""
+    picture = make_data.Picture("circle", "red", 3)
+    picture.draw(folder / "picture.png", Random(1))
+    (question, answer), *_ = picture.questions()
+    turns = [
+        {"role": "user", "content": f"<image> {question}"},
+        {"role": "assistant", "content": answer},
+    ]
+    record = {"messages": turns, "images": ["picture.png"]}
+    (folder / "chats.jsonl").write_text((json.dumps(record) + "\n") * 64)
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model)}
+
+
 def try_recipe(path: Path, place: Path, num_steps: int = 2) -> list[str]:
     """Makes model, data and options in the folder `place`; returns the command that trains."""
     recipe = yaml.safe_load(path.read_text())
-    write_model(place / "model", shrunken(model_config(recipe)))
+    has_images = recipe.get("images", False)
+    write = write_vision_model if has_images else write_text_model
+    write(place / "model", model_config(recipe))
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 9}]
     record: dict[str, Any] = {"messages": turns}
     if recipe.get("loss", "sft") != "sft":
@@ -106,6 +142,8 @@ def try_recipe(path: Path, place: Path, num_steps: int = 2) -> list[str]:
         "load": str(place / "checkpoints"),
         "save_hf": str(place / "out"),
     }
+    if has_images:
+        recipe |= vision_options(place, place / "model")
     (place / "run.yaml").write_text(yaml.safe_dump(recipe))
     return [sys.executable, "-m", "megatron.sft", "--config", str(place / "run.yaml")]
 

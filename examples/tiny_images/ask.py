@@ -1,9 +1,12 @@
-"""pure. Asks a vision model held-out questions through transformers, and counts the right answers.
+r"""pure. Asks a vision model held-out questions through transformers, and counts the right answers.
 
-python examples/tiny_images/ask.py runs/tiny_images/chat data/tiny_images/held_out.jsonl
+python examples/tiny_images/ask.py data/tiny_images/model runs/tiny_images/chat \
+    --questions data/tiny_images/held_out.jsonl --html runs/tiny_images/answers.html
 """
 
 import argparse
+import base64
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -48,25 +51,59 @@ def answers(folder: Path, questions: list[dict[str, str]], pictures: Path) -> li
     return said
 
 
+def page(questions: list[dict[str, str]], columns: dict[str, list[str]], pictures: Path) -> str:
+    """Returns a page of HTML with each picture, its question, and what each model says."""
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    rows = []
+    for number, asked in enumerate(questions):
+        path = pictures / asked["image"]
+        kind = "png" if path.suffix == ".png" else "jpeg"
+        data = base64.b64encode(path.read_bytes()).decode()
+        cells = ""
+        for said in columns.values():
+            colour = "#d9f2d9" if is_right(said[number], asked) else "#f7d9d9"
+            cells += f'<td style="background:{colour}">{html.escape(said[number].strip())}</td>'
+        rows.append(
+            f'<tr><td><img src="data:image/{kind};base64,{data}"></td>'
+            f"<td>{html.escape(asked['question'])}</td>{cells}</tr>"
+        )
+    return (
+        "<!doctype html><meta charset=utf-8><title>Held-out pictures</title>"
+        "<style>body{font:15px sans-serif;margin:2em}td,th{padding:.4em 1em;text-align:left}"
+        "</style><h1>Questions about pictures that no chat had</h1>"
+        f"<table><tr><th>picture</th><th>question</th>{heads}</tr>{''.join(rows)}</table>\n"
+    )
+
+
+def is_right(said: str, asked: dict[str, str]) -> bool:
+    """Whether an answer has the words of the right one."""
+    return said.split() == asked["answer"].split()
+
+
 def main() -> None:
     """Reads the command line; prints some questions, what was said, and how much of it was
     right.
     """
-    parser = argparse.ArgumentParser(description="Asks a vision model held-out questions.")
-    parser.add_argument("folder", type=Path, help="folder of the model")
-    parser.add_argument("questions", type=Path, help="held_out.jsonl, as make_data.py writes it")
+    parser = argparse.ArgumentParser(description="Asks vision models held-out questions.")
+    parser.add_argument("folders", type=Path, nargs="+", help="folders of models")
+    parser.add_argument("--questions", type=Path, required=True, help="made by make_data.py")
+    parser.add_argument("--html", type=Path, help="file for a page with all pictures and answers")
     arguments = parser.parse_args()
     lines = arguments.questions.read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line) for line in lines]
-    said = answers(arguments.folder, questions, arguments.questions.parent)
-    rights = [one.split() == asked["answer"].split() for one, asked in zip(said, questions)]
-    print(f"{arguments.folder}, asked about pictures that no chat had:")
-    for asked, answer, is_right in list(zip(questions, said, rights))[
-        :: -(-len(questions) // NUM_SHOWN)
-    ]:
-        wrong = "" if is_right else f"   (wrong: {asked['answer']})"
-        print(f"  {asked['image']}: {asked['question']}   {answer.strip():.40}{wrong}")
-    print(f"  {sum(rights)} of {len(rights)} answers are right")
+    pictures = arguments.questions.parent
+    columns = {}
+    for folder in arguments.folders:
+        said = columns[str(folder)] = answers(folder, questions, pictures)
+        print(f"{folder}, asked about pictures that no chat had:")
+        for asked, answer in list(zip(questions, said))[:: -(-len(questions) // NUM_SHOWN)]:
+            wrong = "" if is_right(answer, asked) else f"   (wrong: {asked['answer']})"
+            print(f"  {asked['image']}: {asked['question']}   {answer.strip():.40}{wrong}")
+        num_right = sum(map(is_right, said, questions))
+        print(f"  {num_right} of {len(questions)} answers are right")
+    if arguments.html is not None:
+        arguments.html.write_text(page(questions, columns, pictures), encoding="utf-8")
+        print(f"pictures and answers: {arguments.html}")
 
 
 if __name__ == "__main__":

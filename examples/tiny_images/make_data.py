@@ -154,9 +154,10 @@ def chat(folder: Path, number: int, random: Random) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def write_model(folder: Path) -> None:
-    """Writes a Qwen3-VL with random weights, as transformers writes it."""
-    import torch
+def write_tokenizer(folder: Path) -> dict[str, int]:
+    """Writes a tokenizer of whole words, with the settings of an image processor; returns the ids
+    of its tokens for images by their keys in config.json.
+    """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -175,7 +176,8 @@ def write_model(folder: Path) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    ids = {
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2) + "\n")
+    return {
         f"{name}_token_id": vocabulary[f"<|{token}|>"]
         for name, token in (
             ("image", "image_pad"),
@@ -184,6 +186,15 @@ def write_model(folder: Path) -> None:
             ("vision_end", "vision_end"),
         )
     }
+
+
+def write_model(folder: Path) -> None:
+    """Writes a Qwen3-VL with random weights, as transformers writes it."""
+    import torch
+    import transformers
+
+    library: Any = transformers
+    ids = write_tokenizer(folder)
     config = library.Qwen3VLConfig(
         text_config=TEXT, vision_config=TOWER, tie_word_embeddings=False, **ids
     )
@@ -193,7 +204,6 @@ def write_model(folder: Path) -> None:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0.0, 0.08)
     model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2) + "\n")
 
 
 def main() -> None:

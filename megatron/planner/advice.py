@@ -58,6 +58,7 @@ class Adviser:
         sentences = self._on_schedulers(comparison, best)
         sentences += self._on_capacity(best)
         sentences += self._on_context()
+        sentences += self._on_tower()
         if best is not None and best.bubble > 0.05:
             sentences += self._on_bubble(best)
         return sentences
@@ -126,6 +127,41 @@ class Adviser:
                 "sequences."
             )
         return sentences
+
+    def _on_tower(self) -> list[str]:
+        """Returns a sentence about the layers of the first pipeline stage, where images are encoded
+        while the others wait.
+        """
+        num_stages, num_layers = self._layout.model.num_stages, self._facts.num_layers
+        images = sum(
+            float(batch.payload_costs.sum())
+            for batch in self._batches
+            if batch.payload_costs is not None
+        )
+        is_plain = self._facts.has_equal_stages and self._layout.model.num_virtual_stages == 1
+        if not images or num_stages == 1 or num_layers is None or not is_plain:
+            return []
+        tokens = sum(
+            float(self._layout.cost.of_sequences(batch.lengths).sum()) for batch in self._batches
+        )
+        # The cost of images counts the stages that wait.
+        of_tower = images / num_stages / (tokens / num_layers)
+        times = {
+            first: max(first + of_tower, (num_layers - first) / (num_stages - 1))
+            for first in range(1, num_layers // num_stages)
+            if (num_layers - first) % (num_stages - 1) == 0
+        }
+        best = min(times, key=times.__getitem__, default=None)
+        if best is None:
+            return []
+        saved = 1 - times[best] / (num_layers / num_stages + of_tower)
+        if saved < MIN_SAID:
+            return []
+        return [
+            f"The vision tower takes as long as {of_tower:.1f} layers, while all other stages "
+            f"wait: --decoder-first-pipeline-num-layers {best} would make the slowest stage "
+            f"{saved:.1%} faster (not fewer than there are features for DeepStack)."
+        ]
 
     def _on_more_capacity(self, more: Mapping[int, float]) -> list[str]:
         if max(more.values()) < MIN_SAID:

@@ -212,7 +212,10 @@ def _padded_to(
     longest = -(-longest // pack) * pack
     # Add empty microbatches up to the multiple: 5 microbatches and a multiple of 4 need 3 more.
     more = -longest.shape[1] % layout.microbatch_multiple
-    work = np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more)))
+    each = layout.cost.of_sequences(longest)
+    if batch.payload_costs is not None:  # of a mean sequence
+        each = each + (longest > 0) * batch.payload_costs.mean()
+    work = np.pad(each * count, ((0, 0), (0, more)))
     costs = np.maximum(work + layout.cost.fixed, layout.cost.least)
     spent = _time_of(costs, layout)
     return _Account(

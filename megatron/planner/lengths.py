@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
@@ -48,6 +48,15 @@ class Lengths:
     run: RunSource | None = None
     """The run, if the source is a run's folder."""
 
+    def costing(self, num_ranks: int) -> Lengths:
+        """Returns the same with the cost of payloads for each of `num_ranks` ranks, which encode
+        them as well or wait meanwhile.
+        """
+        costs = self.sequences.payload_costs
+        if costs is None:
+            return self
+        return replace(self, sequences=replace(self.sequences, payload_costs=costs * num_ranks))
+
     @property
     def lengths(self) -> IntArray:
         """Tokens of each sample without padding, int64 [N]."""
@@ -83,6 +92,22 @@ class LengthOptions:
     """
     data_columns: str | None = None
     """Column renames of the chats, as in training."""
+    images: bool = False
+    """Read chats with images, for the vision model whose folder is --tokenizer-model: lengths, and
+    what its tower costs, from the headers of image files.
+    """
+    image_max_pixels: int = field(default=1024 * 1024, metadata={"only_with": "images"})
+    """Size that larger images are resized to, as in training."""
+    image_root: str | None = field(default=None, metadata={"only_with": "images"})
+    """Folder of relative image paths, as in training."""
+    image_url_cache: str | None = field(default=None, metadata={"only_with": "images"})
+    """Folder of fetched images, as in training."""
+    image_url_hosts: tuple[str, ...] = field(default=(), metadata={"only_with": "image_url_cache"})
+    """Hosts in private networks, as in training."""
+    tower_lr: float | None = field(default=None, metadata={"only_with": "images"})
+    """The vision tower is trained, and costs three times as much."""
+    projector_lr: float | None = field(default=None, metadata={"only_with": "images"})
+    """The projector is trained."""
     seq_length: int | None = None
     """Tokens of a sequence, at most (default: no limit)."""
     over_length_policy: OverLengthPolicy = "error"
@@ -98,6 +123,17 @@ class LengthOptions:
             why="lengths are missing",
             way_out="name a file of lengths or chats, before the options: plan FILE --dp 8",
         ),
+        Rule(
+            when=lambda options: options.images and options.tokenizer_model is None,
+            why="{images.flag} needs the folder of the vision model",
+            way_out="pass it as {tokenizer_model.flag}",
+        ),
+        Rule(
+            when=lambda options: options.images and options.loss != "sft",
+            why="{images.flag} trains answers by imitation, not {loss}",
+            way_out="drop one",
+        ),
+        *at_least(1, "image_max_pixels"),
         *at_least(0, "seed", "forward_passes"),
         *at_least(1, "seq_length"),
     )

@@ -130,6 +130,11 @@ def _plan(
     if found.run is not None:
         model, layout, remarks, scheduling = as_in_run(found.run, model, layout, given)
     layout.check(model)
+    if lengths.images:
+        if model.pack_cost is not None:
+            raise ValueError("--pack-cost has times of packs without images; drop it, or --images")
+        # As `num_ranks_of_image` of a run.
+        found = found.costing((1 if layout.sequence_parallel else layout.tp) * layout.pp)
     found, notes = _fitted(found, lengths, layout)
     passes = 0 if found.run is None else found.run.num_forward_passes
     passes = passes if lengths.forward_passes is None else lengths.forward_passes

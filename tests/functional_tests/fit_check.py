@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,15 +35,17 @@ from megatron.sft.fit.fake.experts import recorded
 from megatron.sft.fit.fake.host_reads import Dispatch, HostReads
 from megatron.sft.fit.fake.world import fake_world
 from megatron.sft.fit.step import StepData, run_step
-from megatron.sft.model import cpu_support, mcore_fixes
+from megatron.sft.images.source import ImageSize
+from megatron.sft.model import build, cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 from tests.functional_tests.ranks import run_ranks
 
 VOCAB_SIZE = 96
+VISION_VOCAB_SIZE = 250
+RUN = "--mock-data --seq-length 64 --train-iters 1 --global-batch-size 24 --lr 1e-3 --eval-iters 0"
 COMMON = (
-    "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --mock-data "
-    f"--seq-length 64 --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 --train-iters 1 "
-    "--global-batch-size 24 --lr 1e-3 --eval-iters 0"
+    "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 "
+    f"--vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 {RUN}"
 )
 PACKED = "--sequence-packing"
 ROPE = (
@@ -69,6 +76,8 @@ FULL = "--recompute-granularity full"
 SELECTIVE = "--recompute-granularity selective"
 LORA = "--lora --lora-rank 4"
 DATA = StepData(lengths=((40, 24), (64,)), loss_share=0.7)
+IMAGES = replace(DATA, images=((ImageSize(24, 32), ImageSize(8, 8), ImageSize(40, 16)), ()))
+BOTH = "--tower-lr 1e-3 --projector-lr 1e-3"
 FOUR = StepData(lengths=((40, 24), (64,), (30, 34), (16, 48)), loss_share=0.7)
 
 
@@ -79,10 +88,20 @@ class Case(NamedTuple):
     flags: str
     data: StepData = DATA
     num_layers: int = 2
+    folder: str = ""
+    """Model of `functional_tests.vision`, made once; empty for one of the sizes of `COMMON`."""
+
+    @property
+    def vocab_size(self) -> int:
+        return VISION_VOCAB_SIZE if self.folder else VOCAB_SIZE
 
     def config(self) -> SFTConfig:
         """Returns the run's options."""
         flags = f"--num-layers {self.num_layers} {COMMON} {self.flags}"
+        if self.folder:
+            flags = (
+                f"--pretrained-checkpoint {vision_folder(self.folder)} --images {RUN} {self.flags}"
+            )
         return parse_config(flags.split(), self.world_size)
 
     def __str__(self) -> str:
@@ -192,6 +211,25 @@ def _cases() -> dict[str, Case]:
         "tp2-cp2": Case(4, f"{PACKED} {GROUPED} {SP2} {CP2} --bf16 {SHARDED}"),
         "tp2-ep2": Case(4, f"{PACKED} {EXPERTS} {SP2} {EP2} --bf16 {SHARDED}"),
         "pp4": Case(4, f"{PACKED} {ROPE} --pipeline-model-parallel-size 4 --bf16", FOUR, 4),
+        **{
+            f"images-{name}": Case(size, f"{PACKED} {flags} --bf16", IMAGES, folder=model)
+            for name, size, flags, model in (
+                ("frozen", 1, "", "qwen3-vl"),
+                ("frozen-full", 1, FULL, "qwen3-vl"),
+                ("projector", 1, "--projector-lr 1e-3", "qwen3-vl"),
+                ("trained", 1, BOTH, "qwen3-vl"),
+                ("trained-full", 1, f"{BOTH} {FULL}", "qwen3-vl"),
+                ("lora-full", 1, f"{LORA} {FULL}", "qwen3-vl"),
+                ("language-frozen", 1, f"{BOTH} --freeze-language-model", "qwen3-vl"),
+                ("tp2-sp", 2, f"{BOTH} {SP2}", "qwen3-vl"),
+                ("cp2", 2, f"{BOTH} {CP2} {SHARDED}", "qwen3-vl"),
+                ("pp2", 2, f"{BOTH} {PP2}", "qwen3-vl"),
+                ("dp2-sharded", 2, f"{BOTH} {SHARDED}", "qwen3-vl"),
+                ("qwen3.5", 1, BOTH, "qwen3.5"),
+                ("qwen3.5-cp2-lora", 2, f"{LORA} {CP2}", "qwen3.5"),
+                ("qwen2.5", 1, BOTH, "qwen2.5-vl"),
+            )
+        },
         "pp2-dp2": Case(4, f"{PACKED} {ROPE} {PP2} --bf16 {OVERLAPPED}"),
     }
     return found
@@ -201,6 +239,18 @@ def _padded() -> StepData:
     return StepData(lengths=((40, 64), (64, 1)), loss_share=0.7)
 
 
+@cache
+def vision_folder(name: str) -> Path:
+    """Returns the folder of a tiny vision model, which stays as long as this process."""
+    # imports transformers, which no other case needs
+    from tests.functional_tests.vision import write_vision_model
+
+    folder = Path(_FOLDERS.name) / name
+    run_ranks(write_vision_model, 1, name, folder)
+    return folder
+
+
+_FOLDERS = tempfile.TemporaryDirectory()
 CASES = _cases()
 FEW = ("tp2-sp", "pp2", "dp2-sharded", "ep2", "lora-full")
 """The cases of every test run."""
@@ -220,8 +270,21 @@ def run_real(case: Case) -> tuple[list[Phase], list[Dispatch]]:
         with _disable_current_modes():  # bytes of pickled objects, on the host
             gather(*arguments, **options)  # type: ignore[arg-type]
 
-    with recorded() as numbers, mock.patch.object(dist, "all_gather_object", gather_unseen):
-        run_step(config, VOCAB_SIZE, case.data, counter)
+    build_model = build.build_model
+
+    def build_filled(*arguments: Any) -> list[Any]:
+        chunks = build_model(*arguments)
+        with _disable_current_modes(), torch.no_grad():
+            for parameter in (p for chunk in chunks for p in chunk.parameters()):
+                parameter.fill_(0.01)
+        return list(chunks)
+
+    with ExitStack() as stack:
+        numbers = stack.enter_context(recorded())
+        stack.enter_context(mock.patch.object(dist, "all_gather_object", gather_unseen))
+        if case.folder:  # whose weights are not read, so that they could be NaN
+            stack.enter_context(mock.patch.object(build, "build_model", build_filled))
+        run_step(config, case.vocab_size, case.data, counter)
     return counter.phases, numbers
 
 
@@ -230,7 +293,7 @@ def run_fake(case: Case, rank: int, numbers: Sequence[Dispatch]) -> list[Phase]:
     config, reads = case.config(), HostReads(recorded=numbers or None)
     counter = ByteCounter(keeps_storages=True)
     with fake_world(config, rank, case.world_size, reads) as mode:
-        run_step(config, VOCAB_SIZE, case.data, counter, (mode, reads))
+        run_step(config, case.vocab_size, case.data, counter, (mode, reads))
     return counter.phases
 
 
@@ -279,6 +342,8 @@ def check(case: Case) -> tuple[list[list[Phase]], list[str]]:
     When gloo's threads give memory back is chance, so a real run that differs runs again: what is
     counted wrongly differs each time.
     """
+    if case.folder:
+        vision_folder(case.folder)  # before ranks are forked
     for _ in range(3):
         real = run_ranks(run_real, case.world_size, case)
         found = []

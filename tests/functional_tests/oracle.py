@@ -561,6 +561,9 @@ def _keep_double() -> None:
     ):
         cpu_support.rewrite(function, {}, {"float32": "float64", "float": "double"})
     clip_grads.l2_norm_impl = _norm
+    # The norm of a rank that trains nothing; `float(norm_type)` stays what it is.
+    clip_grads.double = float  # type: ignore[attr-defined]
+    cpu_support.rewrite(clip_grads.get_grad_norm_fp32, {}, {"float": "double"})
     cpu_support.rewrite(
         clip_grads.clip_grad_by_total_norm_fp32, {"torch.FloatTensor": "torch.DoubleTensor"}, {}
     )

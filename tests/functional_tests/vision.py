@@ -45,6 +45,10 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen3-vl-moe": _TOWER | {"deepstack_visual_indexes": [0, 1]},
     "qwen3.5": _TOWER,
     "qwen3.5-moe": _TOWER,
+    "qwen2.5-vl": {
+        name: value for name, value in _TOWER.items() if name != "num_position_embeddings"
+    }
+    | {"window_size": 2 * UNIT, "fullatt_block_indexes": [1]},
 }
 """Model of `hf_models` -> sizes of its tower."""
 _WIDER = {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -58,7 +62,7 @@ PROCESSOR = {
     "image_mean": [0.5, 0.45, 0.4],
     "image_std": [0.5, 0.25, 0.2],
 }
-MODULES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+MODULES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 GRIDS = ((Grid(2, 3), Grid(1, 1)), (), (Grid(3, 2),), (Grid(1, 4),) * 5, ())
 """Images of each sequence of a batch: of odd sizes, in packs with and without any."""
 
@@ -152,7 +156,8 @@ def write_vision_model(name: str, folder: Path, dtype: torch.dtype = torch.float
         "vision_start_token_id": START_TOKEN,
         "vision_end_token_id": END_TOKEN,
     }
-    vision = {"tower": TOWERS[name], "ids": ids, "rope": _TEXT}
+    rope = _TEXT | ({"mrope_section": [2, 1, 1]} if name == "qwen2.5-vl" else {})
+    vision = {"tower": TOWERS[name], "ids": ids, "rope": rope}
     sizes = _WIDER if "3.5" in name else None
     write_model(name, folder, dtype, sizes=sizes, vision=vision)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))

@@ -12,6 +12,7 @@ megatron-core sums the gradients of what they hold alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -87,9 +88,9 @@ class SharedTower(torch.nn.Module):
                 f"the tower made {len(made)} rows of images {own or [0]}, but num_rows says "
                 f"{expected}"
             )
-        starts = torch.tensor([0, *num_rows]).cumsum(0)
-        places = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in own]
-        embeddings = made.new_zeros(int(starts[-1]), made.shape[-1])
+        starts = list(accumulate(num_rows, initial=0))
+        places = [torch.arange(starts[i], starts[i + 1]) for i in own]
+        embeddings = made.new_zeros(starts[-1], made.shape[-1])
         if own:
             embeddings = embeddings.index_copy(0, torch.cat(places).to(made.device), made)
         else:

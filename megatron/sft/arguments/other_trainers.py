@@ -36,6 +36,7 @@ _OURS = {
     "--tower-lr": "vit_lr vision_lr vision_tower_lr",
     "--projector-lr": "aligner_lr merger_lr mm_projector_lr",
     "--image-max-pixels": "max_pixels",
+    "--freeze-language-model": "freeze_llm",
     "--image-root": "media_dir image_folder image_dir",
     "--lr-decay-style": "lr_scheduler_type lr_scheduler",
     "--lr-warmup-fraction": "warmup_ratio",

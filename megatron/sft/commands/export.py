@@ -6,6 +6,7 @@ so that host memory holds one layer at a time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron.packing.rules import Rule, above_zero, check_rules
 from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
-from megatron.sft.options.images import TRAINED, ImageConfig
+from megatron.sft.options.images import TRAINED, WITHOUT_LANGUAGE_MODEL, ImageConfig
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
@@ -35,8 +36,8 @@ class ExportOptions:
     folder: str | None = field(default=None, metadata={"positional": True})
     """Folder to write: config.json, tokenizer and weights, as transformers and vLLM load them."""
     source: str | None = None
-    """HuggingFace folder that training started from. Its tensors outside the language model (vision
-    towers) are copied.
+    """HuggingFace folder that training started from, of which tensors that were not trained (vision
+    towers) are copied (default: where the checkpoint says).
     """
     max_shard_gigabytes: float = 5.0
     """Largest size of one file of weights."""
@@ -117,6 +118,8 @@ def export(
         )
     check_target(Path(folder))
     model_config = read_config(companions)
+    if is_multimodal(model_config) and os.path.isdir(saved_options.get("base_folder", "")):
+        source = source or saved_options["base_folder"]
     if is_multimodal(model_config) and source is None:
         raise ValueError(
             f"{path} is the language model of a {model_config['model_type']}; pass --source, the "
@@ -167,6 +170,7 @@ def _config(model_options: dict[str, Any], source: str | None) -> SFTConfig:
             images=bool(trained),
             tower_lr=1.0 if "tower" in trained else None,
             projector_lr=1.0 if "projector" in trained else None,
+            freeze_language_model=WITHOUT_LANGUAGE_MODEL in trained,
         ),
         preference=PreferenceConfig(loss="reward" if model_options.get("score_head") else "sft"),
     )

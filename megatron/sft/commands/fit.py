@@ -63,6 +63,11 @@ class FitOptions:
     """Memory of a GPU, such as 80GiB: says whether the run fits, and ends with status 1 if not."""
     loss_share: float = 1.0
     """Part of the tokens that counts for the loss; the others need no output layer."""
+    image_share: float = field(
+        default=1.0, metadata={"idle_without": "images", "default_holds": True}
+    )
+    """Part of each sequence's tokens that images have, the largest that --image-max-pixels allows.
+    """
     expert_routing: Literal["balanced", "worst"] = field(
         default="balanced", metadata={"idle_without": "num_experts", "default_holds": True}
     )
@@ -82,7 +87,7 @@ class FitOptions:
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *at_least(1, "world_size", "gpus_per_node"),
-        *in_range(0, 1, "loss_share"),
+        *in_range(0, 1, "loss_share", "image_share"),
     )
 
     def __post_init__(self) -> None:
@@ -130,6 +135,7 @@ def parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, FitOptions
                 "host_memory",
                 "gpus_per_node",
                 "loss_share",
+                "image_share",
                 "expert_routing",
                 "verify",
                 "fit_json",
@@ -177,11 +183,6 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
     """
     start = time.monotonic()
     silence_warnings(0)
-    if config.images.trains_tower or config.images.trains_projector:
-        raise ValueError(
-            "--tower-lr and --projector-lr keep activations of the tower, which are not estimated; "
-            "drop them for the memory of a run with a frozen tower"
-        )
     with quick_imports():
         from megatron.sft.fit.estimate import Request, estimates
         from megatron.sft.fit.verify import comparison, measured_elsewhere
@@ -190,6 +191,7 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
         vocab_size=vocab_size_of(config),
         world_size=options.world_size,
         loss_share=options.loss_share,
+        image_share=options.image_share,
         routing=options.expert_routing,
     )
     peaks = measured_elsewhere(request, environment) if options.verify else None
@@ -301,7 +303,10 @@ def _assumptions(request: Any, options: FitOptions) -> list[str]:
     if len(set(config.layers_of_parts)) > 1:
         stages = f"; stages of {' '.join(map(str, config.layers_of_parts))} layers"
     if config.images.images:
-        adam += "; of images the weights of the tower, not what an image takes while it is encoded"
+        adam += (
+            f"; images of {config.images.image_max_pixels:,} pixels or a sequence's length have "
+            f"{options.image_share:.0%} of the tokens"
+        )
     return [
         f"model     {model.num_layers} layers, hidden {model.hidden_size}, vocabulary "
         f"{request.vocab_size:,}, {'bfloat16' if config.training.bf16 else 'float32'}",

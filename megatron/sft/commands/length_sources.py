@@ -28,12 +28,16 @@ from megatron.packing.user_files import parse_json, read_json, read_text
 from megatron.planner.lengths import OPTIONS_FILE, LengthOptions, Lengths, RunSource
 from megatron.planner.sequences import Sequences, sequences_of
 from megatron.planner.step_record import StepRecord
-from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
+from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
+from megatron.sft.data.image_chats import ImageChats
 from megatron.sft.data.mock.dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock.lengths import FLAG
 from megatron.sft.data.preference.encode import PairEncoder
 from megatron.sft.data.preference.partners import with_partners_in_order
 from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.images.sizes import tower_cost
+from megatron.sft.images.urls import url_cache
+from megatron.sft.images.vision import read_vision
 from megatron.sft.options.chat_template import TemplateChoice, read_date, read_variables
 from megatron.sft.options.data import TOKENIZER_RULES, tokenizer_type_of
 from megatron.sft.options.data_columns import parse_columns
@@ -232,8 +236,12 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
             scores_last=options.loss == "reward",
             takes_plain=options.loss != "reward",
         )
-    encoder = ChatEncoder(tokenizer, LONGEST, "truncate", columns, turns, preferences=pairs)
+    images = _image_chats(options, path, tokenizer)
+    encoder = ChatEncoder(
+        tokenizer, LONGEST, "truncate", columns, turns, images is None, None, pairs, images
+    )
     reader, dropped = SampleReader(), 0
+    image_costs: list[float] = []
     marked: list[EncodedSample] = []
     for index in range(len(source)):
         (record,) = read_records(source, [index])
@@ -253,7 +261,9 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
         elif options.loss == "kto":
             marked.append(sample)
         else:
-            reader.add(_fields_of(sample), index)
+            for part in sample.parts:
+                reader.add(_fields_of(part), index)
+                image_costs.append(_image_cost(options, images, part))
     # As in training, where the answer of the record before is a second branch.
     for index, sample in enumerate(with_partners_in_order(marked, LONGEST)):
         reader.add(_fields_of(sample), index)
@@ -262,8 +272,32 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
         raise ValueError(f"{path}: holds no sample with a token to train on; give another file")
     described = f"{path}, {tokenizer_type}"
     trees = SampleSizes.of_trees(samples, Alignment())
-    sequences = Sequences(samples.lengths, trees, samples.num_loss_tokens)
+    costs = np.array(image_costs) if any(image_costs) else None
+    if images is not None:
+        described += f", {np.count_nonzero(image_costs):,} sequences with images"
+    sequences = Sequences(samples.lengths, trees, samples.num_loss_tokens, costs)
     return Lengths(sequences=sequences, described=described, dropped=dropped)
+
+
+def _image_chats(options: LengthOptions, path: Path, tokenizer: Tokenizer) -> ImageChats | None:
+    if not options.images:
+        return None
+    vision = read_vision(str(options.tokenizer_model), options.image_max_pixels)
+    literals = tuple(tokenizer.show([token]) for token in vision.reserved_tokens)
+    cache = url_cache(options.image_url_cache, options.image_url_hosts)
+    return ImageChats(vision, literals, options.image_root or str(path.parent), cache)
+
+
+def _image_cost(options: LengthOptions, images: ImageChats | None, sample: EncodedSample) -> float:
+    """Returns the FLOPs of the tower on the images of a sequence, on the rank that encodes them."""
+    if images is None or sample.images is None:
+        return 0.0
+    cost = tower_cost(
+        images.vision,
+        trains_tower=options.tower_lr is not None,
+        trains_projector=options.projector_lr is not None,
+    )
+    return float(cost(sample.images.num_patches).sum())
 
 
 def _fields_of(sample: EncodedSample) -> MergedPaths | dict[str, Any]:

@@ -29,6 +29,7 @@ from megatron.sft.data.record_notes import notes_on_records
 from megatron.sft.data.sample_set import SampleSet, concatenated
 from megatron.sft.data.splits import SplitBuilder
 from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.images.urls import url_cache
 from megatron.sft.images.vision import read_vision
 from megatron.sft.options.chat_template import to_json
 from megatron.sft.options.config import SFTConfig
@@ -120,7 +121,13 @@ def build_datasets(config: SFTConfig) -> Datasets:
         )
     encoding_options = _encoding_options(data, turns) | identity_of(config.preference)
     if encoder.images is not None:
-        encoding_options["image_max_pixels"] = str(encoder.images.vision.max_pixels)
+        vision = encoder.images.vision
+        encoder.note(
+            f"images have at most {vision.max_pixels:,} pixels, {vision.most_tokens:,} tokens "
+            "(--image-max-pixels); larger ones are resized, by Pillow"
+        )
+        encoding_options["image_max_pixels"] = str(vision.max_pixels)
+        encoding_options["image_backend"] = "pillow"
     train, valid, test = (
         replace(samples, identity=samples.identity | encoding_options)
         for samples in (train, valid, test)
@@ -153,6 +160,7 @@ def _image_chats(config: SFTConfig, tokenizer: Tokenizer) -> ImageChats | None:
         vision,
         tuple(tokenizer.show([token]) for token in vision.reserved_tokens),
         images.image_root or "",
+        url_cache(images.image_url_cache, images.image_url_hosts),
         # A damaged file that is found only where it is trained ends the run.
         decodes=config.data.bad_samples_in_a_row is not None,
     )

@@ -27,6 +27,7 @@ from megatron.sft.data.records.values import SampleError
 from megatron.sft.images.positions import axis_positions
 from megatron.sft.images.sizes import Grid, grid_of, resized
 from megatron.sft.images.source import ImageError, ImageSize, ImageSource, pixels_of, size_of
+from megatron.sft.images.urls import ImageCache
 from megatron.sft.images.vision import Vision
 
 
@@ -78,6 +79,8 @@ class ImageChats:
     """Texts of `vision.reserved_tokens`."""
     folder: str = ""
     """Folder of relative paths."""
+    cache: ImageCache | None = None
+    """Folder of images of URLs; None if they are errors."""
     decodes: bool = False
     """Whether pixels are read with the record, to find damaged files before they are scheduled."""
 
@@ -95,8 +98,8 @@ class ImageChats:
         found = []
         for image in (image for message in messages for image in message.images):
             assert isinstance(image.source, ImageSource)
-            source = image.source.within(self.folder)
             try:
+                source = self._located(image.source)
                 size = size_of(source)
                 try:
                     size = resized(size, self.vision)
@@ -108,6 +111,17 @@ class ImageChats:
                 raise SampleError(str(fault)) from None
             found.append(SizedImage(source, size))
         return found
+
+    def _located(self, source: ImageSource) -> ImageSource:
+        """Returns an image with the path of its file, if it has one."""
+        if not source.url:
+            return source.within(self.folder)
+        if self.cache is None:
+            raise ImageError(
+                f"{source.name} is not fetched; pass --image-url-cache FOLDER to fetch images of "
+                "URLs, or download it and give its path"
+            )
+        return self.cache.located(source)
 
     def check_texts(self, content: Content) -> None:
         """Raises SampleError for text that spells a token of images."""
@@ -131,6 +145,10 @@ class ImageChats:
                 "give the images, in a conversation"
             )
 
+    def num_placeholders(self, ids: npt.NDArray[np.integer]) -> int:
+        """Returns the placeholders of a chat before they are expanded, one for each image."""
+        return int((ids == self.vision.image_token).sum())
+
     def expand(
         self,
         ids: npt.NDArray[np.int32],
@@ -142,11 +160,11 @@ class ImageChats:
         Raises SampleError if the template wrote another number of placeholders than images.
         """
         is_image = ids == self.vision.image_token
-        if int(is_image.sum()) != len(grids):
+        if self.num_placeholders(ids) != len(grids):
             raise SampleError(
-                f"the chat template writes {int(is_image.sum())} placeholders for {len(grids)} "
-                "images; many templates leave out those of system prompts and answers, so move "
-                "them to a turn of the user"
+                f"the chat template writes {self.num_placeholders(ids)} placeholders for "
+                f"{len(grids)} images; many templates leave out those of system prompts and "
+                "answers, so move them to a turn of the user"
             )
         repeats = np.ones(len(ids), np.int64)
         repeats[is_image] = [grid.num_tokens for grid in grids]

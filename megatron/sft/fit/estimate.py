@@ -7,6 +7,7 @@ activations, workspaces of passes    run where the stage is shallow; else extrap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -28,6 +29,9 @@ from megatron.sft.fit.stages import (
     stages_of,
 )
 from megatron.sft.fit.step import StepData, run_step
+from megatron.sft.images.source import ImageSize
+from megatron.sft.images.vision import Vision
+from megatron.sft.model.build import vision_of
 from megatron.sft.options.config import SFTConfig
 
 How = Literal["run", "extrapolated", "described"]
@@ -77,6 +81,8 @@ class Request:
     vocab_size: int
     world_size: int
     loss_share: float = 1.0
+    image_share: float = 1.0
+    """Part of each sequence's tokens that images have, in a run with images."""
     routing: Routing = "balanced"
     device: Device = field(default_factory=described_gpu.DescribedGPU)
     """A GPU, or the CPU."""
@@ -93,7 +99,28 @@ class Request:
             rest = pack_tokens % sequence_tokens // alignment.pack * alignment.pack
             rows = (sequence_tokens,) * (pack_tokens // sequence_tokens)
             rows += (rest,) if rest else ()
-        return StepData(lengths=(rows,) * num_microbatches, loss_share=self.loss_share)
+        vision = vision_of(config)
+        images = () if vision is None else largest_images(rows, vision, self.image_share)
+        return StepData(
+            lengths=(rows,) * num_microbatches,
+            loss_share=self.loss_share,
+            images=(images,) * num_microbatches if images else (),
+        )
+
+
+def largest_images(rows: Sequence[int], vision: Vision, share: float) -> tuple[ImageSize, ...]:
+    """Returns the images of a microbatch: of each sequence as many squares of the largest size as
+    its share of tokens has place for.
+
+    rows: tokens of each sequence.
+    """
+    unit = vision.patch_size * vision.merge_size
+    found: list[ImageSize] = []
+    for tokens in (int(row * share) for row in rows):
+        side = math.isqrt(min(tokens, vision.most_tokens))
+        if side:
+            found += [ImageSize(side * unit, side * unit)] * (tokens // side**2)
+    return tuple(found)
 
 
 class Trace(NamedTuple):

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megatron.packing.layers import options_at_depth, options_by_layer
+from megatron.sft.images.vision import read_vision
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.training import TrainingConfig
 
@@ -96,6 +97,10 @@ def depths_of(config: SFTConfig, stage: Stage) -> tuple[int, ...]:
         first = -(-first // unit) * unit
     elif model.recompute_granularity == "full" and (model.recompute_num_layers or 1) < depth:
         first = max(first, model.recompute_num_layers or 1)
+    if config.images.images:  # the first layers also add features of the tower
+        folder = str(config.output.pretrained_checkpoint)
+        vision = read_vision(folder, config.images.image_max_pixels)
+        first += -(-vision.num_deepstack // unit) * unit
     # Below frozen embeddings the first layer's input has no gradient: alone it is no layer like the
     # others.
     numbers = (2, 3, 4, 5) if config.lora.lora else (1, 2, 3, 4)

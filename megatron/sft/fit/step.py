@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.packing.batch.columns import AXIS_POSITIONS
 from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
+from megatron.packing.batch.payload_bytes import PackPayloads
 from megatron.packing.batch.samples import Samples
 from megatron.packing.device import CPU, Device
 from megatron.packing.model.attention.zigzag import shard_index
@@ -30,7 +31,10 @@ from megatron.packing.step.global_batch import PackedIterator
 from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.fake.host_reads import HostReads
 from megatron.sft.fit.fake.optimizers import MAIN_PARAMETER
-from megatron.sft.model.build import Training, build_training
+from megatron.sft.images.model import PIXELS
+from megatron.sft.images.sizes import grid_of
+from megatron.sft.images.source import ImageSize
+from megatron.sft.model.build import Training, build_training, vision_of
 from megatron.sft.model.forward import PaddedBatch, forward_step, padded_batches
 from megatron.sft.model.module_parts import part_of_module
 from megatron.sft.options.config import SFTConfig
@@ -46,6 +50,8 @@ class StepData:
     lengths: tuple[tuple[int, ...], ...]
     loss_share: float = 1.0
     """Part of each sequence's tokens that counts for the loss, from its end."""
+    images: tuple[tuple[ImageSize, ...], ...] = ()
+    """Images of each microbatch, whose tokens are its first; () for none."""
 
     def loss_mask(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Returns one weight per token of all sequences: `(4,)` at 0.5 -> `[0, 0, 1, 1]`."""
@@ -114,14 +120,28 @@ def prepare(config: SFTConfig, data: StepData) -> list[Prepared]:
     else:
         packs = layout_microbatches(layouts, samples=samples)
     found = []
-    for one, layout in zip(packs, layouts):
+    for number, (one, layout) in enumerate(zip(packs, layouts)):
         num_loss_tokens = 0
+        if data.images and data.images[number] and stage == 0:
+            one = _with_images(config, one, data.images[number])
         if "loss_mask" in one:
             index = shard_index(tuple(layout.padded_lengths.tolist()), size, rank)
             shard = one["loss_mask"] if index is None else one["loss_mask"][index]
             num_loss_tokens = int(shard.count_nonzero())
         found.append(Prepared(one, layout.num_tokens // size, num_loss_tokens))
     return found
+
+
+def _with_images(config: SFTConfig, batch: Any, sizes: Sequence[ImageSize]) -> Any:
+    """Returns a microbatch with images, all of its first sequence."""
+    vision = vision_of(config)
+    assert vision is not None
+    num_tokens = sum(grid_of(size, vision).num_tokens for size in sizes)
+    tokens = batch["tokens"].clone()
+    tokens[:num_tokens] = vision.image_token
+    pixels = [torch.zeros(*size, 3, dtype=torch.uint8) for size in sizes]
+    payloads = PackPayloads({PIXELS: pixels}, {PIXELS: np.zeros(len(sizes), np.int64)})
+    return {**batch, "tokens": tokens, "payloads": payloads, "host_tokens": tokens}
 
 
 def _rows(config: SFTConfig, data: StepData, mask: Any) -> list[Prepared]:
@@ -149,10 +169,15 @@ def to_fake(prepared: Sequence[Prepared], mode: FakeTensorMode) -> list[Prepared
                 name: mode.from_tensor(getattr(batch, name)) for name in FIELDS
             }
             return batch._replace(**fields)
-        return {
+        fake = {
             name: mode.from_tensor(value) if name in FIELDS else value
             for name, value in batch.items()
         }
+        if "payloads" in batch:
+            tensors, segments = batch["payloads"]
+            pixels = {name: [mode.from_tensor(one) for one in tensors[name]] for name in tensors}
+            fake["payloads"] = PackPayloads(pixels, segments)
+        return fake
 
     return [one._replace(batch=faked(one.batch)) for one in prepared]
 

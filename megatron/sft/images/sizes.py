@@ -88,7 +88,8 @@ def tower_cost(
     # weight: of the patches, which are the data, only the latter.
     embedding = patch * hidden * (2 if trains_tower else 1)
     passes = 3 if trains_tower else 1
-    layer = 4 * hidden**2 + 2 * hidden * tower["intermediate_size"]
+    num_products = 3 if vision.family.is_gated else 2
+    layer = 4 * hidden**2 + num_products * hidden * tower["intermediate_size"]
     first, second = merged * merged, merged * tower["out_hidden_size"]
     trained = trains_tower or trains_projector
     of_projector = (
@@ -96,8 +97,11 @@ def tower_cost(
     ) / vision.merge_size**2
     linear = embedding + passes * tower["depth"] * layer
     linear += of_projector * (1 + vision.num_deepstack)
-    pairs = passes * tower["depth"] * 2 * hidden  # scores and values; no pair is masked
+    pairs = _MULTIPLY_ADD * num_ranks * passes * 2 * hidden  # scores, values; no pair is masked
+    # Windows at the edges of an image are smaller, so that this is a little more than they take.
+    num_windowed, window = vision.windows
     return PayloadCost(
         linear=float(_MULTIPLY_ADD * linear * num_ranks),
-        quadratic=float(_MULTIPLY_ADD * pairs * num_ranks),
+        quadratic=float(pairs * (tower["depth"] - num_windowed)),
+        windows=((window, float(pairs * num_windowed)),) if num_windowed else (),
     )

@@ -28,7 +28,8 @@ _TEXT_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 pixels.
 """
 _PNG_BEGIN = 8
-_SHOWN = 40
+_SHOWN = 160
+"""Most characters of a path or URL in messages; data: URLs are cut earlier."""
 
 
 class ImageError(ValueError):
@@ -44,6 +45,8 @@ class ImageSource(NamedTuple):
     """File; empty for bytes."""
     content: bytes = b""
     """Encoded image, as in a file."""
+    url: str = ""
+    """Address on a server; `urls` then finds its path."""
 
     def within(self, folder: str) -> ImageSource:
         """Returns the same image with a relative path taken from `folder`."""
@@ -58,17 +61,20 @@ class ImageSize(NamedTuple):
 
 
 def source_of_text(text: str, name: str) -> ImageSource:
-    """Returns the image of a path, a file: URL or a data: URL.
+    """Returns the image of a path or a URL: data:, file:, http: or https:.
 
-    Raises ImageError for URLs of servers, which are not read.
+    Raises ImageError for other URLs, which are not read.
     """
-    name = f"{name} {shown(text[:_SHOWN])}"
-    if text.startswith("data:"):
+    is_data = text.startswith("data:")
+    name = f"{name} {shown(text[: 40 if is_data else _SHOWN])}"
+    if is_data:
         head, comma, data = text.partition(",")
         if not comma or not head.endswith(";base64"):
             raise ImageError(f"{name} must be data:image/...;base64,... to be read")
         return source_of_base64(data, name)
-    if text.startswith(("http://", "https://", "s3://", "gs://")):
+    if text.lower().startswith(("http://", "https://")):
+        return ImageSource(name, url=text)
+    if "://" in text and not text.startswith("file://"):
         raise ImageError(f"{name} is not read from a server; download it, and give its path")
     return ImageSource(name, path=text.removeprefix("file://"))
 
@@ -84,8 +90,11 @@ def source_of_base64(text: str, name: str) -> ImageSource:
 def size_of(source: ImageSource) -> ImageSize:
     """Returns the size of an image, by its header alone. Raises ImageError if it has none."""
     with _opened(source) as (image, stream):
-        width, height = image.size
         turned = _orientation(image, stream) in _QUARTER_TURNS
+        if turned and image.format == "TIFF":  # Pillow turns it itself, some releases when loading
+            image.load()
+            turned = False
+        width, height = image.size
         return ImageSize(width, height) if turned else ImageSize(height, width)
 
 

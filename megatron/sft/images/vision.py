@@ -47,6 +47,10 @@ class VisionFamily:
     """Pairs of channels that turn by time, height and width, where config.json lacks them."""
     tower: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `vision_config` that may be missing -> their values in transformers."""
+    is_interleaved: bool = True
+    """True if time, height and width turn pairs of channels in turn, False if each turns a run."""
+    is_gated: bool = False
+    """True if the MLPs of the tower have three matrices."""
 
     def is_trained(self, name: str, images: ImageConfig) -> bool:
         """Returns whether a tensor of the tower or the projector is trained, by its name within the
@@ -90,11 +94,30 @@ _QWEN3_5 = replace(
     sections=(11, 11, 10),
     tower=_SIZES,
 )
+_QWEN2_5_VL = replace(
+    _QWEN3_VL,
+    tower_type="qwen2_5_vl_vision",
+    prefix="visual.",
+    projector=("merger.",),
+    sections=(16, 24, 24),
+    is_interleaved=False,
+    is_gated=True,
+    tower=_SIZES
+    | {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+)
 FAMILIES: Mapping[str, VisionFamily] = {
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": replace(_QWEN3_VL, tower_type="qwen3_vl_moe_vision"),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": replace(_QWEN3_5, tower_type="qwen3_5_moe_vision"),
+    "qwen2_5_vl": _QWEN2_5_VL,
 }
 """`model_type` of a multimodal model -> how it sees images."""
 
@@ -127,6 +150,21 @@ class Vision:
     def merge_size(self) -> int:
         """Patches on each side of a block that becomes one token."""
         return int(self.tower["spatial_merge_size"])
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of an image of `max_pixels`."""
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """Layers of the tower that attend within windows, and patches of a window; (0, 1) without
+        any.
+        """
+        if "window_size" not in self.tower:
+            return 0, 1
+        num_whole = len(self.tower["fullatt_block_indexes"])
+        return self.tower["depth"] - num_whole, (self.tower["window_size"] // self.patch_size) ** 2
 
     @property
     def num_deepstack(self) -> int:
@@ -171,7 +209,7 @@ def read_vision(folder: str | Path, image_max_pixels: int) -> Vision:
         tower=tower,
         image_token=ids["image_token_id"],
         reserved_tokens=tuple(ids.values()),
-        sections=_sections(config.get("text_config", {}), family),
+        sections=_sections(config.get("text_config", config), family),
         min_pixels=least,
         max_pixels=min(most, image_max_pixels),
         mean=_three(settings, "image_mean", where),

@@ -49,6 +49,7 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.agreement import gathered
 from megatron.sft.images.model import add_vision, image_cost, payload_store, set_trained
+from megatron.sft.images.urls import url_cache
 from megatron.sft.images.vision import Vision, check_stages, read_vision
 from megatron.sft.model.checkpoints.weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import (
@@ -117,7 +118,7 @@ def vision_of(config: SFTConfig) -> Vision | None:
 def flops_of(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost:
     """Returns the FLOPs of a pack."""
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
-    if config.lora.lora:
+    if config.lora.lora or config.images.freeze_language_model:
         # A trained matrix costs three products: forward, gradient of its input, gradient of itself.
         # Frozen matrices lack the last.
         cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
@@ -237,7 +238,12 @@ def build_transformer_config(
             over_length_policy=packing.over_length_policy,
             scheduling=config.scheduling,
             seed=config.training.seed,
-            payloads=None if vision is None else payload_store(image_cost(config, vision)),
+            payloads=None
+            if vision is None
+            else payload_store(
+                image_cost(config, vision),
+                url_cache(config.images.image_url_cache, config.images.image_url_hosts),
+            ),
         )
         transformer_config.sequence_packing_options = options  # type: ignore[attr-defined]
     return transformer_config

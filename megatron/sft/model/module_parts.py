@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.packing.model.parts import known_parts
+from megatron.packing.model.shared_tower import SharedTower
 
 _PARTS: tuple[tuple[type, str], ...] = (
     (Attention, "attention"),
@@ -18,6 +19,7 @@ _PARTS: tuple[tuple[type, str], ...] = (
     (MLP, "MLP"),
     (BaseMoELayer, "experts"),
     (LanguageModelEmbedding, "embedding"),
+    (SharedTower, "vision tower"),
     (TransformerLayer, "norms and residuals"),
     (GPTModel, "output layer and loss"),
 )

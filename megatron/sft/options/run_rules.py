@@ -184,6 +184,21 @@ IMAGE_RULES = (
         way_out="drop it, and ask the model of --save-hf by megatron-sft chat",
     ),
     Rule(
+        when=lambda options: options.lora and options.freeze_language_model,
+        why="{lora.flag} trains the language model, which {freeze_language_model.flag} freezes",
+        way_out="drop one",
+    ),
+    Rule(
+        when=lambda options: (
+            options.freeze_language_model
+            and options.pipeline_model_parallel_size > 1
+            and options.use_distributed_optimizer
+        ),
+        why="{freeze_language_model.flag} leaves later pipeline stages nothing to train, of which "
+        "{use_distributed_optimizer.flag} cannot be saved",
+        way_out="drop one",
+    ),
+    Rule(
         when=lambda options: options.images and options.doctor,
         why="{doctor.flag} examines the language model without the tower of {images.flag}",
         way_out="drop it",

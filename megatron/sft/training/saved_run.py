@@ -77,7 +77,7 @@ def model_options(
         has_dense_layers=0 in config.model.moe_layer_freq,
     )
     options |= config.images.identity()
-    if config.lora.lora:
+    if config.lora.lora or config.images.freezes:
         assert config.output.pretrained_checkpoint is not None
         options["base_folder"] = config.output.pretrained_checkpoint
         # 16 hex digits: enough to distinguish base models, and readable in an error.

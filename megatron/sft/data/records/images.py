@@ -41,7 +41,9 @@ class MessageImage(NamedTuple):
 def is_image_part(part: Mapping[str, Any]) -> bool:
     """Returns whether a part of a message's content is an image."""
     kind = part.get("type")
-    return kind in _TYPES or (kind is None and ("image" in part or "image_url" in part))
+    if kind is None:  # in a table each part has all keys
+        return not (is_empty(part.get("image")) and is_empty(part.get("image_url")))
+    return kind in _TYPES
 
 
 def source_of_part(part: Mapping[str, Any], where: str) -> ImageSource | int | None:

@@ -69,6 +69,10 @@ refused.
 """
 
 
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts of a content that are text; the latter two in OpenAI's responses."""
+
+
 class Message(NamedTuple):
     """One turn of a conversation."""
 
@@ -278,7 +282,7 @@ def _content(content: object, where: str) -> tuple[str, list[MessageImage]]:
         if isinstance(part, Mapping) and is_image_part(part):
             place = f"{where} image {len(images)}"
             images.append(MessageImage(sum(map(len, texts)), source_of_part(part, place)))
-        elif isinstance(part, Mapping) and part.get("type", "text") == "text":
+        elif isinstance(part, Mapping) and (part.get("type") or "text") in _TEXTS:
             texts.append(text_of(_either(part, ("text", "value"))[1], f"{where} part"))
         else:
             raise SampleError(

@@ -37,11 +37,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.packing.device import CPU, Device
 from megatron.packing.model import get_batch
+from megatron.packing.model.embeddings import BatchPayloads
 from megatron.sft import distributed
 from megatron.sft.fit.counter import DEVICE
 from megatron.sft.fit.fake import described_gpu, experts, optimizers
 from megatron.sft.fit.fake.host_reads import HostReads
 from megatron.sft.fit.fake.results import Results
+from megatron.sft.images import tower
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
 
@@ -102,6 +104,9 @@ def _replaced(reads: HostReads) -> Iterator[tuple[Any, str, Any]]:
     yield torch.UntypedStorage, "copy_", _nothing_to_copy
     # cu_seqlens are the host's, and their values are needed.
     yield get_batch, "packed_seq_params", _with_values(get_batch.packed_seq_params)
+    # So are placeholders, and the sizes of images.
+    yield BatchPayloads, "placeholders", _with_values(BatchPayloads.placeholders)
+    yield tower, "grid_inputs", _with_values(tower.grid_inputs)
     yield P2PCommunicator, "_communicate_shapes", _same_shapes(P2PCommunicator._communicate_shapes)
     # Numbers that they keep from step to step belong to one world; those of losses have its depth.
     for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):

@@ -24,6 +24,7 @@ from megatron.packing.flags import flag_of
 from megatron.packing.model.names import is_of_adapter
 from megatron.packing.model.parts import known_parts
 from megatron.sft.data.sample_set import blend_changes, match_saved_form
+from megatron.sft.images.model import IS_FROZEN_LANGUAGE_MODEL
 from megatron.sft.images.vision import PARAMETERS
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.files import CheckpointError, check_sound, read_or_refused
@@ -184,7 +185,7 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
     no_reference = {"reference": _NO_REFERENCE}
     saved = _DEFAULTS_OF_OLD | without_adapters | no_reference | saved
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
-    names[TRAINED] = "what --tower-lr and --projector-lr train"
+    names[TRAINED] = "what is trained of tower, projector and language model"
     names |= {key_of_part(p.name): f"--lora-target-modules of {p.title}" for p in known_parts()}
     differing = {
         name: _changed_files(name, saved, model_options)
@@ -333,15 +334,21 @@ def _sharded_state(
 
 
 def _left_out(gpt: torch.nn.Module) -> set[str]:
-    """Returns the parameters that a checkpoint leaves out: a frozen vision tower and, under LoRA,
-    the base model, which are in its folder. Other parameters that are not trained are nowhere else.
+    """Returns the parameters that a checkpoint leaves out, which are in the folder that training
+    started from: a frozen vision tower, the language model frozen beside one and, under LoRA, the
+    base model. Other parameters that are not trained are nowhere else.
     """
     parameters = dict(gpt.named_parameters())
     has_adapters = any(map(is_of_adapter, parameters))
     return {
         name
         for name, parameter in parameters.items()
-        if not parameter.requires_grad and (has_adapters or name.startswith(PARAMETERS))
+        if not parameter.requires_grad
+        and (
+            has_adapters
+            or name.startswith(PARAMETERS)
+            or hasattr(parameter, IS_FROZEN_LANGUAGE_MODEL)
+        )
     }
 
 

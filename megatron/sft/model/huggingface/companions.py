@@ -183,7 +183,8 @@ def weights_of(
         shapes = {
             name: stored.shape for name, stored in tensors.items() if name.startswith(vision.prefix)
         }
-        tower = Tower(vision.prefix, shapes, partial(vision.is_trained, images=images))
+        is_trained = partial(vision.is_trained, images=images)
+        tower = Tower(vision.prefix, shapes, is_trained, images.freeze_language_model)
     return Weights(model, text.number("vocab_size"), family, prefix, head, tower)
 
 

@@ -158,7 +158,7 @@ def check_folder(
         way_out: advice for a folder that lacks tensors.
     """
     expected = {part.name: part.stored_shape for weight in weights.all() for part in weight.parts}
-    carried = carried_tensors(folder, weights)
+    carried = carried_tensors(folder, weights).keys() - expected.keys()
     tensors = {name: found for name, found in folder.tensors.items() if name not in carried}
     _refuse_types(folder, tensors)
     missing = sorted(expected.keys() - tensors.keys())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.sft.images.tower import check_tensors
 from megatron.sft.images.vision import check_stages, read_vision
 from megatron.sft.model.checkpoints.folder import (
     distributed_checkpoint,
@@ -56,7 +57,8 @@ def open_pretrained(
         return None
     continues = output.load is not None and latest_iteration(output.load) is not None
     needs_start = not continues or config.preference.needs_reference
-    if not needs_start and not config.lora.lora:
+    # A checkpoint has no base model of adapters, and no frozen tower.
+    if not needs_start and not config.lora.lora and not config.images.images:
         return None
     checkpoint = distributed_checkpoint(output.pretrained_checkpoint)
     if checkpoint is not None and config.lora.lora:
@@ -77,6 +79,7 @@ def open_pretrained(
     if config.images.images:
         vision = read_vision(output.pretrained_checkpoint, config.images.image_max_pixels)
         check_stages(vision, config.layers_of_parts)
+        check_tensors(folder.path, {n: one.shape for n, one in folder.tensors.items()}, vision)
     model_config = read_config(output.pretrained_checkpoint)
     weights = weights_of(
         config.model,

@@ -33,6 +33,8 @@ class Tower(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     is_trained: Callable[[str], bool]
     """Function from a name without prefix to whether the run changes the tensor."""
+    is_alone: bool = False
+    """True if the language model is frozen."""
 
 
 class Weights:
@@ -97,10 +99,13 @@ class Weights:
 
     def is_carried(self, name: str) -> bool:
         """Returns whether a tensor is outside the trained model, and copied by an export: one of a
-        vision tower, or of layers that predict further tokens.
+        vision tower, of a language model that is frozen beside it, or of layers that predict
+        further tokens.
         """
         if self._tower is not None and name.startswith(self._tower.prefix):
             return not self._tower.is_trained(name.removeprefix(self._tower.prefix))
+        if self._tower is not None and self._tower.is_alone:
+            return True
         if name.startswith(self._family.carried):
             return True
         if not name.startswith((self.prefix.body, self.prefix.head)):

@@ -26,6 +26,10 @@ class Parrot:
         self.asked.append(list(messages))
         return str(len(messages))
 
+    def check_image(self, path):
+        if "missing" in path:
+            raise ValueError(f"there is no file {path}")
+
 
 def roles(messages):
     return [message["role"][0] for message in messages]
@@ -39,6 +43,16 @@ def test_a_conversation_grows_until_it_is_cleared(monkeypatch):
     assert ["".join(roles(messages)) for messages in parrot.asked] == ["su", "suau", "su"]
     assert parrot.asked[1][2]["content"] == "2"
     assert parrot.asked[2][1]["content"] == "three"
+
+
+def test_images_go_with_the_next_message(monkeypatch, capsys):
+    """An image that is told and not shown, or shown twice, is answered about all the same."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n/image b c.png\n/image missing\ntwo\nthree"))
+    parrot = Parrot()
+    chat.converse(parrot, chat.ChatOptions(folder="model", image=("a.png",)))
+    assert capsys.readouterr().out == "there is no file missing\n"
+    last = parrot.asked[-1]
+    assert [message.get("images") for message in last[::2]] == [["a.png"], ["b c.png"], None]
 
 
 @pytest.mark.parametrize(

@@ -141,12 +141,27 @@ def test_truncation_never_cuts_an_image(vision: Vision, seq_length: int, kept: i
     [
         (
             {"messages": [{"role": "system", "content": "<image>s"}, *chat("q", "a")]},
-            "the chat template writes 0 placeholders for 1 images",
+            "^message 0, of the system, has 1 images, of which 0 are written: the chat template "
+            "writes 0 placeholders for 1 images",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "<image>s"},
+                    *chat("<image>q", "a"),
+                ],
+                "images": [picture(32, 32)] * 2,
+            },
+            "^message 0, of the system, has 1 images, of which 0 .* 1 placeholders for 2 images",
         ),
         ({"messages": chat("<image>q<|image_pad|>", "a")}, "text holds '<|image_pad|>', which"),
         ({"messages": chat("<image>q", "<|vision_end|>")}, "text holds '<|vision_end|>'"),
         ({"tokens": [70, PAD, 71], "images": None}, "tokens hold one of .*, but no image belongs"),
         ({"messages": chat("<image>q", "a"), "images": [b"x"]}, "it is no image that Pillow knows"),
+        (
+            {"messages": chat("<image>q", "a"), "images": ["https://a.org/b.png"]},
+            r"images\[0\] 'https://a.org/b.png' is not fetched; pass --image-url-cache FOLDER",
+        ),
         (
             {"messages": chat("<image>q", "a"), "images": [picture(600, 2)]},
             r"images\[0\] is 2 x 600 pixels, but one side must be at most 200 times",

@@ -95,6 +95,36 @@ def test_layers_that_add_features_are_on_the_first_stage(vision: Vision) -> None
         check_stages(vision, [2, 6])
 
 
+def test_older_files_of_qwen2_5(tmp_path: Path) -> None:
+    """All keys are at the top, and a tower of windows costs less than one without."""
+    config = {
+        "model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        "vision_config": {"in_chans": 3, "spatial_patch_size": 14},
+    }
+    processor = PROCESSOR | {"patch_size": 14, "min_pixels": 3136, "max_pixels": 1 << 23}
+    vision = read_vision(write(tmp_path, config, preprocessor_config=processor), LARGE)
+    assert vision.sections == (2, 1, 1)
+    assert vision.windows == (28, 64)
+    assert resized(ImageSize(480, 640), vision) == ImageSize(476, 644)
+    cost = tower_cost(vision, trains_tower=False, trains_projector=False)
+    assert cost.quadratic == 4 * 2 * 2 * 1280
+    assert cost.windows == ((64, 28 * 2 * 2 * 1280),)
+
+
+@pytest.mark.parametrize(
+    ("is_interleaved", "axes"), [(True, [0, 1, 2, 0, 1, 2, 0]), (False, [0, 0, 0, 1, 1, 2, 2])]
+)
+def test_channels_turn_by_their_axis(is_interleaved: bool, axes: list[int]) -> None:
+    """The channels of another order look alike for text, which has one position on all axes."""
+    torch = pytest.importorskip("torch")
+    from megatron.sft.images.rotary import AxisRotary
+
+    rotary = AxisRotary(torch.ones(7), (3, 2, 2), is_interleaved=is_interleaved)
+    angles = rotary(torch.tensor([[[0]], [[1]], [[2]]]))
+    assert angles.flatten().tolist() == axes * 2
+
+
 def test_positions_restart_behind_the_longer_side() -> None:
     positions = axis_positions(10, [2], [Grid(2, 3)])
     assert positions.tolist() == [

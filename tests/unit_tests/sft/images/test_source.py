@@ -26,7 +26,7 @@ def encoded(image: Any, kind: str = "png", **options: Any) -> ImageSource:
     return ImageSource("images[0]", content=content.getvalue())
 
 
-@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "tiff"])
 def test_a_turned_picture_is_as_wide_as_it_is_shown(kind: str) -> None:
     """By the header alone it has other tokens than by its pixels."""
     exif = Image.Exif()
@@ -86,7 +86,7 @@ def test_texts_of_images(tmp_path: Path) -> None:
     assert source_of_text("file:///a/b.png", "image").within("/c").path == "/a/b.png"
     assert source_of_text("b.png", "image").within("/c").path == "/c/b.png"
     for text, fault in (
-        ("https://a.org/b.png", "is not read from a server; download it"),
+        ("s3://a/b.png", "is not read from a server; download it"),
         ("data:image/png,abc", "must be data:image/...;base64"),
         ("data:image/png;base64,!", "must be base64, but is not"),
     ):

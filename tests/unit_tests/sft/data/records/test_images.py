@@ -40,6 +40,16 @@ def placed(record: dict[str, Any]) -> list[tuple[str, list[tuple[int, str | byte
         {"messages": user([text("x"), {"type": "image", "url": A}, text("y")])},
         {"messages": user([text("x"), {"type": "image_url", "image_url": {"url": A}}, text("y")])},
         {"messages": user([{"text": "x"}, {"image": A}, {"text": "y"}])},
+        {"messages": user([{"text": "x", "image": None}, {"image": A, "text": None}, text("y")])},
+        {
+            "messages": user(
+                [
+                    {"type": "input_text", "text": "x"},
+                    {"type": "input_image", "image_url": A},
+                    text("y"),
+                ]
+            )
+        },
         {"messages": user([text("x"), {"type": "image"}, text("y")]), "images": [A]},
         {"messages": user([text("x"), {"type": "image", "index": 0}, text("y")]), "images": A},
         {"messages": user("x<image>y"), "images": [{"bytes": None, "path": A}]},
@@ -101,7 +111,7 @@ def test_a_mark_without_images_is_text() -> None:
             r"messages\[0\].content image 0 has image and url; keep one",
         ),
         (
-            {"messages": user([{"type": "image", "image": "https://a.org/b.png"}])},
+            {"messages": user([{"type": "image", "image": "s3://a/b.png"}])},
             "is not read from a server",
         ),
         ({"text": "<image>", "images": [A]}, "record has images, but no conversation"),
