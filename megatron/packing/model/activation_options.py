@@ -25,8 +25,8 @@ class ActivationOptions:
     attention_chunks_for_training: int = field(
         default=1, metadata={"idle_without": "sequence_parallel"}
     )
-    """Chunks of a rank's tokens in which the first and the last product of attention are computed,
-    for which tensor-parallel ranks gather tokens (default: 1).
+    """Chunks of a rank's tokens in which the first and the last product of attention and the
+    embedding are computed, for which tensor-parallel ranks gather tokens (default: 1).
     """
 
     fine_grained_activation_offloading: bool = False

@@ -2,14 +2,15 @@
 
     MLP         x -> for each chunk: its MLP -> out     in the backward pass again for each chunk
     attention   linear_qkv and linear_proj, for each chunk
+    embedding   words of each chunk
 
 What lies between an MLP's products is its widest activation. A tiled MLP keeps its input alone; the
 backward pass runs each chunk again, and then backward. Gradients of weights are summed over chunks
 in float32 before autograd is given them once, so that hooks of overlapped reduction run once.
 
 Under sequence parallel the products of attention gather the tokens of all tensor-parallel ranks,
-and the backward pass their gradients: in chunks these exist for one of them. Nothing is computed
-twice.
+and the backward pass their gradients: in chunks these exist for one of them. So does the embedding,
+of which each rank has some words of all tokens. Nothing is computed twice.
 
 Price of a tiled MLP: its forward pass once more, but where the whole layer is recomputed: there the
 output of the second pass is read by nobody, and is not computed. The idea is that of ALST's
@@ -24,7 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    random,
+)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -40,6 +47,9 @@ def tile_layers(gpt: GPTModel, *, is_random: bool = False) -> None:
     """
     options = ActivationOptions.of(gpt.config)
     of_decoder = set(gpt.decoder.layers)
+    words = getattr(getattr(gpt, "embedding", None), "word_embeddings", None)
+    if options.attention_chunks_for_training > 1 and getattr(words, "reduce_scatter_embeddings", 0):
+        _tile_embedding(words, options.attention_chunks_for_training)
     for layer in (one for one in gpt.modules() if isinstance(one, TransformerLayer)):
         if options.mlp_chunks_for_training > 1 and type(layer.mlp) is MLP:
             is_last = layer in of_decoder and _is_recomputed_alone(gpt.config) and not is_random
@@ -183,3 +193,47 @@ def _tile_linear(linear: ColumnParallelLinear | RowParallelLinear, num_chunks: i
 
     is_column = isinstance(linear, ColumnParallelLinear)
     linear.forward = gathered if is_column else scattered  # type: ignore[method-assign]
+
+
+def _tile_embedding(embedding: VocabParallelEmbedding, num_chunks: int) -> None:
+    """Lets words be looked up for a chunk of each rank's tokens at a time; see `_tile_linear`."""
+    plain, size = embedding.forward, embedding.tp_group.size()
+
+    def forward(ids: Tensor) -> Tensor:
+        chunks = ids.unflatten(1, (size, -1)).tensor_split(num_chunks, dim=2)
+        parts = [chunk.flatten(1) for chunk in chunks if chunk.numel()]
+        out: Tensor = _TiledWords.apply(embedding.weight, embedding, plain, parts)
+        return out
+
+    embedding.forward = forward  # type: ignore[method-assign]
+
+
+class _TiledWords(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        embedding: VocabParallelEmbedding,
+        plain: Callable[[Tensor], Tensor],
+        parts: Sequence[Tensor],
+    ) -> Tensor:
+        ctx.embedding, ctx.parts = embedding, parts
+        return torch.cat([plain(ids) for ids in parts])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        embedding: VocabParallelEmbedding = ctx.embedding
+        weight, first = embedding.weight, embedding.vocab_start_index
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        total = torch.zeros_like(weight, dtype=dtype)
+        lengths = [ids.shape[1] // embedding.tp_group.size() for ids in ctx.parts]
+        for ids, own in zip(ctx.parts, gradient.split(lengths), strict=True):
+            rows = gather_from_sequence_parallel_region(own, group=embedding.tp_group)
+            places = ids.t() - first  # [s, b], as the rows
+            is_here = (places >= 0) & (places < len(weight))
+            rows = rows.masked_fill_(~is_here.unsqueeze(2), 0).flatten(0, 1).to(dtype)
+            total.index_add_(0, places.where(is_here, 0).flatten(), rows)
+            del rows
+        return total.to(weight.dtype), None, None, None
