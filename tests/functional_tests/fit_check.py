@@ -121,6 +121,12 @@ def _cases() -> dict[str, Case]:
             f"{PACKED} {GROUPED} {CP2} {WINDOWS} --softmax-type learnable --bf16 "
             "--query-groups-per-gather 1",
         ),
+        "cp2-by-ranks": Case(
+            2,
+            f"{PACKED} {GROUPED} {CP2} --num-query-groups 1 --softmax-type learnable --bf16 "
+            "--query-groups-per-gather 1",
+        ),
+        "by-groups": Case(1, f"{PACKED} {GROUPED} --bf16 --query-groups-per-gather 1"),
         "tiled": Case(1, f"{PACKED} {GROUPED} {FULL} --bf16 --mlp-chunks-for-training 3"),
         "inputs-on-host": Case(
             1,
@@ -152,6 +158,11 @@ def _cases() -> dict[str, Case]:
         "latent-selective": Case(1, f"{PACKED} {ROPE} {LATENT} {SELECTIVE} --bf16"),
         "tp2-latent": Case(2, f"{PACKED} {ROPE} {LATENT} {SP2} {LORA} --bf16"),
         "cp2-latent": Case(2, f"{PACKED} {ROPE} {LATENT} {CP2} --bf16 {SHARDED}"),
+        "cp2-latent-by-heads": Case(
+            2,
+            f"{PACKED} {ROPE} {LATENT} {CP2} {LORA} --bf16 --query-groups-per-gather 1 {FULL} "
+            "--fine-grained-activation-offloading --offload-modules layer_input core_attn_output",
+        ),
         "global": Case(1, f"{PACKED} {ROPE} {GLOBAL} --bf16"),
         "global-selective": Case(1, f"{PACKED} {ROPE} {GLOBAL} {SELECTIVE} --bf16"),
         "tp2-global": Case(2, f"{PACKED} {ROPE} {GLOBAL} {SP2} {LORA} --bf16"),

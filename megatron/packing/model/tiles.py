@@ -48,7 +48,9 @@ def tile_layers(gpt: GPTModel, *, is_random: bool = False) -> None:
     options = ActivationOptions.of(gpt.config)
     of_decoder = set(gpt.decoder.layers)
     words = getattr(getattr(gpt, "embedding", None), "word_embeddings", None)
-    if options.attention_chunks_for_training > 1 and getattr(words, "reduce_scatter_embeddings", 0):
+    if options.attention_chunks_for_training > 1 and getattr(
+        words, "reduce_scatter_embeddings", False
+    ):
         _tile_embedding(words, options.attention_chunks_for_training)
     for layer in (one for one in gpt.modules() if isinstance(one, TransformerLayer)):
         if options.mlp_chunks_for_training > 1 and type(layer.mlp) is MLP:

@@ -24,7 +24,6 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from megatron.packing.flags import flag_of
-from megatron.packing.model.parts import exchange_latents
 from megatron.sft.environment import quick_imports, silence_warnings
 from megatron.sft.fit.report import Column, with_margin
 from megatron.sft.memory_estimate import StageMemory, WayOut
@@ -127,8 +126,8 @@ def _tried(config: SFTConfig) -> Iterator[SFTConfig]:
 def _with_all_that_spares(config: SFTConfig) -> SFTConfig:
     """Returns the options with all that takes activations away and leaves losses as they are."""
     model, parallel = config.model, config.parallel
-    has_groups = parallel.context_parallel_size > 1 and not exchange_latents(model)
-    groups = parallel.query_groups_per_gather or (1 if has_groups else None)
+    # Soft caps have no kernel that is called for a few groups.
+    groups = parallel.query_groups_per_gather or (None if model.attn_logit_softcapping else 1)
     activations = config.activations
     if model.num_experts is None or 0 in model.moe_layer_freq:
         chunks = max(activations.mlp_chunks_for_training, NUM_CHUNKS)

@@ -31,6 +31,8 @@ class Scores:
     """Tokens that a query sees, its own included; None for all before it."""
     softcap: float | None = None
     """Scaled scores x become softcap * tanh(x / softcap)."""
+    is_causal: bool = True
+    """False if queries see all keys of their segment; there is no window then."""
 
 
 class Segments(NamedTuple):
@@ -197,6 +199,9 @@ class BlockKernel:
                 # The key that stands where a query does: bottom right of both ends.
                 first, last = key_end - query_end + start, key_end - query_end + stop
                 low = key_start if window is None else max(key_start, first - window + 1)
+                if not self.scores.is_causal:
+                    yield _Block(slice(start, stop), slice(key_start, key_end), None)
+                    continue
                 yield _Block(
                     slice(start, stop),
                     slice(low, last),
