@@ -55,15 +55,18 @@ def tile_layers(gpt: GPTModel, *, is_random: bool = False) -> None:
     for layer in (one for one in gpt.modules() if isinstance(one, TransformerLayer)):
         if options.mlp_chunks_for_training > 1 and type(layer.mlp) is MLP:
             is_last = layer in of_decoder and _is_recomputed_alone(gpt.config) and not is_random
+            is_unread = is_last and _adds_alone(layer.mlp_bda)
             _tile_mlp(
                 layer.mlp,
                 Tiles(
                     layer.mlp.forward,
                     options.mlp_chunks_for_training,
                     is_random=is_random,
-                    is_unread=is_last and _adds_alone(layer.mlp_bda),
+                    is_unread=is_unread,
                 ),
             )
+            if is_unread:
+                layer.register_forward_hook(_empty_unread)
         if options.attention_chunks_for_training > 1:
             for name in ("linear_qkv", "linear_qk", "linear_proj"):
                 linear: Any = getattr(layer.self_attention, name, None)
@@ -98,15 +101,31 @@ class Tiles(NamedTuple):
         return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 
+def _empty_unread(layer: object, inputs: object, outputs: tuple[Tensor, Any]) -> None:
+    """Frees the output of a layer that is recomputed: it is the root of the backward pass, which
+    needs its shape alone.
+    """
+    if _is_recomputed() and outputs[0].requires_grad:
+        outputs[0].data = _shaped_as(outputs[0])
+
+
+def _shaped_as(x: Tensor) -> Tensor:
+    """Returns a tensor of this shape with the memory of one number."""
+    return x.new_empty(1).expand_as(x)
+
+
+def _is_recomputed() -> bool:
+    """Returns whether layers run forward within a backward pass."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
+
 def _tile_mlp(mlp: MLP, tiles: Tiles) -> None:
     bias = mlp.linear_fc2.bias
 
     def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
         # What megatron-core gives beside, masks of padding, is for layers of experts.
-        # Within a backward pass layers run forward to be recomputed.
-        is_recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         parameters = [p for p in mlp.parameters() if p.requires_grad and p is not bias]
-        leaves_out = is_recomputed and tiles.is_unread
+        leaves_out = _is_recomputed() and tiles.is_unread
         return _Tiled.apply(tiles, leaves_out, hidden_states, *parameters), bias
 
     mlp.forward = forward  # type: ignore[method-assign]
@@ -118,8 +137,10 @@ class _Tiled(torch.autograd.Function):
         ctx.tiles, ctx.parameters = tiles, parameters
         ctx.random_states = random._get_all_rng_states() if tiles.is_random else None
         ctx.save_for_backward(x)
+        if leaves_out:
+            return _shaped_as(x)
         out = torch.empty_like(x)
-        for part in () if leaves_out else tiles.parts(len(x)):
+        for part in tiles.parts(len(x)):
             out[part] = tiles.run(x[part])[0]
         return out
 

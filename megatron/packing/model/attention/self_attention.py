@@ -61,6 +61,10 @@ class PackedSelfAttention(SelfAttention):
             config.add_bias_linear = has_biases
         self.rotary, self.query_scale = rotary, query_scale
         self.has_value_norm = has_value_norm
+        if getattr(config, "query_groups_per_gather", None) and self.k_layernorm is not None:
+            # What norms keep is else a view of all that was projected, of which nothing else is
+            # needed: keys and values are copied for core attention.
+            self.k_layernorm.register_forward_pre_hook(_dense)
 
     def forward(
         self,
@@ -167,6 +171,10 @@ class PackedSelfAttention(SelfAttention):
             )
             packed_seq_params.turns = cached
         return cached[1]
+
+
+def _dense(norm: object, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].contiguous(), *inputs[1:]
 
 
 class QueryScale:
