@@ -69,6 +69,7 @@ FULL = "--recompute-granularity full"
 SELECTIVE = "--recompute-granularity selective"
 LORA = "--lora --lora-rank 4"
 DATA = StepData(lengths=((40, 24), (64,)), loss_share=0.7)
+TREES = StepData(lengths=((16, 24, 8, 16), (20, 4, 32, 8)), parents=(-1, 0, 1, 0))
 FOUR = StepData(lengths=((40, 24), (64,), (30, 34), (16, 48)), loss_share=0.7)
 
 
@@ -126,6 +127,11 @@ def _cases() -> dict[str, Case]:
             f"{PACKED} {GROUPED} {CP2} --num-query-groups 1 --softmax-type learnable --bf16 "
             "--query-groups-per-gather 1",
         ),
+        "cp2-trees-by-groups": Case(
+            2,
+            f"{PACKED} {GROUPED} {CP2} {WINDOWS} {FULL} --bf16 --query-groups-per-gather 1",
+            TREES,
+        ),
         "by-groups": Case(1, f"{PACKED} {GROUPED} --bf16 --query-groups-per-gather 1"),
         "tiled": Case(1, f"{PACKED} {GROUPED} {FULL} --bf16 --mlp-chunks-for-training 3"),
         "inputs-on-host": Case(
@@ -172,6 +178,11 @@ def _cases() -> dict[str, Case]:
         "grouped-experts": Case(1, f"{PACKED} {EXPERTS} --moe-grouped-gemm --bf16"),
         "grouped-lora": Case(
             2, f"{PACKED} {EXPERTS} {EP2} --moe-grouped-gemm --moe-permute-fusion {LORA} --bf16"
+        ),
+        "tiled-experts": Case(
+            2,
+            f"{PACKED} {EXPERTS} {EP2} {FULL} --moe-grouped-gemm --bf16 "
+            "--moe-shared-expert-intermediate-size 32 --mlp-chunks-for-training 3",
         ),
         "shared-expert": Case(
             1,

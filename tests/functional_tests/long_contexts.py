@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.functional_tests.layouts import MECHANISMS, MODELS, Layout
+from tests.functional_tests.layouts import MODELS, Layout
 from tests.functional_tests.oracle import Step, assemble, largest_difference, train_packed
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_layouts import BATCHES
@@ -55,7 +55,6 @@ class Row(NamedTuple):
     def names(self) -> list[str]:
         """Returns the options that this layout may have."""
         is_idle = {
-            MLP: "--num-experts" in (MODELS | MECHANISMS)[self.layout.model],
             PRODUCTS: not self.layout.sequence,
             ON_HOST: FULL not in self.more,
             ATTENTION: FULL not in self.more,

@@ -129,9 +129,8 @@ def _with_all_that_spares(config: SFTConfig) -> SFTConfig:
     # Soft caps have no kernel that is called for a few groups.
     groups = parallel.query_groups_per_gather or (None if model.attn_logit_softcapping else 1)
     activations = config.activations
-    if model.num_experts is None or 0 in model.moe_layer_freq:
-        chunks = max(activations.mlp_chunks_for_training, NUM_CHUNKS)
-        activations = replace(activations, mlp_chunks_for_training=chunks)
+    chunks = max(activations.mlp_chunks_for_training, NUM_CHUNKS)
+    activations = replace(activations, mlp_chunks_for_training=chunks)
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1:
         chunks = max(activations.attention_chunks_for_training, NUM_CHUNKS)
         activations = replace(activations, attention_chunks_for_training=chunks)

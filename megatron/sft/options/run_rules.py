@@ -277,15 +277,6 @@ RUN_RULES = (
         way_out="pass it, without {recompute_method.flag} block",
     ),
     Rule(
-        when=lambda options: (
-            options.mlp_chunks_for_training > 1
-            and options.num_experts is not None
-            and 0 not in options.moe_layer_freq
-        ),
-        why="{mlp_chunks_for_training.flag} is of dense MLPs, of which this model has none",
-        way_out="drop it",
-    ),
-    Rule(
         when=lambda run: run.num_virtual_stages == 1,
         why="{num_layers_per_virtual_pipeline_stage.flag} leaves one virtual stage per rank",
         way_out="lower it or drop it",

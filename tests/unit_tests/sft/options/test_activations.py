@@ -21,10 +21,6 @@ OFFLOAD = f"{FULL} --fine-grained-activation-offloading"
         (f"{OFFLOAD} --recompute-method block", "without --recompute-method block"),
         (f"{OFFLOAD} --offload-modules core_attn", "--offload-modules core_attn must be layer_in"),
         ("--mlp-chunks-for-training 0", "must be at least 1"),
-        (
-            "--disable-bias-linear --num-experts 4 --mlp-chunks-for-training 2",
-            "is of dense MLPs, of which this model has none; drop it",
-        ),
         ("--query-groups-per-gather 0", "must be at least 1"),
     ],
 )
