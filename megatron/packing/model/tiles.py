@@ -46,6 +46,13 @@ from torch import Tensor
 from megatron.packing.model.activation_options import ActivationOptions
 
 
+_PRODUCTS = (
+    *("linear_qkv", "linear_qk", "linear_proj"),
+    *("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"),  # of latent attention
+)
+"""Products of attention that may take or give tokens split over tensor parallel."""
+
+
 def tile_layers(gpt: GPTModel, *, is_random: bool = False) -> None:
     """Tiles the layers of `gpt` as the `ActivationOptions` of its config say; before the model is
     wrapped.
@@ -74,7 +81,7 @@ def tile_layers(gpt: GPTModel, *, is_random: bool = False) -> None:
             if is_unread:
                 layer.register_forward_hook(_empty_unread)
         if options.attention_chunks_for_training > 1:
-            for name in ("linear_qkv", "linear_qk", "linear_proj"):
+            for name in _PRODUCTS:
                 linear: Any = getattr(layer.self_attention, name, None)
                 if getattr(linear, "sequence_parallel", False) and linear.tp_group.size() > 1:
                     _tile_linear(linear, options.attention_chunks_for_training)
