@@ -13,6 +13,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,18 +46,25 @@ def request_of(path: Path, place: Path) -> Any:
 
 def row_of(path: Path) -> str:
     """Returns a row of the table."""
-    from megatron.sft.fit.fewer_bytes import fitting
+    from megatron.sft.fit.estimate import estimates
+    from megatron.sft.fit.fewer_bytes import flags_between, ladder
+    from megatron.sft.fit.report import with_margin
 
     with TemporaryDirectory() as place:
-        request = request_of(path.resolve(), Path(place))
-        least = fitting(request, 0)
-        card = next((name for name, size in CARDS.items() if least.needed <= size * GIB), None)
-        if card is None:
-            raise ValueError(f"{path}: no card of {', '.join(CARDS)} holds it")
-        found = fitting(request, int(CARDS[card] * GIB))
-    flags = f"`{found.flags}`" if found.flags else ""
-    cells = [path.stem, f"{request.world_size}", f"{found.given / GIB:.1f}", card]
-    line = f"| {' | '.join(cells)} | {found.needed / GIB:.1f} | {flags} |"
+        request = request_of(path, Path(place))
+        steps = []
+        for config in ladder(request.config, request.world_size):
+            stages = estimates(replace(request, config=config))
+            needed = with_margin(max(stage.peak for stage in stages)) / GIB
+            steps.append((config, needed))
+    least = min(needed for _, needed in steps)
+    card = next((name for name, size in CARDS.items() if least <= size), None)
+    if card is None:
+        raise ValueError(f"{path}: no card of {', '.join(CARDS)} holds it")
+    config, needed = next(step for step in steps if step[1] <= CARDS[card])
+    flags = flags_between(request.config, config)
+    cells = [path.stem, f"{request.world_size}", f"{steps[0][1]:.1f}", card, f"{needed:.1f}"]
+    line = f"| {' | '.join(cells)} | {f'`{flags}`' if flags else ''} |"
     print(line, flush=True)
     return line
 

@@ -1,7 +1,7 @@
 """Options of long contexts, alone and together, in parallel layouts beside the same layout without
 them:
 
-    python -m tests.functional_tests.long_contexts --write PAGE [--only TEXT]
+    python -m tests.functional_tests.long_contexts --write PAGE [--only TEXT] [--together]
 
 Each row of the page is a layout; each column the largest difference of loss, gradients and weights
 over two steps, relative as the oracle measures it. The layouts without these options are compared
@@ -119,14 +119,19 @@ ROWS = [
 ]
 
 
-def measured(only: str) -> Iterator[tuple[Row, dict[str, float]]]:
-    """Yields each layout with the difference that each option makes, and all together."""
+def measured(only: str, *, together: bool) -> Iterator[tuple[Row, dict[str, float]]]:
+    """Yields each layout with the difference that each option makes, and all together.
+
+    together: no option alone.
+    """
     for row in ROWS:
         if only not in str(row):
             continue
         plain, names = row.run(""), row.names()
         alone = {name: OPTIONS[name] for name in names}
         asked = alone | ({"together": " ".join(alone.values())} if len(names) > 1 else {})
+        if together:
+            asked = dict([asked.popitem()])
         found = {}
         for name, options in asked.items():
             steps = row.run(options)
@@ -138,7 +143,8 @@ def measured(only: str) -> Iterator[tuple[Row, dict[str, float]]]:
 
 def page(found: list[tuple[Row, dict[str, float]]]) -> str:
     """Returns the page in Markdown."""
-    names = [*OPTIONS, "together"]
+    measured_names = {name for _, values in found for name in values}
+    names = [name for name in (*OPTIONS, "together") if name in measured_names]
     lines = [
         "# Options of long contexts in parallel layouts",
         "",
@@ -165,8 +171,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Options of long contexts in layouts.")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--together", action="store_true", help="no option alone")
     options = parser.parse_args()
-    found = list(measured(options.only))
+    found = list(measured(options.only, together=options.together))
     if options.write is not None:
         options.write.write_text(page(found))
     exact = [value <= row.limit(name) for row, values in found for name, value in values.items()]

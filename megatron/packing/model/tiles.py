@@ -45,7 +45,6 @@ from torch import Tensor
 
 from megatron.packing.model.activation_options import ActivationOptions
 
-
 _PRODUCTS = (
     *("linear_qkv", "linear_qk", "linear_proj"),
     *("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"),  # of latent attention

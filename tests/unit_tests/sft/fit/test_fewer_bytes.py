@@ -29,7 +29,7 @@ def test_changes_come_cheapest_first() -> None:
         "--micro-batch-size 1",
         "--use-distributed-optimizer",
         "--recompute-granularity full",
-        "--query-groups-per-gather 1 --mlp-chunks-for-training 16",
+        "--mlp-chunks-for-training 16",
         "--fine-grained-activation-offloading",
         "--use-precision-aware-optimizer --optimizer-cpu-offload",
     ]
