@@ -145,10 +145,13 @@ def page(found: list[tuple[Row, dict[str, float]]]) -> str:
     """Returns the page in Markdown."""
     measured_names = {name for _, values in found for name in values}
     names = [name for name in (*OPTIONS, "together") if name in measured_names]
+    command = "make long-contexts"
+    if names == ["together"]:
+        command = "python -m tests.functional_tests.long_contexts --together"
     lines = [
         "# Options of long contexts in parallel layouts",
         "",
-        f"`make long-contexts` on {time.strftime('%Y-%m-%d')}, torch {version('torch')}, "
+        f"`{command}` on {time.strftime('%Y-%m-%d')}, torch {version('torch')}, "
         f"megatron-core {version('megatron-core')}, float64 on CPU.",
         "",
         "Two steps with each option, and with all, beside the same layout without: the largest "
