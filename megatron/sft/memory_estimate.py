@@ -130,8 +130,8 @@ def fitted_options(
         match value:
             case {"fitting": [str(encoded), *rest]}:
                 return Fitted(pickle.loads(base64.b64decode(encoded)), *rest)
-            case {"failed": str(failure)}:
-                return Fitted(failure=failure)
+            case {"failed": str(reason)}:
+                return Fitted(failure=reason)
     return Fitted(failure=_no_answer(errors))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron.packing.rules import Rule, check_rules
 from megatron.packing.step.transformer_engine import transformer_engine_installed
 from megatron.sft.memory_estimate import gib
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.optimizer import ADAM_STATE
 
 NEEDS_OF_TRITON = "Triton needs a C compiler (gcc) and Python's headers (Python.h)"
@@ -65,14 +67,22 @@ def _host_is_short(run: SFTConfig) -> dict[str, str]:
     of_rank = tokens // size if parallel.sequence_parallel else tokens
     needed = (num_layers // per_run - 1) * of_rank * item * model.hidden_size
     if run.activations.keeps_attention_on_host:  # with a float32 number for each head
-        width = model.v_head_dim or model.resolved_kv_channels
-        heads = model.num_attention_heads // size
-        needed += num_layers * tokens * heads * (item * width + 4)
+        of_all = sum(item * width + 4 * model.num_attention_heads for width in _widths(model))
+        needed += num_layers * tokens * of_all // (model.num_layers * size)
     needed *= passes * int(os.environ["LOCAL_WORLD_SIZE"])
     available = host_available()
     if available is None or needed <= available:
         return {}
     return {"needed": gib(needed), "available": gib(available)}
+
+
+def _widths(model: ModelConfig) -> Iterator[int]:
+    """Yields the channels of attention's output in each layer that has attention."""
+    for kind in model.layer_kinds():
+        if kind.mixer is None:
+            yield kind.num_attention_heads * kind.kv_channels
+        elif kind.mixer.key_value_size():
+            yield kind.mixer.sizes()["query"]
 
 
 def host_available() -> int | None:

@@ -1,4 +1,4 @@
-"""pure. `--fit-to-memory`: options with which a run fits into its GPUs, before it builds anything.
+"""tensor. `--fit-to-memory`: options with which a run fits into its GPUs, before anything is built.
 
 Rank 0 estimates them in a process of its own, and the other ranks take them over by the store at
 which all have met.
@@ -10,6 +10,7 @@ import os
 import pickle
 from typing import Any
 
+from megatron.packing.device import memory_of_gpu
 from megatron.packing.memory_size import parse_memory
 from megatron.sft.memory_estimate import Fitted, fitted_options, gib
 from megatron.sft.model.needs import host_available
@@ -53,12 +54,7 @@ def _memory(config: SFTConfig) -> int | None:
     asked = config.training.fit_to_memory
     if asked != FOUND:
         return parse_memory(asked, "--fit-to-memory")
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    place = int(os.environ.get("LOCAL_RANK", "0"))
-    return int(torch.cuda.get_device_properties(place).total_memory)
+    return memory_of_gpu(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def note(fitted: Fitted, memory: int) -> str:
