@@ -195,8 +195,8 @@ class PackedDotProductAttention(MegatronModule):
             return Segments.square(lengths), _alias
         seen = self._keys_seen(query, lengths, tree)
         segments = Segments(seen.query_lengths, seen.key_lengths)
-        # Where they are equal, each node is a whole sequence: nothing is picked.
-        if segments.query_lengths == segments.key_lengths:
+        # Where they are equal, nodes see their own tokens alone: nothing is picked.
+        if self.cp_group.size() == 1 and segments.query_lengths == segments.key_lengths:
             return segments, _alias
         return segments, lambda gathered: gathered.index_select(0, seen.key_index)
 

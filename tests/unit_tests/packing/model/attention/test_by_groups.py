@@ -22,6 +22,7 @@ from tests.unit_tests.packing.stubs import Ranks
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_size": (4, 0)},
+    "own": {"window_size": (0, 0)},  # as many keys as queries, but of all that are gathered
     "all": {"window_size": (9, 0), "softmax_type": "learnable", "softcap": 2.0},
 }
 
