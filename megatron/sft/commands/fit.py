@@ -256,8 +256,8 @@ def _print_ways_out(request: Any, peak: int, memory: int) -> None:
         print(f"  together: {found.flags}  {gib(found.needed)} GiB in all, then it fits")
         return
     print(
-        f"  none is enough alone, all without another layout leave {gib(found.needed)} GiB; "
-        "megatron-sft plan --auto-layout searches all layouts"
+        f"  none is enough alone, and together they leave {gib(found.needed)} GiB; megatron-sft "
+        "plan --auto-layout searches all layouts"
     )
 
 
