@@ -15,7 +15,7 @@
 # make recipes  two steps of each recipe for a released model, with the model shrunken
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of parallel sizes)
 # make trees    trees of sequences in every layout against the oracle, their paths one by one
-# make long-contexts  options of long contexts, alone and together, in 32 layouts beside the same layouts without them
+# make long-contexts  options of long contexts, alone and together, in 36 layouts beside the same layouts without them
 # make families  every family and mechanism beside transformers and peft, and whole runs of each (make test: a part)
 # make vision   vision models beside transformers: layouts, steps, frozen parts, and mistakes for scale (make test: one layout)
 # make preference  train a tiny model on pairs of answers, and count its wins over the start

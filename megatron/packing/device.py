@@ -157,3 +157,10 @@ def triton_fault() -> str | None:
     except Exception as error:  # of Triton, of the compiler's process, of files
         return next(iter(f"{type(error).__name__}: {error}".splitlines()))
     return None
+
+
+def memory_of_gpu(index: int) -> int | None:
+    """Returns the bytes of the GPU of that number on this host; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(index).total_memory)

@@ -80,10 +80,6 @@ class Part(Protocol):
     """Why a tree's paths cannot share the tokens of a prefix."""
     attention_arguments: ClassVar[tuple[str, ...]] = ()
     """Arguments of `PackedSelfAttention` that its module takes, too."""
-    exchanges_latents: ClassVar[bool] = False
-    """Whether ranks of context parallel exchange latents, instead of keys and values of query
-    groups.
-    """
     described_kernels: ClassVar[str] = ""
     """Kernels that `fit` describes, as tracing cannot see their memory."""
 

@@ -90,6 +90,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.model.huggingface.pretrained import open_pretrained
         from megatron.sft.peers import abort, end_unless_all_answer, heartbeats
         from megatron.sft.preflight.dry_run import dry_run
+        from megatron.sft.preflight.fit_to_memory import fit_to_memory
         from megatron.sft.preflight.notes_on_data import notes_on_data
         from megatron.sft.preflight.read_files import fingerprints
         from megatron.sft.preflight.samples_of_run import (
@@ -123,6 +124,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
                 print(shortened(line), flush=True)
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))
+            size = max(world_size, config.parallel.least_world_size)  # alone, for all ranks
+            config = fit_to_memory(config, datasets.vocab_size, rank, size, store)
             pad = None if datasets.tokenizer is None else datasets.tokenizer.pad
             pretrained = open_pretrained(config, datasets.vocab_size, pad)
             if config.output.dry_run:

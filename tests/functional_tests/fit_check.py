@@ -78,6 +78,7 @@ LORA = "--lora --lora-rank 4"
 DATA = StepData(lengths=((40, 24), (64,)), loss_share=0.7)
 IMAGES = replace(DATA, images=((ImageSize(24, 32), ImageSize(8, 8), ImageSize(40, 16)), ()))
 BOTH = "--tower-lr 1e-3 --projector-lr 1e-3"
+TREES = StepData(lengths=((16, 24, 8, 16), (20, 4, 32, 8)), parents=(-1, 0, 1, 0))
 FOUR = StepData(lengths=((40, 24), (64,), (30, 34), (16, 48)), loss_share=0.7)
 
 
@@ -140,6 +141,17 @@ def _cases() -> dict[str, Case]:
             f"{PACKED} {GROUPED} {CP2} {WINDOWS} --softmax-type learnable --bf16 "
             "--query-groups-per-gather 1",
         ),
+        "cp2-by-ranks": Case(
+            2,
+            f"{PACKED} {GROUPED} {CP2} --num-query-groups 1 --softmax-type learnable --bf16 "
+            "--query-groups-per-gather 1",
+        ),
+        "cp2-trees-by-groups": Case(
+            2,
+            f"{PACKED} {GROUPED} {CP2} {WINDOWS} {FULL} --bf16 --query-groups-per-gather 1",
+            TREES,
+        ),
+        "by-groups": Case(1, f"{PACKED} {GROUPED} --bf16 --query-groups-per-gather 1"),
         "tiled": Case(1, f"{PACKED} {GROUPED} {FULL} --bf16 --mlp-chunks-for-training 3"),
         "inputs-on-host": Case(
             1,
@@ -171,6 +183,11 @@ def _cases() -> dict[str, Case]:
         "latent-selective": Case(1, f"{PACKED} {ROPE} {LATENT} {SELECTIVE} --bf16"),
         "tp2-latent": Case(2, f"{PACKED} {ROPE} {LATENT} {SP2} {LORA} --bf16"),
         "cp2-latent": Case(2, f"{PACKED} {ROPE} {LATENT} {CP2} --bf16 {SHARDED}"),
+        "cp2-latent-by-heads": Case(
+            2,
+            f"{PACKED} {ROPE} {LATENT} {CP2} {LORA} --bf16 --query-groups-per-gather 1 {FULL} "
+            "--fine-grained-activation-offloading --offload-modules layer_input core_attn_output",
+        ),
         "global": Case(1, f"{PACKED} {ROPE} {GLOBAL} --bf16"),
         "global-selective": Case(1, f"{PACKED} {ROPE} {GLOBAL} {SELECTIVE} --bf16"),
         "tp2-global": Case(2, f"{PACKED} {ROPE} {GLOBAL} {SP2} {LORA} --bf16"),
@@ -180,6 +197,11 @@ def _cases() -> dict[str, Case]:
         "grouped-experts": Case(1, f"{PACKED} {EXPERTS} --moe-grouped-gemm --bf16"),
         "grouped-lora": Case(
             2, f"{PACKED} {EXPERTS} {EP2} --moe-grouped-gemm --moe-permute-fusion {LORA} --bf16"
+        ),
+        "tiled-experts": Case(
+            2,
+            f"{PACKED} {EXPERTS} {EP2} {FULL} --moe-grouped-gemm --bf16 "
+            "--moe-shared-expert-intermediate-size 32 --mlp-chunks-for-training 3",
         ),
         "shared-expert": Case(
             1,

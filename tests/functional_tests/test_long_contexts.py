@@ -15,7 +15,7 @@ from megatron.sft.fit.counter import ByteCounter
 from megatron.sft.fit.fake.host_reads import HostReads
 from megatron.sft.fit.fake.world import fake_world
 from megatron.sft.fit.step import run_step
-from tests.functional_tests.fit_check import FULL, GROUPED, PACKED, VOCAB_SIZE, Case
+from tests.functional_tests.fit_check import EXPERTS, FULL, GROUPED, PACKED, VOCAB_SIZE, Case
 from tests.functional_tests.layouts import Layout
 from tests.functional_tests.long_contexts import ATTENTION, LIMIT, OPTIONS, Row
 from tests.functional_tests.oracle import largest_difference
@@ -70,9 +70,9 @@ def test_inputs_are_on_the_host_and_leave_it() -> None:
     assert peaks[0][0] - peaks[1][0] == 2 * size
 
 
-def flops(options: str) -> int:
+def flops(options: str, model: str = GROUPED) -> int:
     """Returns the FLOPs of a step's products on fake tensors."""
-    case = Case(1, f"{PACKED} {GROUPED} {options}", num_layers=3)
+    case = Case(1, f"{PACKED} {model} {options}", num_layers=3)
     config, reads = case.config(), HostReads()
     with fake_world(config, 0, 1, reads) as mode, Flops() as counter:
         run_step(
@@ -87,6 +87,7 @@ def test_tiles_take_the_arithmetic_of_recomputation() -> None:
     assert flops("") < recomputed
     assert flops(f"{FULL} {tiles}") == recomputed
     assert flops("") < flops(tiles) < recomputed
+    assert flops(f"{FULL} {tiles}", EXPERTS) == flops(FULL, EXPERTS)
 
 
 def test_kept_attention_is_not_computed_again() -> None:

@@ -19,14 +19,14 @@ class ActivationOptions:
     """Activation memory. Layers are then those without Transformer Engine."""
 
     mlp_chunks_for_training: int = 1
-    """Chunks of a rank's tokens in which dense MLPs are computed, and again in the backward pass:
-    what lies between their products exists for one chunk at a time (default: 1, all at once).
+    """Chunks of a rank's tokens in which MLPs and experts are computed, and again in the backward
+    pass: what lies between their products exists for one chunk at a time (default: 1, all at once).
     """
     attention_chunks_for_training: int = field(
         default=1, metadata={"idle_without": "sequence_parallel"}
     )
-    """Chunks of a rank's tokens in which the first and the last product of attention are computed,
-    for which tensor-parallel ranks gather tokens (default: 1).
+    """Chunks of a rank's tokens in which the first and the last product of attention and the
+    embedding are computed, for which tensor-parallel ranks gather tokens (default: 1).
     """
 
     fine_grained_activation_offloading: bool = False

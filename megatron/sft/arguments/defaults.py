@@ -76,6 +76,8 @@ def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
         chosen["seq_length"] = _default_length(folder)
     if "global_batch_size" not in given:
         chosen["global_batch_size"] = GLOBAL_BATCH_SIZE
+    if not given.keys() & {"fit_to_memory", "recompute_granularity"}:
+        chosen["fit_to_memory"] = "found"
     if not given.keys() & set(_STEPS) and not given.get("mock_data"):
         chosen["train_epochs"] = 1.0
     return chosen
@@ -101,6 +103,7 @@ def choice_notes(given: Mapping[str, Any]) -> list[str]:
     """
     chosen = chosen_options(given)
     notes = []
+    chosen.pop("fit_to_memory", None)  # has a line of its own where it changes something
     if chosen:
         listed = " ".join(f"{flag_of(name)} {value:g}" for name, value in chosen.items())
         notes.append(f"chosen, as they are not given: {listed}")

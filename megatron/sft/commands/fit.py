@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError
+from megatron.packing.memory_size import parse_memory
 from megatron.packing.model.parts import parts_in
 from megatron.packing.rules import Rule, at_least, check_rules, in_range
 from megatron.sft.arguments.defaults import chosen_options, positions_notes, preference_options
@@ -34,7 +35,6 @@ from megatron.sft.fit.report import (
     Column,
     as_json,
     gib,
-    parse_memory,
     table,
     verdict,
     with_margin,
@@ -243,6 +243,7 @@ def run(config: SFTConfig, options: FitOptions, environment: Mapping[str, str]) 
 
 
 def _print_ways_out(request: Any, peak: int, memory: int) -> None:
+    from megatron.sft.fit.fewer_bytes import fitting
     from megatron.sft.fit.ways_out import ways_out
 
     print("\nways out, cheapest first:", flush=True)
@@ -250,8 +251,16 @@ def _print_ways_out(request: Any, peak: int, memory: int) -> None:
     for way in ways_out(request, peak, memory):
         is_enough |= with_margin(peak - way.saved_bytes) <= memory
         print(way_line(way, peak, memory), flush=True)
-    if not is_enough:
-        print("  none is enough alone; megatron-sft plan --auto-layout searches all layouts")
+    if is_enough:
+        return
+    found = fitting(request, memory)
+    if found.needed <= memory:
+        print(f"  together: {found.flags}  {gib(found.needed)} GiB in all, then it fits")
+        return
+    print(
+        f"  none is enough alone, and together they leave {gib(found.needed)} GiB; megatron-sft "
+        "plan --auto-layout searches all layouts"
+    )
 
 
 def way_line(way: WayOut, peak: int, memory: int) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flag_help import Command
+from megatron.packing.memory_size import GIB, parse_memory
 from megatron.packing.rules import Rule, at_least, check_rules, in_range
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.planner.layout.devices import DEVICES
@@ -44,7 +45,6 @@ from megatron.sft.commands.layout_flags import FixedLayout
 from megatron.sft.commands.length_sources import lengths_from
 from megatron.sft.commands.progress_line import ProgressLine
 from megatron.sft.environment import quick_imports, silence_warnings
-from megatron.sft.fit.report import GIB, parse_memory
 from megatron.sft.fit.vocabulary import vocab_size_of, with_vocabulary
 from megatron.sft.options.config import GROUPS, SFTConfig
 

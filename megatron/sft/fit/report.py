@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.sft.memory_estimate import GIB, gib
+from megatron.packing.memory_size import GIB
+from megatron.sft.memory_estimate import gib
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "kb": 10**3, "mb": 10**6}
-_UNITS |= {"gb": 10**9, "tib": 2**40, "tb": 10**12}
 FRAGMENTATION_PERCENT = 5
 """Share of the tensors' peak that torch's allocator holds beyond it: 2 to 5 % is common where
 segments grow, as training lets them.
@@ -47,17 +45,6 @@ class Column(NamedTuple):
     def margin(self) -> int:
         """Bytes that torch does not allocate for tensors."""
         return with_margin(self.peak) - self.peak
-
-
-def parse_memory(text: str, flag: str = "--memory") -> int:
-    """Returns bytes: `80GiB -> 85899345920`, `80GB -> 80000000000`; ValueError for no size."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS or not float(match[1]):
-        raise ValueError(f"{flag} {text}: must be a size above 0, such as 80GiB or 141GB")
-    size = int(float(match[1]) * _UNITS[match[2].lower()])
-    if size < 2**20 and not match[2]:
-        raise ValueError(f"{flag} {text} is {size:,} bytes; give the unit: {text.strip()}GiB")
-    return size
 
 
 def rows_of(columns: Sequence[Column]) -> list[Row]:

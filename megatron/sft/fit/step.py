@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.packing.batch.columns import AXIS_POSITIONS
+from megatron.packing.batch.layout import PackLayout
 from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
 from megatron.packing.batch.payload_bytes import PackPayloads
 from megatron.packing.batch.samples import Samples
@@ -52,6 +53,10 @@ class StepData:
     """Part of each sequence's tokens that counts for the loss, from its end."""
     images: tuple[tuple[ImageSize, ...], ...] = ()
     """Images of each microbatch, whose tokens are its first; () for none."""
+    parents: tuple[int, ...] | None = None
+    """Number of the sequence of its microbatch that each continues, -1 for none: each microbatch
+    is then a pack of trees, of whose nodes these are the lengths. None: they are sequences.
+    """
 
     def loss_mask(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Returns one weight per token of all sequences: `(4,)` at 0.5 -> `[0, 0, 1, 1]`."""
@@ -107,6 +112,11 @@ def prepare(config: SFTConfig, data: StepData) -> list[Prepared]:
     lengths = np.array([length for one in data.lengths for length in one], np.int64)
     num_sequences = np.array([len(one) for one in data.lengths])
     layouts = layouts_of(lengths, num_sequences, config.alignment)
+    if data.parents is not None:
+        layouts = [
+            PackLayout.of(np.array(one), config.alignment, *_parents_and_depths(one, data.parents))
+            for one in data.lengths
+        ]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     samples = None
@@ -142,6 +152,14 @@ def _with_images(config: SFTConfig, batch: Any, sizes: Sequence[ImageSize]) -> A
     pixels = [torch.zeros(*size, 3, dtype=torch.uint8) for size in sizes]
     payloads = PackPayloads({PIXELS: pixels}, {PIXELS: np.zeros(len(sizes), np.int64)})
     return {**batch, "tokens": tokens, "payloads": payloads, "host_tokens": tokens}
+def _parents_and_depths(
+    lengths: Sequence[int], parents: Sequence[int]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Returns both for each node: lengths 3 2 4, parents -1 0 1 -> depths 0 3 5."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + lengths[parent] if parent >= 0 else 0)
+    return np.array(parents), np.array(depths)
 
 
 def _rows(config: SFTConfig, data: StepData, mask: Any) -> list[Prepared]:

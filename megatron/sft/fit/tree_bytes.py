@@ -34,7 +34,8 @@ def tree_bytes(config: SFTConfig, stages: list[Stage]) -> TreeBytes | None:
     has_none |= any(part.why_paths_apart for part in parts_in(model))  # each is a sequence
     if has_none or not config.packing.sequence_packing or model.mtp_num_layers is not None:
         return None
-    row = max(_row(kind, parallel.tensor_model_parallel_size) for kind in model.layer_kinds())
+    per_gather, num_ranks = parallel.query_groups_per_gather, parallel.tensor_model_parallel_size
+    row = max(_row(kind, num_ranks, per_gather) for kind in model.layer_kinds())
     row *= 2 if config.training.bf16 else 4
     kept = max(_num_kept(config, stage) for stage in stages)
     pieces = 1 if parallel.context_parallel_size == 1 else 2
@@ -42,16 +43,23 @@ def tree_bytes(config: SFTConfig, stages: list[Stage]) -> TreeBytes | None:
     return TreeBytes(row * kept * own, row * kept * pieces * 1000)
 
 
-def _row(kind: LayerKind, num_ranks: int) -> int:
-    """Returns the channels of a token's keys and values on one of so many ranks."""
-    if kind.mixer is not None:
-        return kind.mixer.key_value_size() // num_ranks
-    return 2 * max(kind.num_query_groups // num_ranks, 1) * kind.kv_channels
+def _row(kind: LayerKind, num_ranks: int, per_gather: int | None) -> int:
+    """Returns the channels of a token's keys and values on one of so many ranks, of all groups or
+    of those of a step.
+    """
+    groups, size = kind.num_query_groups, 2 * kind.num_query_groups * kind.kv_channels
+    if kind.mixer is not None:  # without groups each head has keys of its own
+        groups = kind.mixer.num_groups or kind.num_attention_heads
+        size = kind.mixer.key_value_size()
+    here = max(groups // num_ranks, 1)
+    return size // groups * min(here, per_gather or here)
 
 
 def _num_kept(config: SFTConfig, stage: Stage) -> int:
     """Layers whose keys are kept until the backward pass, times microbatches in flight."""
     model = config.model
+    if config.parallel.query_groups_per_gather is not None:
+        return 1  # of the step that is computed
     again = model.recompute_granularity == "selective" and "core_attn" in (
         model.recompute_modules or ("core_attn",)
     )

@@ -14,18 +14,29 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron.packing.flags import flag_of
-from megatron.packing.model.parts import exchange_latents
 from megatron.sft.environment import quick_imports, silence_warnings
+from megatron.sft.fit.fewer_bytes import (
+    fitting,
+    flags_between,
+    with_chunks,
+    with_fewer_rows,
+    with_inputs_on_host,
+    with_optimizer_on_host,
+    with_recomputation,
+    with_sharded_optimizer,
+    with_smaller_packs,
+    without_logits,
+)
 from megatron.sft.fit.report import Column, with_margin
 from megatron.sft.memory_estimate import StageMemory, WayOut
 from megatron.sft.options.config import SFTConfig
@@ -35,8 +46,6 @@ if TYPE_CHECKING:
 
 MAX_WAYS = 3
 """Ways out that are said, beside one that is enough."""
-NUM_CHUNKS = 16
-"""Chunks of tiled layers: what they leave is then little beside what a layer keeps."""
 
 
 def ways_out(request: Request, peak: int, memory: int | None = None) -> Iterator[WayOut]:
@@ -79,93 +88,42 @@ def changes(config: SFTConfig, world_size: int) -> Iterator[tuple[SFTConfig, int
             yield config, 2 * world_size
 
 
-def flags_between(before: SFTConfig, after: SFTConfig) -> str:
-    """Returns the flags that turn the options `before` into those of `after`."""
-    found = []
-    for group in fields(before):
-        old, new = getattr(before, group.name), getattr(after, group.name)
-        for field in fields(new):
-            value = getattr(new, field.name)
-            if value != getattr(old, field.name):
-                flag = flag_of(field.name)
-                without = f"without {flag}" if value is False else f"{flag} {value}"
-                found.append(flag if value is True else without)
-    return " ".join(found)
-
-
 def _tried(config: SFTConfig) -> Iterator[SFTConfig]:
-    model, parallel, training = config.model, config.parallel, config.training
-    if training.keep_logits:
-        yield replace(config, training=replace(training, keep_logits=False))
-    smaller = _with_smaller_packs(config)
-    if smaller != config:
-        yield smaller
-    if not config.packing.sequence_packing and training.micro_batch_size > 1:
-        rows = training.micro_batch_size // 2
-        yield replace(config, training=replace(training, micro_batch_size=rows))
-    if not config.shards_optimizer:
-        yield replace(config, parallel=replace(parallel, use_distributed_optimizer=True))
-    if model.recompute_granularity != "full":
-        yield replace(config, model=replace(model, recompute_granularity="full"))
-    if config != (smallest := _with_all_that_spares(config)):
-        yield smallest
+    parallel = config.parallel
+    alone = (without_logits, with_smaller_packs, with_fewer_rows, with_sharded_optimizer)
+    for change in (*alone, with_recomputation, _with_all_that_spares):
+        if (changed := change(config)) != config:
+            yield changed
     context = replace(parallel, context_parallel_size=2 * parallel.context_parallel_size)
-    yield _with_smaller_packs(replace(config, parallel=context))
+    yield with_smaller_packs(replace(config, parallel=context))
     tensor = 2 * parallel.tensor_model_parallel_size
     wider = replace(parallel, tensor_model_parallel_size=tensor, sequence_parallel=True)
     yield replace(config, parallel=wider)
     stages = 2 * parallel.pipeline_model_parallel_size
     yield replace(config, parallel=replace(parallel, pipeline_model_parallel_size=stages))
-    optimizer = replace(
-        config.optimizer, use_precision_aware_optimizer=True, optimizer_cpu_offload=True
-    )
-    sharded = replace(parallel, use_distributed_optimizer=True)
-    if config.training.bf16 and not config.lora.lora and optimizer != config.optimizer:
-        yield replace(config, parallel=sharded, optimizer=optimizer)
+    if (changed := with_optimizer_on_host(config)) != config:
+        yield changed
 
 
 def _with_all_that_spares(config: SFTConfig) -> SFTConfig:
     """Returns the options with all that takes activations away and leaves losses as they are."""
-    model, parallel = config.model, config.parallel
-    has_groups = parallel.context_parallel_size > 1 and not exchange_latents(model)
-    groups = parallel.query_groups_per_gather or (1 if has_groups else None)
-    activations = config.activations
-    if model.num_experts is None or 0 in model.moe_layer_freq:
-        chunks = max(activations.mlp_chunks_for_training, NUM_CHUNKS)
-        activations = replace(activations, mlp_chunks_for_training=chunks)
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1:
-        chunks = max(activations.attention_chunks_for_training, NUM_CHUNKS)
-        activations = replace(activations, attention_chunks_for_training=chunks)
-    if model.recompute_method != "block":
-        activations = replace(activations, fine_grained_activation_offloading=True)
-    return replace(
-        config,
-        activations=activations,
-        model=replace(model, recompute_granularity="full"),
-        parallel=replace(parallel, query_groups_per_gather=groups),
-    )
-
-
-def _with_smaller_packs(config: SFTConfig) -> SFTConfig:
-    """Returns the options with half as many tokens on each rank, or as few as hold a sequence;
-    without --max-seqlen-per-dp-cp-rank it is the latter already.
-    """
-    given = config.packing.max_seqlen_per_dp_cp_rank
-    if given is None:
-        return config
-    capacity = max(given // 2, config.smallest_capacity_per_rank)
-    return replace(config, packing=replace(config.packing, max_seqlen_per_dp_cp_rank=capacity))
+    return with_inputs_on_host(with_chunks(config))
 
 
 def main() -> None:
     """Answers a request on stdin; see `megatron.sft.memory_estimate`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch
     silence_warnings(0)
-    assumed, wants_ways_out = pickle.load(sys.stdin.buffer)
+    assumed, wants_ways_out, memory = pickle.load(sys.stdin.buffer)
     with quick_imports():
         from megatron.sft.fit.estimate import Request, estimates
     request = Request(**assumed)
     try:
+        if memory is not None:
+            found = fitting(request, *memory)
+            config = base64.b64encode(pickle.dumps(found.config)).decode()
+            print(json.dumps({"fitting": found._replace(config=config)}), flush=True)  # type: ignore[arg-type]
+            return
         stages = estimates(request)
     except Exception as failure:  # a trace takes ways that a run may not
         print(json.dumps({"failed": f"{type(failure).__name__}: {failure}"}))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron.packing.rules import Rule, check_rules
 from megatron.packing.step.transformer_engine import transformer_engine_installed
 from megatron.sft.memory_estimate import gib
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.optimizer import ADAM_STATE
 
 NEEDS_OF_TRITON = "Triton needs a C compiler (gcc) and Python's headers (Python.h)"
@@ -45,8 +47,8 @@ def _triton_fails(run: SFTConfig, device: Device) -> dict[str, str]:
 
 
 def _host_is_short(run: SFTConfig) -> dict[str, str]:
-    """Returns what inputs of layers take of a node's host, and what it has, in GiB; {} where that
-    is enough, or no launcher says how many ranks share a host.
+    """Returns what layers keep on a node's host, and what it has, in GiB; {} where that is enough,
+    or no launcher says how many ranks share a host.
     """
     if not run.activations.keeps_inputs_on_host or "LOCAL_WORLD_SIZE" not in os.environ:
         return {}
@@ -58,17 +60,29 @@ def _host_is_short(run: SFTConfig) -> dict[str, str]:
             run.training.micro_batch_size * run.model.seq_length // parallel.context_parallel_size
         )
     )
-    if parallel.sequence_parallel:
-        tokens //= parallel.tensor_model_parallel_size
-    inputs = max(run.layers_of_parts) // per_run - 1
     # The first stage has most microbatches in flight.
     passes = parallel.pipeline_model_parallel_size * (run.num_virtual_stages or 1)
-    width = (2 if run.training.bf16 else 4) * run.model.hidden_size
-    needed = inputs * passes * tokens * width * int(os.environ["LOCAL_WORLD_SIZE"])
+    num_layers, item = max(run.layers_of_parts), 2 if run.training.bf16 else 4
+    model, size = run.model, parallel.tensor_model_parallel_size
+    of_rank = tokens // size if parallel.sequence_parallel else tokens
+    needed = (num_layers // per_run - 1) * of_rank * item * model.hidden_size
+    if run.activations.keeps_attention_on_host:  # with a float32 number for each head
+        of_all = sum(item * width + 4 * model.num_attention_heads for width in _widths(model))
+        needed += num_layers * tokens * of_all // (model.num_layers * size)
+    needed *= passes * int(os.environ["LOCAL_WORLD_SIZE"])
     available = host_available()
     if available is None or needed <= available:
         return {}
     return {"needed": gib(needed), "available": gib(available)}
+
+
+def _widths(model: ModelConfig) -> Iterator[int]:
+    """Yields the channels of attention's output in each layer that has attention."""
+    for kind in model.layer_kinds():
+        if kind.mixer is None:
+            yield kind.num_attention_heads * kind.kv_channels
+        elif kind.mixer.key_value_size():
+            yield kind.mixer.sizes()["query"]
 
 
 def host_available() -> int | None:
@@ -83,8 +97,8 @@ def host_available() -> int | None:
 DEVICE_RULES = (
     Rule(
         when=_host_is_short,
-        why="--fine-grained-activation-offloading keeps up to {needed} GiB of inputs of layers on "
-        "this host, which has {available} GiB free",
+        why="--fine-grained-activation-offloading keeps up to {needed} GiB of layers on this host, "
+        "which has {available} GiB free",
         way_out="drop it, or take more nodes or --context-parallel-size",
     ),
     Rule(

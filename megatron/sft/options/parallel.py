@@ -87,7 +87,8 @@ class ParallelConfig:
     query_groups_per_gather: int | None = None
     """Query groups whose keys and values are gathered at a time over context parallel, and for the
     nodes of trees; and gathered again in the backward pass instead of kept, at one more all-gather
-    per layer. Layers are those without Transformer Engine (default: all groups, kept).
+    per layer. Of one group on a rank they are those of one rank at a time, of latent attention
+    those of so many heads. Layers are those without Transformer Engine (default: all, kept).
     """
     expert_model_parallel_size: int = 1
     """Ranks that share the experts."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.packing.flags import flag_of
 from megatron.packing.model.options import Architecture
-from megatron.packing.model.parts import parts_in
 from megatron.packing.rules import Rule, needs
 from megatron.sft.options.preference import REFERENCED
 
@@ -40,12 +39,6 @@ def _recomputed_runs_are_torn(options: Any, run: Any) -> dict[str, int]:
     of_run = 1 if options.recompute_method == "block" else options.recompute_num_layers or 1
     uneven = [layers for layers in run.layers_of_parts if layers % of_run]
     return {"layers": uneven[0]} if uneven else {}
-
-
-def _latents(options: Any) -> dict[str, str]:
-    """Returns the flag of layers whose ranks exchange latents; {} where there are none."""
-    latents = (part for part in parts_in(options) if part.exchanges_latents)
-    return next(({"latents": flag_of(part.layers_option)} for part in latents), {})
 
 
 def _ranks_are_not_grouped(options: Any) -> bool:
@@ -290,12 +283,6 @@ RUN_RULES = (
         why="{cp_comm_type.flag} must be one value, or one for each of {num_layers}",
     ),
     Rule(
-        when=lambda options: options.query_groups_per_gather and _latents(options),
-        why="{query_groups_per_gather.flag} is not supported with {latents}, whose ranks "
-        "exchange latents",
-        way_out="drop it",
-    ),
-    Rule(
         when=lambda options: (
             options.fine_grained_activation_offloading
             and (options.recompute_granularity != "full" or options.recompute_method == "block")
@@ -303,24 +290,6 @@ RUN_RULES = (
         why="{fine_grained_activation_offloading.flag} needs {recompute_granularity.flag} full, of "
         "all layers",
         way_out="pass it, without {recompute_method.flag} block",
-    ),
-    Rule(
-        when=lambda options: (
-            options.fine_grained_activation_offloading
-            and "core_attn_output" in options.offload_modules
-            and _latents(options)
-        ),
-        why="{offload_modules.flag} core_attn_output is not supported with {latents}",
-        way_out="leave it out",
-    ),
-    Rule(
-        when=lambda options: (
-            options.mlp_chunks_for_training > 1
-            and options.num_experts is not None
-            and 0 not in options.moe_layer_freq
-        ),
-        why="{mlp_chunks_for_training.flag} is of dense MLPs, of which this model has none",
-        way_out="drop it",
     ),
     Rule(
         when=lambda run: run.num_virtual_stages == 1,

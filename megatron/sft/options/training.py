@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from megatron.packing.flags import flag_of
+from megatron.packing.memory_size import parse_memory
 from megatron.packing.rules import Rule, at_least, check_rules, exclude, from_zero_to_below_one
 
 _WARMUPS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
@@ -100,6 +101,12 @@ class TrainingConfig:
     than 1 GiB. Saves a quarter of the output layer's arithmetic for 2 bytes per token that has a
     loss and word (4 without --cross-entropy-loss-fusion).
     """
+    fit_to_memory: str = "off"
+    """Memory of a GPU, such as 24GB, or "found" for that of the GPUs that are here. A run that is
+    estimated to take more gets options that take less and leave losses as they are, cheapest first,
+    and a line that says which. Options stay as given with "off"; the default is "found" for a
+    released model without --recompute-granularity.
+    """
     deterministic_mode: bool = False
     """Use deterministic kernels on GPUs, at some cost in speed, so that equal runs are equal to
     the bit. CPU runs always are.
@@ -192,6 +199,9 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_rules(self.rules, options=self)
+        # No rule: it needs text that is parsed.
+        if self.fit_to_memory not in ("off", "found"):
+            parse_memory(self.fit_to_memory, "--fit-to-memory")
 
     @property
     def decay_samples(self) -> int:

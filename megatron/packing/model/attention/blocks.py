@@ -18,6 +18,8 @@ from megatron.packing.model.attention.zigzag import Lengths
 
 _BLOCK_SCORES = 1 << 21
 """Scores of a block over all heads, at most: 8 MiB in float32, which a processor's cache holds."""
+_SINK_NUMBERS = 1 << 26
+"""Numbers of an output that the gradient of sinks is computed from at once: 256 MiB in float32."""
 _MIN_QUERIES, _MAX_QUERIES = 16, 256
 
 
@@ -31,6 +33,8 @@ class Scores:
     """Tokens that a query sees, its own included; None for all before it."""
     softcap: float | None = None
     """Scaled scores x become softcap * tanh(x / softcap)."""
+    is_causal: bool = True
+    """False if queries see all keys of their segment; there is no window then."""
 
 
 class Segments(NamedTuple):
@@ -79,14 +83,20 @@ def add_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor | None) -> tuple[Te
     if sinks is None:
         return output, log_sum
     with_sink = torch.logaddexp(log_sum, sinks.to(log_sum.dtype).unsqueeze(1))
-    share = (log_sum - with_sink).exp().t().unsqueeze(2)
-    return (output * share).to(output.dtype), with_sink
+    # In place: a product in float32 would be twice as large as the output.
+    return output.mul_((log_sum - with_sink).exp().t().unsqueeze(2)), with_sink
 
 
 def sink_gradient(gradient: Tensor, output: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
     """Returns the gradient of sinks [heads] from that of the output, of what `add_sinks` gave."""
     share = (sinks.to(log_sum.dtype).unsqueeze(1) - log_sum).exp()
-    products = (gradient.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1).t()
+    products = torch.empty_like(log_sum)
+    # A few heads at a time: as float32 both would be four times as large as the output.
+    size = max(_SINK_NUMBERS // max(output.shape[0] * output.shape[2], 1), 1)
+    for start in range(0, output.shape[1], size):
+        part = slice(start, start + size)
+        of_output, own = gradient[:, part].to(log_sum.dtype), output[:, part].to(log_sum.dtype)
+        products[part] = (of_output * own).sum(-1).t()
     return -(share * products).sum(1).to(sinks.dtype)
 
 
@@ -197,6 +207,9 @@ class BlockKernel:
                 # The key that stands where a query does: bottom right of both ends.
                 first, last = key_end - query_end + start, key_end - query_end + stop
                 low = key_start if window is None else max(key_start, first - window + 1)
+                if not self.scores.is_causal:
+                    yield _Block(slice(start, stop), slice(key_start, key_end), None)
+                    continue
                 yield _Block(
                     slice(start, stop),
                     slice(low, last),

@@ -91,6 +91,13 @@ def _computed(query: Tensor, keys_values: Tensor, steps: GroupSteps) -> tuple[Te
     return output, torch.cat(log_sums)
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Returns the heads of all steps; `parts` is emptied. Nothing is copied of one step."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    parts.clear()
+    return whole
+
+
 class _AttendByGroups(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -110,7 +117,7 @@ class _AttendByGroups(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, keys_values, sinks, output, log_sum = ctx.saved_tensors
         steps: GroupSteps = ctx.steps
-        of_query, of_keys_values = torch.empty_like(query), torch.empty_like(keys_values)
+        of_query, of_keys_values = list[Tensor](), list[Tensor]()
         for heads, groups in _slices(query, keys_values, steps.num_groups):
             own = keys_values[:, groups].detach().requires_grad_()
             with torch.enable_grad():
@@ -119,15 +126,16 @@ class _AttendByGroups(torch.autograd.Function):
                 query[:, heads],
                 *collected.detach().tensor_split((query.shape[-1],), dim=-1),
             )
-            of_query[:, heads], *of_collected = steps.kernel.backward(
+            of_heads, *of_collected = steps.kernel.backward(
                 gradient[:, heads], inputs, output[:, heads], log_sum[heads]
             )
-            del inputs
+            of_query.append(of_heads)
+            del inputs, of_heads
             # Sums over a token's places in nodes, then over ranks.
             (of_own,) = torch.autograd.grad(collected, own, torch.cat(of_collected, dim=-1))
-            of_keys_values[:, groups] = of_own
+            of_keys_values.append(of_own)
             del collected, of_collected, of_own
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[2]:
             of_sinks = sink_gradient(gradient, output, log_sum, sinks)
-        return of_query, of_keys_values, of_sinks, None
+        return _joined(of_query), _joined(of_keys_values), of_sinks, None

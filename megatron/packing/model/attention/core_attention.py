@@ -9,12 +9,13 @@ rank's two zigzag pieces of a sequence attends to all tokens up to its own last 
 sequence of its own. Memory: the keys and values of the whole pack, per layer, until the backward
 pass, or those that a window reaches; `recompute_granularity="selective"` gathers them again
 instead. With `query_groups_per_gather` that many groups' are gathered at a time, and again in the
-backward pass (see `by_groups`).
+backward pass (see `by_groups`); where a rank has one group, those of one rank (see `by_ranks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,8 +32,15 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from megatron.packing.device import Device
-from megatron.packing.model.attention.blocks import Scores, Segments
+from megatron.packing.model.attention.blocks import LogSumKernel, Scores, Segments
 from megatron.packing.model.attention.by_groups import GroupSteps, KeptOutputs, attend_by_groups
+from megatron.packing.model.attention.by_heads import HeadSteps, attend_by_heads
+from megatron.packing.model.attention.by_ranks import (
+    RankSteps,
+    Source,
+    attend_by_ranks,
+    sources_of,
+)
 from megatron.packing.model.attention.kernels import causal_attention, log_sum_kernel
 from megatron.packing.model.attention.tree_keys import PackTree, tree_keys, tree_of
 from megatron.packing.model.attention.zigzag import Lengths, Zigzag, padded_lengths, zigzag
@@ -139,39 +147,116 @@ class PackedDotProductAttention(MegatronModule):
         tree: PackTree | None = None,
     ) -> Tensor:
         is_alone = self.cp_group.size() == 1 and tree is None
+        if not self.is_in_steps and is_alone:
+            return self._computed(query, key, value, Segments.square(lengths))
+        keys_values = torch.cat((key, value), dim=-1)
+        if not self.is_in_steps:
+            return self.attend_to_all(query, self.gather(keys_values), lengths, tree)
+        outputs = self._kept_outputs()
+        # Of a window's layer a rank needs few keys beside its own.
+        is_by_rank = self.cp_group.size() > 1 and key.shape[1] == 1 and self.scores.window is None
+        if is_by_rank and self.groups_per_gather is not None:
+            ranks = self._rank_steps(query, value.shape[-1], lengths, tree)
+            steps = RankSteps(self.cp_group, *ranks, *outputs)
+            return attend_by_ranks(query, keys_values, self.softmax_offset, steps)
+        segments, pick = self._picks(query, lengths, tree)
+        kernel = self._kernel(query, value.shape[-1], segments, self.scores)
+
+        def collect(own: Tensor) -> Tensor:
+            return pick(self.gather(own))
+
+        num_groups = self.groups_per_gather or key.shape[1]
+        return attend_by_groups(
+            query,
+            keys_values,
+            self.softmax_offset,
+            GroupSteps(num_groups, collect, kernel, *outputs),
+        )
+
+    @property
+    def is_in_steps(self) -> bool:
+        """True if a few groups or heads are computed at a time, or outputs are kept elsewhere."""
+        return self.groups_per_gather is not None or self._kept_outputs()[0] is not None
+
+    def _kept_outputs(self) -> tuple[KeptOutputs | None, bool]:
+        """Returns where this pass keeps its outputs, and whether they are there already."""
         # Within a backward pass a layer runs forward to be recomputed.
         is_recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
         kept = self.kept_outputs
-        if kept is not None and not (kept.is_open or is_recomputed):
-            kept = None
-        if is_alone and kept is None:
-            return self._computed(query, key, value, Segments.square(lengths))
-        keys_values = torch.cat((key, value), dim=-1)
-        segments = Segments.square(lengths)
-        collect: Callable[[Tensor], Tensor] = _alias
-        if not is_alone:
-            seen = self._keys_seen(query, lengths, tree)
-            segments = Segments(seen.query_lengths, seen.key_lengths)
+        return (kept if kept is not None and (kept.is_open or is_recomputed) else None), (
+            is_recomputed
+        )
 
-            def gathered(own: Tensor) -> Tensor:
-                return self.gather(own).index_select(0, seen.key_index)
+    def _picks(
+        self, query: Tensor, lengths: Lengths, tree: PackTree | None
+    ) -> tuple[Segments, Callable[[Tensor], Tensor]]:
+        """Returns segments, and the function from tokens of all ranks to their keys."""
+        if self.cp_group.size() == 1 and tree is None:
+            return Segments.square(lengths), _alias
+        seen = self._keys_seen(query, lengths, tree)
+        segments = Segments(seen.query_lengths, seen.key_lengths)
+        # Where they are equal, nodes see their own tokens alone: nothing is picked.
+        if self.cp_group.size() == 1 and segments.query_lengths == segments.key_lengths:
+            return segments, _alias
+        return segments, lambda gathered: gathered.index_select(0, seen.key_index)
 
-            collect = gathered
-        # Where they are equal, each node is a whole sequence: nothing is picked.
-        is_picked = segments.query_lengths != segments.key_lengths
-        if kept is None and (self.groups_per_gather is None or not is_picked):
-            return self.attend_to_all(query, self.gather(keys_values), lengths, tree)
-        kernel = log_sum_kernel(
+    def attend_by_heads(
+        self,
+        query: Tensor,
+        vectors: Tensor,
+        make: Callable[[Tensor, slice], Tensor],
+        parameters: Sequence[Tensor],
+        value_width: int,
+        lengths: Lengths,
+        tree: PackTree | None,
+    ) -> Tensor:
+        """Returns [t, heads, d_v] for queries [t, heads, d] and own vectors [t, c], which ranks
+        gather.
+
+        make: function from vectors of all tokens and some heads to their keys and values, [T,
+        heads, d + d_v]; differentiable. parameters: those that it computes with.
+        """
+        segments, pick = self._picks(query, lengths, tree)
+        kernel = self._kernel(query, value_width, segments, self.scores)
+        steps = HeadSteps(
+            self.groups_per_gather or query.shape[1],
+            self.gather,
+            lambda gathered, heads: pick(make(gathered, heads)),
+            kernel,
+            *self._kept_outputs(),
+        )
+        return attend_by_heads(query, vectors, parameters, steps)
+
+    def _kernel(
+        self, query: Tensor, value_width: int, segments: Segments, scores: Scores
+    ) -> LogSumKernel:
+        return log_sum_kernel(
             query,
-            value.shape[-1],
+            value_width,
             segments,
-            self.scores,
+            scores,
             has_sinks=self.softmax_offset is not None,
+            by_head=self.groups_per_gather is not None,
             device=Device.of(self.config, query),
         )
-        num_groups = self.groups_per_gather or key.shape[1]
-        steps = GroupSteps(num_groups, collect, kernel, kept, is_kept_already=is_recomputed)
-        return attend_by_groups(query, keys_values, self.softmax_offset, steps)
+
+    def _rank_steps(
+        self, query: Tensor, value_width: int, lengths: Lengths, tree: PackTree | None
+    ) -> tuple[LogSumKernel, tuple[tuple[Source, LogSumKernel | None], ...]]:
+        """Returns the kernel of own pieces, and what is seen of each rank."""
+        place = self.cp_group.size(), self.cp_group.rank(), query.device
+        sees_all = replace(self.scores, is_causal=False)
+        sources = tuple(
+            (
+                source,
+                self._kernel(query, value_width, source.segments, sees_all)
+                if source.segments.key_lengths
+                else None,
+            )
+            for source in sources_of(lengths, tree, *place)
+        )
+        own = Segments.square(self._keys_seen(query, lengths, tree).query_lengths)
+        return self._kernel(query, value_width, own, self.scores), sources
 
     def _keys_seen(self, query: Tensor, lengths: Lengths, tree: PackTree | None) -> Zigzag:
         """Returns what this rank's tokens attend to, of all ranks' keys or of a tree's."""
@@ -181,7 +266,7 @@ class PackedDotProductAttention(MegatronModule):
     def gather(self, x: Tensor) -> Tensor:
         """Returns the tokens of all context-parallel ranks, one after the other."""
         if self.cp_group.size() == 1:
-            return x
+            return _alias(x)
         gathered: Tensor = gather_from_sequence_parallel_region(
             x, tensor_parallel_output_grad=True, group=self.cp_group
         )

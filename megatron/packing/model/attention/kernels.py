@@ -80,10 +80,14 @@ def log_sum_kernel(
     scores: Scores,
     *,
     has_sinks: bool = False,
+    by_head: bool = False,
     device: Device | None = None,
 ) -> LogSumKernel:
     """Returns what computes `causal_attention` without sinks, forward and backward apart, for the
     heads of `query` [t, heads, d], all at once or some at a time.
+
+    by_head: a variable-length kernel's backward pass is called for one query head at a time where
+        heads share keys: its workspace is then one head's.
     """
     kernel = kernel_for(
         device or Device.at(query.device),
@@ -94,7 +98,7 @@ def log_sum_kernel(
     )
     if kernel is _by_sequence:
         return BlockKernel(segments, scores, num_heads=query.shape[1])
-    return _VarlenKernel(segments, scores)
+    return _VarlenKernel(segments, scores, by_head)
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,7 @@ class _VarlenKernel:
 
     segments: Segments
     scores: Scores
+    by_head: bool = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """See `LogSumKernel`."""
@@ -247,6 +252,31 @@ class _VarlenKernel:
         self, gradient: Tensor, inputs: tuple[Tensor, ...], output: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `LogSumKernel`."""
+        query, key, value = inputs
+        per_group = query.shape[1] // key.shape[1]
+        if not self.by_head or per_group == 1:
+            return self._backward(gradient, inputs, output, log_sum)
+        # For all heads at once the kernel makes gradients of keys and values for each of them, and
+        # adds those of a group; it keeps a float32 sum of the queries' gradient besides.
+        of_query = torch.empty_like(query)
+        of_key, of_value = (torch.zeros_like(x, dtype=log_sum.dtype) for x in (key, value))
+        for head in range(query.shape[1]):
+            one, own = slice(head, head + 1), slice(head // per_group, head // per_group + 1)
+            found = self._backward(
+                gradient[:, one],
+                (query[:, one], key[:, own], value[:, own]),
+                output[:, one],
+                log_sum[one],
+            )
+            of_query[:, one] = found[0]
+            of_key[:, own] += found[1]
+            of_value[:, own] += found[2]
+            del found  # before the next head's are made
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+
+    def _backward(
+        self, gradient: Tensor, inputs: tuple[Tensor, ...], output: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         window, width = _window_of(self.scores), _common_width(inputs[0], inputs[2])
         found = torch.ops.torch_attn._varlen_attn_backward(
             _widened(gradient, width).contiguous(),
@@ -277,6 +307,8 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 def _window_of(scores: Scores) -> tuple[int, int]:
     """Returns how many keys before and after its own a query sees; -1 for all."""
+    if not scores.is_causal:
+        return -1, -1
     return (-1 if scores.window is None else scores.window - 1, 0)
 
 

@@ -61,6 +61,12 @@ class PackedSelfAttention(SelfAttention):
             config.add_bias_linear = has_biases
         self.rotary, self.query_scale = rotary, query_scale
         self.has_value_norm = has_value_norm
+        if getattr(config, "query_groups_per_gather", None):
+            # What norms keep is else a view of all that was projected, of which nothing else is
+            # needed: keys and values are copied for core attention.
+            for norm in (self.q_layernorm, self.k_layernorm):
+                if norm is not None:
+                    norm.register_forward_pre_hook(_dense)
 
     def forward(
         self,
@@ -167,6 +173,13 @@ class PackedSelfAttention(SelfAttention):
             )
             packed_seq_params.turns = cached
         return cached[1]
+
+
+def _dense(norm: object, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns inputs whose memory holds nothing else."""
+    x = inputs[0]
+    is_whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if is_whole else x.clone(memory_format=torch.contiguous_format), *inputs[1:]
 
 
 class QueryScale:

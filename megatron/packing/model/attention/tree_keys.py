@@ -19,8 +19,12 @@ import numpy as np
 import torch
 
 from megatron.packing.batch.columns import expand_ranges
-from megatron.packing.device import to_device
-from megatron.packing.model.attention.zigzag import Lengths, Zigzag, gathered_places
+from megatron.packing.model.attention.zigzag import (
+    Lengths,
+    PlacesSeen,
+    Zigzag,
+    gathered_places,
+)
 
 
 class PackTree(NamedTuple):
@@ -55,6 +59,11 @@ def tree_keys(
 
         lengths 3 2, parents -1 0, padded to 4 4, size 1    ->    keys 0 1 2 3 and 0 1 2 4 5 6 7
     """
+    return tree_places(tree, size, rank, window).on(device)
+
+
+def tree_places(tree: PackTree, size: int, rank: int, window: int | None = None) -> PlacesSeen:
+    """Returns `tree_keys` on the host."""
     padded = np.array(tree.padded_lengths, np.int64)
     starts = padded.cumsum() - padded
     # Start and length of the ranges of keys before a node: its parent's, and the parent itself.
@@ -79,9 +88,7 @@ def tree_keys(
     index = expand_ranges(*np.array(ranges, np.int64).T)
     if size > 1:
         index = gathered_places(tree.padded_lengths, size)[index]
-    return Zigzag(
-        tuple(query_lengths), tuple(key_lengths), to_device(torch.from_numpy(index), device)
-    )
+    return PlacesSeen(tuple(query_lengths), tuple(key_lengths), index)
 
 
 def _last(ranges: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:

@@ -107,6 +107,19 @@ class Zigzag(NamedTuple):
     """int64: where the keys stand in the shards of all ranks, one after the other."""
 
 
+class PlacesSeen(NamedTuple):
+    """`Zigzag` on the host."""
+
+    query_lengths: Lengths
+    key_lengths: Lengths
+    key_index: npt.NDArray[np.int64]
+
+    def on(self, device: torch.device) -> Zigzag:
+        """Returns them on a device."""
+        index = to_device(torch.from_numpy(self.key_index), device)
+        return Zigzag(self.query_lengths, self.key_lengths, index)
+
+
 @lru_cache(maxsize=32)
 def zigzag(
     lengths: Lengths, size: int, rank: int, device: torch.device, window: int | None = None
@@ -118,6 +131,11 @@ def zigzag(
     are 0 3 1 2; rank 1's pieces attend to tokens 0 1 and 0 1 2, which stand at 0 2 and 0 2 3. With
     a window of 2 its second piece needs tokens 1 2 only, which stand at 2 3.
     """
+    return places_seen(lengths, size, rank, window).on(device)
+
+
+def places_seen(lengths: Lengths, size: int, rank: int, window: int | None = None) -> PlacesSeen:
+    """Returns `zigzag` on the host."""
     segments = _nonempty(lengths)
     starts, pieces = segments.cumsum() - segments, segments // (2 * size)
     gathered = gathered_places(lengths, size)
@@ -125,10 +143,8 @@ def zigzag(
     ends = starts.repeat(2) + num_keys
     if window is not None:
         num_keys = np.minimum(num_keys, pieces.repeat(2) + window - 1)
-    return Zigzag(
+    return PlacesSeen(
         query_lengths=tuple(pieces.repeat(2).tolist()),
         key_lengths=tuple(num_keys.tolist()),
-        key_index=to_device(
-            torch.from_numpy(gathered[expand_ranges(ends - num_keys, num_keys)]), device
-        ),
+        key_index=gathered[expand_ranges(ends - num_keys, num_keys)],
     )

@@ -167,13 +167,14 @@ class CrossEntropy(torch.autograd.Function):
                 log_sum[part], largest[part], of_label[part] = _fused(ctx.device).row_statistics(
                     logits, own, num_here
                 )
-                continue
-            of_label[part] = logits.gather(1, labels_here[part]).squeeze(1)
-            # A rank without words of its own has a maximum of -inf.
-            largest[part] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
-            log_sum[part] = (
-                logits.sub_(largest[part].unsqueeze(1)).exp_().sum(1).log_() + largest[part]
-            )
+            else:
+                of_label[part] = logits.gather(1, labels_here[part]).squeeze(1)
+                # A rank without words of its own has a maximum of -inf.
+                largest[part] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
+                log_sum[part] = (
+                    logits.sub_(largest[part].unsqueeze(1)).exp_().sum(1).log_() + largest[part]
+                )
+            del logits  # before the next chunk's are made
         ctx.is_fused = words.is_fused
         of_label = of_label.where(is_here, 0.0)
         largest_of_all = largest
@@ -209,6 +210,7 @@ class CrossEntropy(torch.autograd.Function):
                 torch.mm(of_logits, weight, out=of_states[part])
             else:
                 rows.add_(of_states, torch.mm(of_logits, weight, out=chunk), part)
+            del of_logits, chunk  # before the next chunk's are made
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         return of_states, of_weight, *[None] * 4
 

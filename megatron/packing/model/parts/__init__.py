@@ -44,11 +44,6 @@ def parts_in(options: Any) -> list[type[Part]]:
     return [part for part in PARTS if any(part.is_in(options, layer) for layer in layers)]
 
 
-def exchange_latents(options: Any) -> bool:
-    """Returns whether any layer's ranks of context parallel exchange latents."""
-    return any(part.exchanges_latents for part in parts_in(options))
-
-
 def fewest_groups(options: Any) -> int:
     """Returns the groups of heads that the fewest of any layer's parameters cut by heads have."""
     groups = [part.of(options).num_groups for part in parts_in(options)]

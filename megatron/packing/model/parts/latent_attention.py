@@ -116,7 +116,6 @@ class LatentAttention(Part):
     name: ClassVar[str] = "latent_attn"
     title: ClassVar[str] = "latent attention"
     layers_option: ClassVar[str] = "kv_lora_rank"
-    exchanges_latents: ClassVar[bool] = True
     attention_arguments: ClassVar[tuple[str, ...]] = ("rotary", "query_scale")
     parameters: ClassVar[tuple[Parameter, ...]] = (
         *(Q_DOWN, Q_NORM, Q_UP, Q),

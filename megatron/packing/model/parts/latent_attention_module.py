@@ -17,7 +17,8 @@ makes the keys and values of the whole pack. DeepSeek-V3 sends 576 numbers per t
 40,960, and each rank's up projection of keys and values takes all tokens of the pack.
 
 `recompute_granularity="selective"` with core_attn exchanges latents and makes keys and values again
-in the backward pass, and keeps latents alone.
+in the backward pass, and keeps latents alone. With `query_groups_per_gather` they are made for that
+many heads at a time, in both passes (see `attention.by_heads`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.functional import linear
 
 from megatron.packing.model.attention.core_attention import PackedDotProductAttention
 from megatron.packing.model.attention.rotary import LayerRotary, Places, Turns, turn
@@ -136,7 +138,9 @@ class LatentSelfAttention(MegatronModule):
         def attended(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
             return self._attended(query, latent, rotated, lengths, tree)
 
-        if self._recomputes and self.training:
+        if self.core_attention.is_in_steps:  # which makes them again in the backward pass as well
+            found = self._attended_in_steps(query, latent, rotated, lengths, tree)
+        elif self._recomputes and self.training:
             found = tensor_parallel.checkpoint(attended, False, query, latent, rotated)
         else:
             found = attended(query, latent, rotated)
@@ -185,11 +189,70 @@ class LatentSelfAttention(MegatronModule):
         shared = self.core_attention.gather(torch.cat((latent, rotated.squeeze(1)), dim=-1))
         latent, rotated = shared.tensor_split((self.part.kv_lora_rank,), dim=-1)
         made, _ = self.linear_kv_up_proj(latent)
+        keys_values = self._keys_values(made, rotated)
+        return self.core_attention.attend_to_all(query, keys_values, lengths, tree).flatten(1)
+
+    def _attended_in_steps(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        rotated: Tensor,
+        lengths: Lengths,
+        tree: PackTree | None,
+    ) -> Tensor:
+        """Does as `_attended`, with keys and values of a few heads at a time."""
+        up: Any = self.linear_kv_up_proj
+        adapter: Any = getattr(up, "adapter", None)
+        # Each rank's heads use them: backward, their gradients are summed.
+        vectors = [
+            copy_to_tensor_model_parallel_region(latent, group=self.tp_group),
+            rotated.squeeze(1),
+            *([] if adapter is None else [adapter.reduced(latent)]),
+        ]
+        vectors = [_DenseGradient.apply(x) for x in vectors]
+        widths = [x.shape[-1] for x in vectors]
+        width = self.part.qk_head_dim + self.part.v_head_dim
+
+        def make(gathered: Tensor, heads: slice) -> Tensor:
+            latent, rotated, *reduced = gathered.split(widths, dim=-1)
+            rows = slice(heads.start * width, heads.stop * width)
+            made = linear(latent, up.weight[rows])
+            if reduced:
+                made = (made + adapter.of_rows(reduced[0], rows)).to(made.dtype)
+            return self._keys_values(made, rotated)
+
+        parameters = [up.weight, *([] if adapter is None else [adapter.lora_B])]
+        found = self.core_attention.attend_by_heads(
+            query,
+            torch.cat(vectors, dim=-1),
+            make,
+            parameters,
+            self.part.v_head_dim,
+            lengths,
+            tree,
+        )
+        return found.flatten(1)
+
+    def _keys_values(self, made: Tensor, rotated: Tensor) -> Tensor:
+        """Returns keys and values [T, heads, d + d_v] from what `linear_kv_up_proj` makes, and the
+        rotated part of keys [T, channels].
+        """
         made = made.unflatten(-1, (-1, self.part.qk_head_dim + self.part.v_head_dim))
         key, value = made.tensor_split((self.part.qk_head_dim,), dim=-1)
         of_all_heads = rotated.unsqueeze(1).expand(-1, made.shape[1], -1)
-        keys_values = torch.cat((key, of_all_heads, value), dim=-1)
-        return self.core_attention.attend_to_all(query, keys_values, lengths, tree).flatten(1)
+        return torch.cat((key, of_all_heads, value), dim=-1)
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Of a gradient that is not contiguous megatron-core sums a copy over ranks, which is lost."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -113,6 +113,11 @@ class Adapter(torch.nn.Module):
             `x` with the weight of its own expert's adapter. This adapter then stands for all.
         """
         product = product or self._product
+        return self._expanded(self.reduced(x, product), product) * self.scale
+
+    def reduced(self, x: Tensor, product: Product | None = None) -> Tensor:
+        """Returns A x, [..., rank * modules], which B is applied to."""
+        product = product or self._product
         reduced = product(self._dropped(x), lambda adapter: adapter.lora_A.to(x.dtype))
         is_shared = self.group.size() > 1
         if self.is_row_parallel:
@@ -132,7 +137,14 @@ class Adapter(torch.nn.Module):
             reduced = tensor_parallel.copy_to_tensor_model_parallel_region(
                 reduced, group=self.group
             )
-        return self._expanded(reduced, product) * self.scale
+        return reduced
+
+    def of_rows(self, reduced: Tensor, rows: slice) -> Tensor:
+        """Returns the addition to some rows of the output on this rank; for layers that are one
+        module of which each row has an adapter.
+        """
+        assert {module for module, _ in self.blocks} == {0}
+        return linear(reduced, self.lora_B[rows].to(reduced.dtype)) * self.scale
 
     def _product(self, x: Tensor, weight_of: Callable[[Adapter], Tensor]) -> Tensor:
         return linear(x, weight_of(self))

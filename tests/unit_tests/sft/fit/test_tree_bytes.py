@@ -30,6 +30,9 @@ def test_keys_of_paths_are_counted() -> None:
     both = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
     assert found(both, 4) == TreeBytes(2 * row * 512, 2 * row * 1000)
     assert found("--recompute-granularity full", 1) == TreeBytes(row * 512, row * 1000)
+    # One group at a time, in both passes.
+    by_groups = TreeBytes(row // 2 * 512, row // 2 * 1000)
+    assert found("--query-groups-per-gather 1", 1) == by_groups
 
 
 def test_runs_without_trees_have_none() -> None:

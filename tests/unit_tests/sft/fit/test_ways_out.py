@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.sft.fit.ways_out import changes, flags_between
+from megatron.sft.fit.fewer_bytes import flags_between
+from megatron.sft.fit.ways_out import changes
 from tests.unit_tests.sft.command_line import parse
 
 
@@ -33,5 +34,3 @@ def test_options_of_long_contexts_are_a_way_out() -> None:
     )
     assert ways.index("--recompute-granularity full") + 1 == ways.index(everything)
     assert "--use-precision-aware-optimizer --optimizer-cpu-offload" in ways
-    experts = parse("--disable-bias-linear --num-experts 4")
-    assert not any("mlp-chunks" in flags_between(experts, way) for way, _ in changes(experts, 1))

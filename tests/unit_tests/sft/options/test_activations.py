@@ -12,10 +12,6 @@ from tests.unit_tests.sft.command_line import parse
 
 FULL = "--recompute-granularity full"
 OFFLOAD = f"{FULL} --fine-grained-activation-offloading"
-LATENT = (
-    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear "
-    "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
-)
 
 
 @pytest.mark.parametrize(
@@ -24,17 +20,8 @@ LATENT = (
         ("--fine-grained-activation-offloading", "needs --recompute-granularity full"),
         (f"{OFFLOAD} --recompute-method block", "without --recompute-method block"),
         (f"{OFFLOAD} --offload-modules core_attn", "--offload-modules core_attn must be layer_in"),
-        (
-            f"{LATENT} {OFFLOAD} --offload-modules layer_input core_attn_output",
-            "core_attn_output is not supported with --kv-lora-rank; leave it out",
-        ),
         ("--mlp-chunks-for-training 0", "must be at least 1"),
-        (
-            "--disable-bias-linear --num-experts 4 --mlp-chunks-for-training 2",
-            "is of dense MLPs, of which this model has none; drop it",
-        ),
         ("--query-groups-per-gather 0", "must be at least 1"),
-        (f"{LATENT} --query-groups-per-gather 1", "is not supported with --kv-lora-rank"),
     ],
 )
 def test_what_would_be_ignored_is_refused(arguments: str, message: str) -> None:
@@ -59,7 +46,14 @@ def test_a_host_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(needs, "host_available", lambda: needed)
     needs.check_needs(config, Device("cuda"))
     monkeypatch.setattr(needs, "host_available", lambda: needed - 1)
-    with pytest.raises(ValueError, match="GiB of inputs of layers on this host, which has"):
+    with pytest.raises(ValueError, match="GiB of layers on this host, which has"):
+        needs.check_needs(config, Device("cuda"))
+    of_attention = model.num_layers * tokens * (4 * model.hidden_size + 4 * 8) * size
+    config = parse(f"{OFFLOAD} --offload-modules layer_input core_attn_output")
+    monkeypatch.setattr(needs, "host_available", lambda: needed + of_attention)
+    needs.check_needs(config, Device("cuda"))
+    monkeypatch.setattr(needs, "host_available", lambda: needed + of_attention - 1)
+    with pytest.raises(ValueError, match="GiB of layers on this host, which has"):
         needs.check_needs(config, Device("cuda"))
     needs.check_needs(parse(FULL), Device("cuda"))
     assert needs.host_available() is not None

@@ -30,8 +30,9 @@ ACT_ALONE = """
     tokenizer_model num_workers prefetch_global_batches train_iters train_epochs train_samples
     global_batch_size lr micro_batch_size lr_decay_style lr_warmup_iters lr_warmup_samples
     lr_warmup_fraction weight_decay clip_grad adam_beta1 adam_beta2 adam_eps bf16
-    logits_of_masked_tokens keep_logits deterministic_mode seed eval_iters exit_interval
-    exit_duration_in_mins skip_nan_steps lora save load pretrained_checkpoint save_hf dry_run
+    logits_of_masked_tokens keep_logits fit_to_memory deterministic_mode seed eval_iters
+    exit_interval exit_duration_in_mins skip_nan_steps lora save load pretrained_checkpoint save_hf
+    dry_run
     log_interval run_dir tensorboard_dir wandb_project gradient_accumulation_fusion
     cross_entropy_loss_fusion loss kv_lora_rank global_kv_channels layer_scalar value_layernorm
 """.split()
