@@ -152,6 +152,8 @@ def _with_images(config: SFTConfig, batch: Any, sizes: Sequence[ImageSize]) -> A
     pixels = [torch.zeros(*size, 3, dtype=torch.uint8) for size in sizes]
     payloads = PackPayloads({PIXELS: pixels}, {PIXELS: np.zeros(len(sizes), np.int64)})
     return {**batch, "tokens": tokens, "payloads": payloads, "host_tokens": tokens}
+
+
 def _parents_and_depths(
     lengths: Sequence[int], parents: Sequence[int]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
