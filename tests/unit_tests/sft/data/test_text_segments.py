@@ -77,7 +77,12 @@ def test_texts_that_share_little_are_tokenized_whole_for_a_while(monkeypatch):
     monkeypatch.setattr(text_segments, "_LEFT_WHOLE", 2)
     backend = _backend("qwen")
     segments, seen = _segments(backend), []
-    monkeypatch.setattr(segments, "_cut", lambda text: seen.append(text) or [text])
+
+    def cut(text):
+        seen.append(text)
+        return [text]
+
+    monkeypatch.setattr(segments, "_cut", cut)
     for text in ("one", "two", "three", "three", "four", "four", "five", "six", "six"):
         assert segments.ids(text).tolist() == backend.encode(text, add_special_tokens=False).ids
     assert seen == ["one", "two", "four", "four", "five", "six"]
