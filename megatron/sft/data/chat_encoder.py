@@ -269,6 +269,7 @@ class ChatEncoder:
         own are sequences of their own: batches with images have no trees.
         """
         messages = conversation.messages
+        conversation = conversation._replace(placeholder=chats.placeholder)
         sized = chats.sized(messages)
         # The number of images up to each message, itself included.
         counts = np.cumsum([len(message.images) for message in messages]).tolist()
@@ -288,11 +289,7 @@ class ChatEncoder:
         reason: DropReason = "no loss token"
         for turn, count in zip(turns, visible, strict=True):
             images = sized[:count]
-            try:
-                expanded = chats.expand(*turn, [chats.grid(image) for image in images])
-            except SampleError as fault:
-                raise SampleError(f"{self._dropped_images(chats, conversation)}{fault}") from None
-            ids, weights, starts = expanded
+            ids, weights, starts = chats.expand(*turn, [chats.grid(image) for image in images])
             loss_mask = weights[1:] * np.float32(weight)
             if not loss_mask.any():
                 continue
@@ -316,29 +313,6 @@ class ChatEncoder:
         if not found:
             return Dropped(reason)
         return replace(found[0], further=tuple(found[1:]))
-
-    def _dropped_images(self, chats: ImageChats, conversation: Conversation) -> str:
-        """Returns words about the first message whose images the template leaves out or repeats; ""
-        if it is not found.
-        """
-        messages = conversation.messages
-        for number, message in enumerate(messages):
-            if not message.images:
-                continue
-            others = [*messages[:number], message._replace(images=()), *messages[number + 1 :]]
-            try:
-                without, whole = (
-                    chats.num_placeholders(self.tokenizer.encode_chat(one).ids)
-                    for one in (conversation._replace(messages=others), conversation)
-                )
-            except SampleError:  # the message is no longer one that the template takes
-                continue
-            if whole - without != len(message.images):
-                return (
-                    f"message {number}, of the {message.role}, has {len(message.images)} images, "
-                    f"of which {whole - without} are written: "
-                )
-        return ""
 
     def _encode_paths(self, answers: Answers, weight: float) -> EncodedSample | Dropped:
         """Returns the answers as one sample: a tree, or a sequence if only one path is left."""
