@@ -31,8 +31,10 @@ from megatron.sft.data.records.content import (
     Passage,
     TokenIds,
     messages_of,
+    said_in,
 )
 from megatron.sft.data.records.formats import Reading, read_record
+from megatron.sft.data.records.images import MARK
 from megatron.sft.data.records.token_ids import whole_numbers
 from megatron.sft.data.records.turns import Contexts, merged_turns, only_last, within
 from megatron.sft.data.records.values import SampleError
@@ -237,6 +239,11 @@ class ChatEncoder:
         self.log_unread(unread)
         if self.images is not None:
             self.images.check_texts(content)
+            if any(MARK in text for text in said_in(content)):
+                self.note(
+                    f"a text holds {MARK}, but the record has no list of images for it: it is "
+                    "trained as text"
+                )
             has_images = any(message.images for message in messages_of(content))
             if isinstance(content, Conversation) and (has_images or self.train_turns != "all"):
                 return self._encode_images(self.images, content, own_weight * weight)

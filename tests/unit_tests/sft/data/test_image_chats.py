@@ -110,6 +110,19 @@ def test_a_chat_of_words_has_no_images(vision: Vision) -> None:
     assert made(encoder(vision).encode({"messages": chat("q", "a")})).images is None
 
 
+def test_marks_of_images_that_are_text_are_said(
+    vision: Vision, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A data set whose images are under another key would train on words alone."""
+    chats = encoder(vision)
+    assert made(chats.encode({"messages": chat("q", "a")})).images is None
+    assert not caplog.messages
+    for _ in range(2):
+        assert made(chats.encode({"messages": chat("<image>q", "a")})).images is None
+    (note,) = caplog.messages
+    assert note.startswith("a text holds <image>, but the record has no list of images for it")
+
+
 def test_turns_are_sequences_of_their_own(vision: Vision) -> None:
     """Trees have no place for images: the first turn does not see the second one's."""
     pictures = [picture(32, 32), picture(48, 32)]
