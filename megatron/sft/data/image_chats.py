@@ -5,8 +5,8 @@ of an image.
     as many as the image has tokens                    <s> <img> <img> <img> </s> what is it
 
 Invariants:
-- A chat has exactly one run of placeholders per image, in the turn of the image and in the order
-  of the images. A template that leaves an image out, and text that spells a placeholder, are errors.
+- A chat has exactly one run of placeholders per image, in the turn of the image and in the order of
+  the images. A template that leaves an image out, and text that spells a placeholder, are errors.
 - Placeholders and the tokens around them are never trained.
 """
 
@@ -148,7 +148,9 @@ class ImageChats:
     @property
     def placeholder(self) -> str:
         """Text that a template writes for each image."""
-        return dict(zip(self.vision.reserved_tokens, self.literals)).get(self.vision.image_token, "")
+        return dict(zip(self.vision.reserved_tokens, self.literals)).get(
+            self.vision.image_token, ""
+        )
 
     def expand(
         self,

@@ -54,12 +54,12 @@ def _check_images(conversation: Conversation, written: Written) -> None:
         texts = [written.text[start:end] for start, end in places]
         num_written = sum(text.count(conversation.placeholder) for text in texts)
         if num_written < len(message.images):
-            is_often_lost = message.role in ("system", "assistant")
+            move = "move them to a turn of the user, or "
             raise SampleError(
                 f"message {number}, of the {message.role}, has {len(message.images)} images, of "
                 f"which the chat template writes {num_written}; "
-                f"{'move them to a turn of the user, or ' * is_often_lost}pass --chat-template FILE "
-                f"that writes {conversation.placeholder} for each"
+                f"{move * (message.role in ('system', 'assistant'))}pass --chat-template FILE that "
+                f"writes {conversation.placeholder} for each"
             )
 
 
