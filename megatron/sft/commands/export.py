@@ -122,8 +122,9 @@ def export(
         source = source or saved_options["base_folder"]
     if is_multimodal(model_config) and source is None:
         raise ValueError(
-            f"{path} is the language model of a {model_config['model_type']}; pass --source, the "
-            "folder that training started from, for its other parts"
+            f"{path} has the trained parts of a {model_config['model_type']} alone; run "
+            f"megatron-sft export {path} FOLDER --source START, the folder that training started "
+            "from, for the others"
         )
     origin = None if source is None else open_folder(source)
     vocab_size = language_model(model_config).config.number("vocab_size")

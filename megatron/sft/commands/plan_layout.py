@@ -95,6 +95,12 @@ class LayoutSearchOptions:
             "sequences have",
             way_out="or name a file of lengths before the options",
         ),
+        Rule(
+            when=lambda options, run: run.images.images,
+            why="--auto-layout does not count the time of a vision tower, which --images needs",
+            way_out="drop one: plan FILE --images compares layouts that you name, and fit --images "
+            "says what they need",
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -31,8 +31,10 @@ from megatron.sft.data.records.content import (
     Passage,
     TokenIds,
     messages_of,
+    said_in,
 )
 from megatron.sft.data.records.formats import Reading, read_record
+from megatron.sft.data.records.images import MARK
 from megatron.sft.data.records.token_ids import whole_numbers
 from megatron.sft.data.records.turns import Contexts, merged_turns, only_last, within
 from megatron.sft.data.records.values import SampleError
@@ -237,6 +239,11 @@ class ChatEncoder:
         self.log_unread(unread)
         if self.images is not None:
             self.images.check_texts(content)
+            if any(MARK in text for text in said_in(content)):
+                self.note(
+                    f"a text holds {MARK}, but the record has no list of images for it: it is "
+                    "trained as text"
+                )
             has_images = any(message.images for message in messages_of(content))
             if isinstance(content, Conversation) and (has_images or self.train_turns != "all"):
                 return self._encode_images(self.images, content, own_weight * weight)
@@ -269,6 +276,7 @@ class ChatEncoder:
         own are sequences of their own: batches with images have no trees.
         """
         messages = conversation.messages
+        conversation = conversation._replace(placeholder=chats.placeholder)
         sized = chats.sized(messages)
         # The number of images up to each message, itself included.
         counts = np.cumsum([len(message.images) for message in messages]).tolist()
@@ -288,11 +296,7 @@ class ChatEncoder:
         reason: DropReason = "no loss token"
         for turn, count in zip(turns, visible, strict=True):
             images = sized[:count]
-            try:
-                expanded = chats.expand(*turn, [chats.grid(image) for image in images])
-            except SampleError as fault:
-                raise SampleError(f"{self._dropped_images(chats, conversation)}{fault}") from None
-            ids, weights, starts = expanded
+            ids, weights, starts = chats.expand(*turn, [chats.grid(image) for image in images])
             loss_mask = weights[1:] * np.float32(weight)
             if not loss_mask.any():
                 continue
@@ -316,29 +320,6 @@ class ChatEncoder:
         if not found:
             return Dropped(reason)
         return replace(found[0], further=tuple(found[1:]))
-
-    def _dropped_images(self, chats: ImageChats, conversation: Conversation) -> str:
-        """Returns words about the first message whose images the template leaves out or repeats; ""
-        if it is not found.
-        """
-        messages = conversation.messages
-        for number, message in enumerate(messages):
-            if not message.images:
-                continue
-            others = [*messages[:number], message._replace(images=()), *messages[number + 1 :]]
-            try:
-                without, whole = (
-                    chats.num_placeholders(self.tokenizer.encode_chat(one).ids)
-                    for one in (conversation._replace(messages=others), conversation)
-                )
-            except SampleError:  # the message is no longer one that the template takes
-                continue
-            if whole - without != len(message.images):
-                return (
-                    f"message {number}, of the {message.role}, has {len(message.images)} images, "
-                    f"of which {whole - without} are written: "
-                )
-        return ""
 
     def _encode_paths(self, answers: Answers, weight: float) -> EncodedSample | Dropped:
         """Returns the answers as one sample: a tree, or a sequence if only one path is left."""

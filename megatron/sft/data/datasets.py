@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from megatron.sft.options.data import DataConfig, TrainTurns
 from megatron.sft.options.data_paths import notes_on_held_out
 
 MOCK_VOCAB_SIZE = 1024
+_log = logging.getLogger("megatron.sft.data")
 _MOCK_SAMPLES = 2**40  # more than any run reads: training never comes to a second epoch
 
 
@@ -83,6 +85,8 @@ def build_datasets(config: SFTConfig) -> Datasets:
     Raises ValueError, one line with the file's name, if anything cannot be read.
     """
     if config.data.mock_data:
+        if config.images.images:
+            _log.warning("--mock-data has no images: --images does nothing, and no tower is run")
         return build_mock(config)
     data = config.data
     tokenizer = build_tokenizer(

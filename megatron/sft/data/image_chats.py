@@ -5,8 +5,8 @@ of an image.
     as many as the image has tokens                    <s> <img> <img> <img> </s> what is it
 
 Invariants:
-- A chat has exactly one run of placeholders per image, in the order of the images. A template that
-  leaves an image out, and text that spells a placeholder, are errors.
+- A chat has exactly one run of placeholders per image, in the turn of the image and in the order of
+  the images. A template that leaves an image out, and text that spells a placeholder, are errors.
 - Placeholders and the tokens around them are never trained.
 """
 
@@ -145,9 +145,12 @@ class ImageChats:
                 "give the images, in a conversation"
             )
 
-    def num_placeholders(self, ids: npt.NDArray[np.integer]) -> int:
-        """Returns the placeholders of a chat before they are expanded, one for each image."""
-        return int((ids == self.vision.image_token).sum())
+    @property
+    def placeholder(self) -> str:
+        """Text that a template writes for each image."""
+        return dict(zip(self.vision.reserved_tokens, self.literals)).get(
+            self.vision.image_token, ""
+        )
 
     def expand(
         self,
@@ -160,11 +163,11 @@ class ImageChats:
         Raises SampleError if the template wrote another number of placeholders than images.
         """
         is_image = ids == self.vision.image_token
-        if self.num_placeholders(ids) != len(grids):
+        if (num_written := int(is_image.sum())) != len(grids):
             raise SampleError(
-                f"the chat template writes {self.num_placeholders(ids)} placeholders for "
-                f"{len(grids)} images; many templates leave out those of system prompts and "
-                "answers, so move them to a turn of the user"
+                f"the chat template writes {num_written} placeholders for {len(grids)} images; "
+                "many templates leave out those of system prompts and answers, so move them to a "
+                "turn of the user"
             )
         repeats = np.ones(len(ids), np.int64)
         repeats[is_image] = [grid.num_tokens for grid in grids]

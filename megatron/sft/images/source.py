@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,8 @@ def source_of_text(text: str, name: str) -> ImageSource:
         return ImageSource(name, url=text)
     if "://" in text and not text.startswith("file://"):
         raise ImageError(f"{name} is not read from a server; download it, and give its path")
-    return ImageSource(name, path=text.removeprefix("file://"))
+    is_file = text.startswith("file://")
+    return ImageSource(name, path=unquote(text.removeprefix("file://")) if is_file else text)
 
 
 def source_of_base64(text: str, name: str) -> ImageSource:

@@ -17,6 +17,9 @@ class Conversation(NamedTuple):
     tools: list[Any] | None = None
     template_options: Mapping[str, Any] = {}
     """Further variables of the chat template, such as enable_thinking."""
+    placeholder: str = ""
+    """Text that the template writes for each image, to be counted in each turn; "" to count none.
+    """
 
 
 class Passage(NamedTuple):

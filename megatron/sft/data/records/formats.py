@@ -63,7 +63,7 @@ from megatron.sft.data.records.content import (
     said_in,
 )
 from megatron.sft.data.records.images import COLUMNS as IMAGES
-from megatron.sft.data.records.images import filled, read_images, split_marks
+from megatron.sft.data.records.images import MARK, filled, read_images, split_marks
 from megatron.sft.data.records.messages import Message, read_turns
 from megatron.sft.data.records.preferences import (
     check_marks,
@@ -112,7 +112,8 @@ def read_record(
     keys = Keys(*(_column_of(name, columns) for name in ("role", "content")))
     reading = _find(fields, keys, record)
     if takes_images:
-        reading = _with_images(reading, fields)
+        lists = [name for name in record if columns.get(name, name) in IMAGES]
+        reading = _with_images(reading, fields, lists)
     elif any(message.images for message in messages_of(reading.content)):
         raise SampleError(_IMAGES_LOST)
     weight = weight_of(fields["weight"], "weight") if "weight" in fields else 1.0
@@ -131,12 +132,20 @@ class _Found(NamedTuple):
     unread_of_turns: Set[str] = frozenset()
 
 
-def _with_images(found: _Found, fields: Mapping[str, Any]) -> _Found:
-    """Returns a conversation whose messages have the images of the record, all of them."""
+def _with_images(found: _Found, fields: Mapping[str, Any], lists: Sequence[str]) -> _Found:
+    """Returns a conversation whose messages have the images of the record, all of them.
+
+    lists: keys of the record for its images, also those without a value.
+    """
     listed, read = read_images(fields)
     messages = messages_of(found.content)
     has_parts = any(message.images for message in messages)
     if not listed and not has_parts:
+        if lists and any(MARK in message.content for message in messages):
+            raise SampleError(
+                f"a text holds {MARK}, but {lists[0]} of the record is empty; give each place its "
+                f"image, or pass --data-columns none={lists[0]} to train it as text"
+            )
         return found
     if not isinstance(found.content, Conversation):
         raise SampleError(

@@ -92,7 +92,7 @@ def read_images(fields: Mapping[str, Any]) -> tuple[list[ImageSource], set[str]]
     read from.
 
     Parts of an archive's sample that are images (jpg, 0.png) are found by their names; a record
-    that names none has all of them.
+    that names none has all of them, numbered ones in the order of their numbers.
     """
     parts = {
         name: ImageSource(f"part {name}", content=value)
@@ -103,6 +103,9 @@ def read_images(fields: Mapping[str, Any]) -> tuple[list[ImageSource], set[str]]
     if len(found) > 1:
         raise SampleError("record has images and image; leave one out, as by none=image")
     if not found:
+        # Archives are often sorted by name: 1.png, 10.png, 2.png
+        if all(name.partition(".")[0].isdecimal() for name in parts):
+            parts = dict(sorted(parts.items(), key=lambda part: int(part[0].partition(".")[0])))
         return list(parts.values()), set(parts)
     value = fields[found[0]]
     values = value if isinstance(value, list) else [value]
@@ -138,7 +141,9 @@ def filled(
     found = []
     for image in images:
         if not isinstance(image.source, ImageSource):
-            number = len(used) if image.source is None else image.source
+            # The first without a place: {1} -> 0, {0} -> 1, {0, 2} -> 1
+            unused = min(set(range(len(used) + 1)) - used)
+            number = unused if image.source is None else image.source
             if not 0 <= number < len(listed):
                 raise SampleError(
                     f"{where} has a place for image {number}, but the record has {len(listed)} in "

@@ -16,10 +16,12 @@ from megatron.sft.data.templates.writer import WAY_OUT
 
 
 def check_nothing_lost(conversation: Conversation, written: Written) -> None:
-    """Raises SampleError if the rendering lacks a message's text, a call or a tool.
+    """Raises SampleError if the rendering lacks a message's text, image, a call or a tool.
 
     A text is searched for as it is, and as the template may have escaped it in JSON.
     """
+    if conversation.placeholder:
+        _check_images(conversation, written)
     for number, message in enumerate(conversation.messages):
         places = written.turns.get(number) or [(0, len(written.text))]
         turn = "".join([written.text[start:end] for start, end in places])
@@ -40,6 +42,33 @@ def check_nothing_lost(conversation: Conversation, written: Written) -> None:
             raise SampleError(
                 f"the chat template leaves out the tool {shown(name)}; remove tools, or {WAY_OUT}"
             )
+
+
+def _check_images(conversation: Conversation, written: Written) -> None:
+    """Raises SampleError if a turn has fewer placeholders than images. Where the whole rendering
+    has as many as there are images, no turn has more, either: each is in the turn of its image.
+    """
+    for number, message in enumerate(conversation.messages):
+        # A message without a span of its own, as a system prompt may be, is between the others.
+        places = written.turns.get(number) or _between_turns(written)
+        texts = [written.text[start:end] for start, end in places]
+        num_written = sum(text.count(conversation.placeholder) for text in texts)
+        if num_written < len(message.images):
+            move = "move them to a turn of the user, or "
+            raise SampleError(
+                f"message {number}, of the {message.role}, has {len(message.images)} images, of "
+                f"which the chat template writes {num_written}; "
+                f"{move * (message.role in ('system', 'assistant'))}pass --chat-template FILE that "
+                f"writes {conversation.placeholder} for each"
+            )
+
+
+def _between_turns(written: Written) -> list[tuple[int, int]]:
+    """Returns the spans of a rendering that belong to no message."""
+    spans = sorted(span for places in written.turns.values() for span in places)
+    starts = [0, *(end for _, end in spans)]
+    ends = [*(start for start, _ in spans), len(written.text)]
+    return list(zip(starts, ends))
 
 
 def without_earlier_thoughts(conversation: Conversation) -> Conversation:

@@ -23,6 +23,7 @@ from megatron.packing.device import Device
 from megatron.packing.flags import flag_of
 from megatron.packing.model.names import is_of_adapter
 from megatron.packing.model.parts import known_parts
+from megatron.packing.quoting import shortened
 from megatron.sft.data.sample_set import blend_changes, match_saved_form
 from megatron.sft.images.model import IS_FROZEN_LANGUAGE_MODEL
 from megatron.sft.images.vision import PARAMETERS
@@ -110,6 +111,8 @@ def state_to_save(
     return state
 
 
+_ORDER = {"seed", "fingerprint", "blend"}
+"""Facts about data that decide which record comes when; the others decide what it becomes."""
 _OF_OPTIMIZER = {"use_distributed_optimizer", "bf16"}
 """Options that decide which state the optimizer has, and nothing of the weights."""
 
@@ -252,7 +255,18 @@ def _data_notes(path: Path, saved: Mapping[str, Any], data: Mapping[str, Any]) -
     now = {"chat_template": None, **data}
     if saved["chat_template"] != now["chat_template"]:
         yield f"note: {path} was trained with another chat template; serve the model with this one"
-    if saved | {"chat_template": now["chat_template"]} != now:
+    changed = {
+        name
+        for name in (saved.keys() | now.keys()) - {"chat_template"}
+        if saved.get(name) != now.get(name)
+    }
+    if options := sorted(changed - _ORDER):
+        default = "the default"  # is not recorded
+        values = ", ".join(
+            f"{one} was {saved.get(one, default)}, is {now.get(one, default)}" for one in options
+        )
+        yield f"note: {path} was trained on samples made with other options: {shortened(values)}"
+    if changed & _ORDER:
         yield (
             f"note: {path} was trained on other data, or in another order; its position in them is "
             "kept, so that this epoch skips some records and repeats others (--finetune starts at "

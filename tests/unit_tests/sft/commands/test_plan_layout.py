@@ -44,6 +44,12 @@ def test_missing_lengths_are_named() -> None:
         _parse(SHAPE.split(), "plan")
 
 
+def test_a_vision_tower_is_refused() -> None:
+    """The search would find layouts of the language model alone, and say nothing."""
+    with pytest.raises(ValueError, match="does not count the time of a vision tower"):
+        _parse(f"{SHAPE} {WORDS} --images lengths.txt".split(), "plan")
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [

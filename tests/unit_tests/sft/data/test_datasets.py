@@ -1,6 +1,7 @@
 """What a run reads, from options and real files."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from megatron.sft.arguments.parse import parse_config
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.source_names import short_names
 from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.options.images import ImageConfig
 from tests.unit_tests.blending.folders import write_folder, write_jsonl
 from tests.unit_tests.sft.texts import text_line, text_of
 
@@ -149,6 +151,17 @@ def test_mock_validation_differs_from_training():
     assert len(set(train)) == len(train)
     assert len(valid) == 2 * 4
     assert len(datasets.test) == 0
+
+
+def test_mock_data_beside_images_are_said(caplog):
+    """A tower that never runs would seem to cost nothing."""
+    config = parse_config([*BASE.split(), "--global-batch-size", "4", "--mock-data"], world_size=1)
+    build_datasets(config)
+    assert not caplog.messages
+    build_datasets(replace(config, images=ImageConfig(images=True)))
+    assert caplog.messages == [
+        "--mock-data has no images: --images does nothing, and no tower is run"
+    ]
 
 
 def test_mock_data_is_a_function_of_the_seed():

@@ -83,7 +83,8 @@ def test_texts_of_images(tmp_path: Path) -> None:
     source = encoded(Image.new("RGB", (8, 8)))
     url = "data:image/png;base64," + base64.b64encode(source.content).decode()
     assert source_of_text(url, "image").content == source.content
-    assert source_of_text("file:///a/b.png", "image").within("/c").path == "/a/b.png"
+    assert source_of_text("file:///a/b%20c.png", "image").within("/c").path == "/a/b c.png"
+    assert source_of_text("/a/b%20c.png", "image").path == "/a/b%20c.png"
     assert source_of_text("b.png", "image").within("/c").path == "/c/b.png"
     for text, fault in (
         ("s3://a/b.png", "is not read from a server; download it"),

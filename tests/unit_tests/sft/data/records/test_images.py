@@ -87,11 +87,24 @@ def test_parts_of_an_archive() -> None:
     assert placed(swapped)[0][1] == [(0, b"2"), (3, b"1")]
 
 
+def test_numbered_parts_are_in_the_order_of_their_numbers() -> None:
+    """Sorted by name, 10.png would be the second image of the chat."""
+    parts = {f"{number}.png": str(number).encode() for number in (0, 1, 10, 2)}
+    assert [part for _, part in placed({"messages": user("<image>" * 4), **parts})[0][1]] == [
+        *(b"0", b"1", b"2", b"10")
+    ]
+
+
+def test_a_place_takes_the_first_image_without_one() -> None:
+    parts = [{"type": "image", "index": 1}, {"type": "image"}, text("x")]
+    images = placed({"messages": user(parts), "images": [A, B]})[0][1]
+    assert images == [(0, B), (0, A)]
+
+
 def test_a_mark_without_images_is_text() -> None:
-    assert placed({"messages": user("<image> is a tag"), "images": []})[0] == (
-        "<image> is a tag",
-        [],
-    )
+    assert placed({"messages": user("<image> is a tag")})[0] == ("<image> is a tag", [])
+    record = {"messages": user("<image> is a tag"), "images": []}
+    assert read_record(record, {"images": "none"}, takes_images=True).unread == set()
 
 
 @pytest.mark.parametrize(
@@ -104,6 +117,7 @@ def test_a_mark_without_images_is_text() -> None:
             "message 0 has a place for image 1, but the record has 1 in images",
         ),
         ({"messages": user([{"type": "image"}])}, "message 0 has a place for image 0"),
+        ({"messages": user("<image>"), "images": []}, "holds <image>, but images .* is empty"),
         ({"messages": user("<image>"), "images": [3]}, r"images\[0\] must be an image: a path"),
         ({"messages": user("<image>"), "images": A, "image": B}, "has images and image"),
         (

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.sft.data.records.content import Conversation
+from megatron.sft.data.records.images import MessageImage
 from megatron.sft.data.records.messages import Message
 from megatron.sft.data.records.values import SampleError
 from megatron.sft.data.templates.chat_template import ChatTemplate, SlowTemplateError, Span
@@ -373,6 +374,44 @@ def test_conversations_that_lose_something_are_refused(source, messages, tools, 
     with pytest.raises(SampleError) as caught:
         render(source, messages, tools)
     assert str(caught.value).startswith(fault)
+
+
+PARTS = (
+    "{% if messages[0].role == 'system' %}<S>{% for p in messages[0].content %}"
+    "{{ p.text or SYSTEM }}{% endfor %}<E>{% endif %}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text or (TOOL if m.role == 'tool' else '<img><img>' if m == messages[3] else '<img>') }}"
+    "{% endfor %}{% endif %}<E>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("system", "tool", "fault"),
+    [
+        ("<img>", "", "^message 4, of the tool, has 1 images, of which the chat template writes 0"),
+        ("", "<img>", "^message 0, of the system, has 1 images, of which .* writes 0"),
+        ("<img>", "<img>", None),
+    ],
+)
+def test_images_are_counted_in_each_turn(system, tool, fault):
+    """A template that leaves out one image and repeats another writes as many as there are."""
+    image = [MessageImage(0, None)]
+    messages = [
+        Message("system", "s", images=image),
+        Message("user", "a", images=image),
+        Message("assistant", "b"),
+        Message("user", "c", images=image),
+        Message("tool", "d", images=image),
+        Message("assistant", "e"),
+    ]
+    source = PARTS.replace("SYSTEM", repr(system)).replace("TOOL", repr(tool))
+    conversation = Conversation(messages, placeholder="<img>")
+    if fault is None:
+        assert ChatTemplate(source, {}).render(conversation).text.count("<img>") == 5
+        return
+    with pytest.raises(SampleError, match=fault):
+        ChatTemplate(source, {}).render(conversation)
 
 
 def test_marks_within_a_scope_of_their_own():

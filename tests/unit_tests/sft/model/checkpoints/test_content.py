@@ -50,7 +50,16 @@ def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch,
         ({"seed": 1, "chat_template": "a"}, {"seed": 1, "chat_template": "b"}, ["another chat te"]),
         ({"seed": 1, "chat_template": "a"}, {"seed": 1}, ["another chat te"]),
         ({"seed": 1}, {"seed": 2, "chat_template": "a"}, ["on other data"]),
-        ({"seed": 1}, {"seed": 1, "train_turns": "last"}, ["on other data"]),
+        (
+            {"seed": 1},
+            {"seed": 1, "train_turns": "last"},
+            ["on samples made with other options: train_turns was the default, is last"],
+        ),
+        (
+            {"image_max_pixels": "9", "blend": {"mode": "a"}},
+            {"image_max_pixels": "8", "blend": {"mode": "b"}},
+            ["image_max_pixels was 9, is 8", "on other data"],
+        ),
         (
             {"seed": 1, "chat_template": "a"},
             {"seed": 2, "chat_template": "b"},
