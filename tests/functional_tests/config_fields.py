@@ -73,6 +73,12 @@ _VISION["gemma4"] = {
     "patch_size": 4,
     "position_embedding_size": 16,
 }
+_VISION["gemma4_unified"] = {
+    "mm_embed_dim": 16,
+    "mm_posemb_size": 8,
+    "output_proj_dims": 64,
+    "patch_size": 4,
+}
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
 _VISION["qwen3_vl"] = _VISION["qwen3_5"] | {"deepstack_visual_indexes": [0]}
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
@@ -94,6 +100,7 @@ _WRAPPED = {
     "mistral4 in mistral3": ("mistral4", "mistral3"),
     "qwen2.5-vl in qwen2_5_vl": ("qwen2.5-vl", "qwen2_5_vl"),
     "gemma4-moe in gemma4": ("gemma4-moe", "gemma4"),
+    "gemma4-unified in gemma4_unified": ("gemma4-unified", "gemma4_unified"),
     "qwen3-vl in qwen3_vl": ("qwen3-vl", "qwen3_vl"),
     "qwen3-vl-moe in qwen3_vl_moe": ("qwen3-vl-moe", "qwen3_vl_moe"),
 }
