@@ -547,7 +547,7 @@ def test_a_share_of_a_proportional_rope_is_refused():
     """The share would be taken twice: of the channels, and of their frequencies."""
     rope = {"rope_type": "proportional", "partial_rotary_factor": 0.5}
     config = {"model_type": "glm4", **SMALL, "rope_parameters": rope}
-    with pytest.raises(ValueError, match="'proportional' and partial_rotary_factor 0.5"):
+    with pytest.raises(ValueError, match=r"'proportional' and partial_rotary_factor 0\.5"):
         options_of(config)
     rope["partial_rotary_factor"] = 1
     assert options_of(config)["rotary_percent"] == 1.0
