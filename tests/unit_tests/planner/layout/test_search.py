@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -316,8 +316,8 @@ def test_communication_is_counted() -> None:
 
 def test_context_parallel_moves_what_each_layer_exchanges() -> None:
     """One width for all layers would count keys of heads that no layer has."""
-    layers = {"num_layers": 6, "hidden_size": 2048, "num_attention_heads": 16}
-    heads = {"num_query_groups": 4, "kv_channels": 128}
+    layers: dict[str, Any] = {"num_layers": 6, "hidden_size": 2048, "num_attention_heads": 16}
+    heads: dict[str, Any] = {"num_query_groups": 4, "kv_channels": 128}
     shapes = {
         "plain": ModelShape(**layers, **heads),
         # 5 layers with a window, whose heads are as before; in the last 1 group of 512 channels
