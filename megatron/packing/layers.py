@@ -113,6 +113,13 @@ class Part(Protocol):
         """
         return 0
 
+    def exchanged_channels(self, tensor: int, context: int) -> float:
+        """Returns the channels of a token that reach a tensor-parallel rank in the forward pass,
+        from the `context` ranks of context parallel: its heads' keys and values, unless a part
+        exchanges something else.
+        """
+        return self.key_value_size() / min(tensor, self.num_groups or tensor)
+
     def sizes(self) -> Mapping[str, int]:
         """Returns the sizes that its parameters' shapes name, beside `one` and `hidden`."""
 
@@ -180,6 +187,15 @@ class LayerKind:
         gate_size = query_size if self.has_output_gate else 0
         weights = hidden_size * (query_size + key_value_size + gate_size + query_size)
         return Work(weights, weights, query_size)
+
+    def exchanged_channels(self, tensor: int, context: int) -> float:
+        """Returns the channels of a token that reach a tensor-parallel rank in the forward pass,
+        from the `context` ranks of context parallel.
+        """
+        if self.mixer is not None:
+            return self.mixer.exchanged_channels(tensor, context)
+        # Ranks that share a group of heads have its keys each.
+        return 2 * self.num_query_groups * self.kv_channels / min(tensor, self.num_query_groups)
 
     def per_token(self, hidden_size: int, is_gated: bool) -> int:
         """Returns multiply-adds of each token, but for pairs of tokens."""

@@ -33,7 +33,7 @@ _BASES = (
     *("deepseek-v3", "deepseek-v2", "glm4-moe-lite"),
     *("gemma4", "gemma4-moe", "gemma4-unified"),
 )
-_VISION: dict[str, dict[str, Any]] = {
+VISION: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "siglip_vision_model",
         "hidden_size": 16,
@@ -63,7 +63,7 @@ _VISION: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 4,
     },
 }
-_VISION["gemma4"] = {
+VISION["gemma4"] = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 1,
@@ -73,10 +73,16 @@ _VISION["gemma4"] = {
     "patch_size": 4,
     "position_embedding_size": 16,
 }
-_VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
-_VISION["qwen3_vl"] = _VISION["qwen3_5"] | {"deepstack_visual_indexes": [0]}
-_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
-_VISION["qwen2_5_vl"] = {
+VISION["gemma4_unified"] = {
+    "mm_embed_dim": 16,
+    "mm_posemb_size": 8,
+    "output_proj_dims": 64,
+    "patch_size": 4,
+}
+VISION["qwen3_5_moe"] = VISION["qwen3_5"]
+VISION["qwen3_vl"] = VISION["qwen3_5"] | {"deepstack_visual_indexes": [0]}
+VISION["qwen3_vl_moe"] = VISION["qwen3_vl"]
+VISION["qwen2_5_vl"] = {
     "depth": 1,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -94,6 +100,7 @@ _WRAPPED = {
     "mistral4 in mistral3": ("mistral4", "mistral3"),
     "qwen2.5-vl in qwen2_5_vl": ("qwen2.5-vl", "qwen2_5_vl"),
     "gemma4-moe in gemma4": ("gemma4-moe", "gemma4"),
+    "gemma4-unified in gemma4_unified": ("gemma4-unified", "gemma4_unified"),
     "qwen3-vl in qwen3_vl": ("qwen3-vl", "qwen3_vl"),
     "qwen3-vl-moe in qwen3_vl_moe": ("qwen3-vl-moe", "qwen3_vl_moe"),
 }
@@ -117,6 +124,10 @@ UNREAD = {
     "sliding_window": "read where use_sliding_window is on",
     "sliding_window_pattern": "read where layer_types is missing",
     "use_double_wide_mlp": "read where num_kv_shared_layers is above 0, which is refused",
+    "n_group": "read where a router limits groups of experts",
+    "topk_group": "read where n_group is above 1",
+    "vocab_size_per_layer_input": "read where hidden_size_per_layer_input is above 0, which is "
+    "refused",
     "num_experts": "one of two names, of which the product reads the one that counts",
     "num_local_experts": "one of two names, of which the product reads the one that counts",
     "dtype": "of weights in files; given to both sides",
@@ -129,8 +140,10 @@ _OF_IMAGES = {
     *("spatial_merge_size", "vision_feature_layer", "depth", "in_channels", "num_heads"),
     *("num_position_embeddings", "out_hidden_size", "temporal_patch_size", "layer_norm_eps"),
     *("hidden_act", "deepstack_visual_indexes", "fullatt_block_indexes", "window_size"),
+    *("audio_config", "audio_token_id", "video_token_id", "mm_embed_dim", "mm_posemb_size"),
+    *("output_proj_dims", "position_embedding_size", "standardize", "use_clipped_linears"),
 }
-"""Fields of the vision part, which the product carries through."""
+"""Fields of the parts for images and sounds, which the product carries through."""
 OUTCOMES = {
     "alike": "computed alike",
     "refused": "refused, where transformers computes something else",
@@ -166,12 +179,16 @@ def base_config(case: str) -> dict[str, Any]:
     name, outer = _WRAPPED.get(case, (case, None))
     kind, changes = (MODELS | FAMILY_MODELS)[name]
     fields = _COMMON | {"tie_word_embeddings": False} | changes
+    if outer in ("gemma4", "gemma4_unified"):
+        fields["pad_token_id"] = (
+            0  # its class writes it over tokens of images, of which there are none
+        )
     config = AutoConfig.for_model(kind, **fields)
     if outer is not None:
         config = AutoConfig.for_model(
             outer,
             text_config=config.to_dict(),
-            vision_config=_VISION[outer],
+            vision_config=VISION[outer],
             tie_word_embeddings=False,
         )
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))

@@ -126,7 +126,8 @@ class TransformersSide:
     def declared(self, folder: Path) -> set[str]:
         """Returns the names of the fields of the folder's config classes, and their other names."""
         config = self._config(folder)
-        parts = [config, *(getattr(config, name) for name in config.sub_configs)]
+        inner = (getattr(config, name) for name in config.sub_configs)
+        parts = [config, *(part for part in inner if part is not None)]
         return {
             name
             for part in parts

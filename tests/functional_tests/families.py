@@ -28,6 +28,8 @@ from examples.benchmarks.provenance import commit
 FILES = {
     "test_hf_weights.py": "Older families beside transformers, by layout",
     "test_families.py": "Families beside transformers, on one rank and with TP2 + SP (EP2)",
+    "test_quantized_releases.py": "Releases in fewer bits alone, beside what transformers "
+    "dequantizes",
     "test_hf_training.py": "Twenty steps of AdamW beside transformers",
     "test_vision.py": "Chats with images beside transformers, each alone; mistakes, for scale",
     "test_lora_peft.py": "LoRA beside peft",

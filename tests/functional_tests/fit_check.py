@@ -72,6 +72,11 @@ GLOBAL = (
     "--global-kv-channels 16 --global-num-query-groups 1 --window-size 15 0 "
     "--window-attn-skip-freq 1 0"
 )
+GEMMA_4 = (
+    f"{ROPE.replace('--swiglu', '--geglu')} {GLOBAL} --num-experts 4 --moe-router-topk 2 "
+    "--moe-shared-expert-intermediate-size 32 --moe-branch-norms --norm-position both "
+    "--layer-scalar --scale-embeddings --final-logit-softcapping 3"
+)
 FULL = "--recompute-granularity full"
 SELECTIVE = "--recompute-granularity selective"
 LORA = "--lora --lora-rank 4"
@@ -192,6 +197,8 @@ def _cases() -> dict[str, Case]:
         "global-selective": Case(1, f"{PACKED} {ROPE} {GLOBAL} {SELECTIVE} --bf16"),
         "tp2-global": Case(2, f"{PACKED} {ROPE} {GLOBAL} {SP2} {LORA} --bf16"),
         "cp2-global": Case(2, f"{PACKED} {ROPE} {GLOBAL} {CP2} --bf16 {SHARDED}"),
+        "global-experts": Case(1, f"{PACKED} {GEMMA_4} --bf16"),
+        "tp2-global-experts": Case(2, f"{PACKED} {GEMMA_4} {SP2} {EP2} --bf16 {SHARDED}"),
         "dropout": Case(1, f"{PACKED} --hidden-dropout 0.1 --bf16"),
         "experts": Case(1, f"{PACKED} {EXPERTS} --bf16"),
         "grouped-experts": Case(1, f"{PACKED} {EXPERTS} --moe-grouped-gemm --bf16"),

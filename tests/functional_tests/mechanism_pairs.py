@@ -58,13 +58,18 @@ OF_MODELS = {
     "--softmax-type learnable",
     "delta net": "--linear-attention-freq 1 0 1 0 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 6",
+    "global attention": "--global-kv-channels 12 --global-num-query-groups 1 --window-size 7 0 "
+    "--window-attn-skip-freq 1 0 1 0 --qk-layernorm --value-layernorm --layer-scalar "
+    "--norm-position both --no-add-qkv-bias",
     "LoRA": "--lora --lora-rank 3 --lora-alpha 5",
 }
 """Mechanisms -> flags. Both stages of a pipeline have each kind of layer, in pairs of them, too."""
 OF_DATA = ("trees", "fields", "images")
 MECHANISMS = (*OF_MODELS, *OF_DATA)
-OUR_LAYERS = {"shared experts", "output gate", "windows", "delta net"}
+OUR_LAYERS = {"shared experts", "output gate", "windows", "delta net", "global attention"}
 """Mechanisms that megatron-core's own layers compute otherwise, or not at all."""
+NOT_BESIDE_GLOBAL_ATTENTION = {"MTP", "output gate", "windows", "delta net"}
+"""Windows have sinks, which make the difference."""
 FULL = "--recompute-granularity full"
 PARTS = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 UNEVEN = "--decoder-first-pipeline-num-layers 1"
@@ -319,6 +324,8 @@ TRUE_REFUSALS = {
     "its loss would train those of the others",
     "cannot be trained with multi-token prediction": "the token after next differs by path",
     "a sample with payloads must be one sequence": "nothing says whose an image of a tree is",
+    "--global-kv-channels is not supported with": "layers whose keys are the values have no place "
+    "for it; no released model has both",
 }
 """Parts of the lines that may refuse a case -> why they are true."""
 
@@ -326,9 +333,11 @@ TRUE_REFUSALS = {
 def expected_refusal(case: Case) -> str | None:
     """Returns the key of `TRUE_REFUSALS` that must refuse a case; None for one that must train."""
     layout, mechanisms = LAYOUTS[case.layout][0], set(case.mechanisms)
-    sequence_parallel, lora, trees, images = TRUE_REFUSALS
+    sequence_parallel, lora, trees, images, global_attention = TRUE_REFUSALS
     if case.has_experts and layout.tensor > 1 and not layout.sequence:
         return sequence_parallel
+    if "global attention" in mechanisms and mechanisms & NOT_BESIDE_GLOBAL_ATTENTION:
+        return global_attention
     if mechanisms >= {"MTP", "LoRA"}:
         return lora
     if mechanisms >= {"MTP", "trees"}:

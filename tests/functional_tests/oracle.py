@@ -488,7 +488,7 @@ def differences(step: Step, expected: Step) -> dict[str, float]:
         ("gradient", step.gradients, expected.gradients),
         ("weight", step.weights, expected.weights),
     ):
-        assert tensors.keys() == wanted.keys()
+        assert tensors.keys() == wanted.keys(), f"{kind}: {tensors.keys() ^ wanted.keys()}"
         for name, tensor in tensors.items():
             assert tensor.shape == wanted[name].shape, (
                 f"{name}: {tensor.shape}, not {wanted[name].shape}"
@@ -659,6 +659,11 @@ class Merged(torch.nn.Module):
                 "in_proj_a": values,
             }
             modules["in_proj"] = [m for m, rows in of_delta_net.items() for _ in range(rows)]
+        if name.endswith("linear_qk"):  # global attention: the rows of a group are queries, a key
+            width = config.global_kv_channels
+            groups = shape[0] // width - heads
+            of_group = ["q_proj"] * (heads // groups * width) + ["k_proj"] * width
+            modules["linear_qk"] = of_group * groups
         of_row = modules[name.rsplit(".", 1)[1]]
         if name.endswith("linear_fc1") and not config.gated_linear_unit:
             of_row = ["up_proj"] * shape[0]
@@ -693,7 +698,7 @@ def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
     layers = [
         (name, layer)
         for name, layer in modules
-        if re.search(r"linear_(qkv|proj|fc1|fc2)$|(in|out)_proj$", name)
+        if re.search(r"linear_(qkv?|proj|fc1|fc2)$|(in|out)_proj$", name)
     ]
     for name, layer in layers:
         merged = Merged(name, model.config, lora, layer.weight.shape, numbers)

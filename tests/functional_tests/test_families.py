@@ -20,6 +20,7 @@ from megatron.sft.commands.export import export
 from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.model.huggingface.older_rope import with_older_rope
 from megatron.sft.model.huggingface.quantized.mxfp4 import from_mxfp4
+from tests.functional_tests.config_fields import VISION as TOWERS
 from tests.functional_tests.family_cases import (
     ALONE,
     EXAMPLES,
@@ -164,6 +165,32 @@ def test_what_is_no_language_model_is_carried_through(tmp_path, name, outer, bod
     )
     kept = json.loads((tmp_path / "whole-written" / "config.json").read_text())
     assert kept == with_older_rope(config)
+
+
+@pytest.mark.skipif(not ALL, reason="FAMILIES=all runs it")
+@pytest.mark.parametrize(("name", "outer"), [("gemma4-unified", "gemma4_unified")])
+def test_a_whole_model_of_transformers_is_trained_on_text(tmp_path, name, outer):
+    """Its parts for images and sounds are named and nested as transformers has them."""
+    tower = {"tower": TOWERS[outer], "ids": {}, "rope": None}
+    run_ranks(write_model, 1, name, tmp_path / "model", torch.float32, None, None, tower)
+    options = (
+        f"--pretrained-checkpoint {tmp_path}/model --mock-data --seq-length 64 --sequence-packing "
+        "--train-iters 1 --global-batch-size 4 --lr 1e-2 --eval-iters 0 --log-interval 1 "
+        f"--save-hf {tmp_path}/written"
+    )
+    status, output = train_forked(1, options.split())
+    assert status == 0, output
+    before, written = read_folder(tmp_path / "model"), read_folder(tmp_path / "written")
+    assert written.keys() == before.keys()
+    moved = {key for key, tensor in written.items() if not torch.equal(tensor, before[key])}
+    text = {key for key in before if ".language_model." in key or key == "lm_head.weight"}
+    assert len(before.keys() - text) > 1
+    assert moved == {key for key in text if not key.endswith("layer_scalar")}
+    configs = [
+        json.loads((tmp_path / folder / "config.json").read_text())
+        for folder in ("model", "written")
+    ]
+    assert configs[1] == with_older_rope(configs[0])
 
 
 def test_stacked_experts_are_written_as_they_were(tmp_path):

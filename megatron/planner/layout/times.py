@@ -252,10 +252,9 @@ class TimeModel:
             size = layers * times * row * (tp - 1) / tp / cp
             found["tensor parallel"] = size / device.bandwidth(tp, candidate.world_size)
         if cp > 1:  # keys and values forward, their gradients backward
-            keys: float = 2 * 2 * (shape.num_query_groups or shape.num_attention_heads or 1)
-            keys *= shape.resolved_kv_channels / tp
             times = 2 + more + (candidate.recompute != "none")
-            size = layers * times * keys * (cp - 1) / cp
+            channels = sum(kind.exchanged_channels(tp, cp) for kind in shape.layer_kinds())
+            size = times * 2 * channels * (cp - 1) / cp
             found["context parallel"] = size / device.bandwidth(tp * cp, candidate.world_size)
         if ep > 1:  # tokens to experts and back, forward and backward
             times = 4 + 2 * (more + (candidate.recompute == "full"))

@@ -144,6 +144,13 @@ class DeltaNet(Part):
         convolved = self.linear_conv_kernel_dim * (2 * self.key_size + self.value_size)
         return Work(weights + 3 * state + convolved, weights)
 
+    def exchanged_channels(self, tensor: int, context: int) -> float:
+        """See `Part`. Of all tokens a rank gets its share of heads: queries, keys, values, betas
+        and alphas; and of its own tokens the values of all heads.
+        """
+        channels = 2 * self.key_size + 2 * self.value_size + 2 * self.linear_num_value_heads
+        return channels / (tensor * context)
+
     @staticmethod
     def module() -> type:
         """See `Part`."""

@@ -202,6 +202,10 @@ class LatentAttention(Part):
         """See `Part`."""
         return self.num_attention_heads * (self.query_width + self.v_head_dim)
 
+    def exchanged_channels(self, tensor: int, context: int) -> float:
+        """See `Part`. Latents are of all heads, so that no rank of tensor parallel has fewer."""
+        return self.sizes()["shared"]
+
     @staticmethod
     def module() -> type:
         """See `Part`."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.packing.batch.nodes import SampleSizes
+from megatron.packing.model.shape import ModelShape
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.registry import get_scheduler
@@ -311,6 +312,53 @@ def test_communication_is_counted() -> None:
     assert far > 5 * near
     assert TIMES.seconds(Candidate(dp=4, capacity=8192, recompute="full")) > sum(plain.values())
     assert "arithmetic" in reason(plain)
+
+
+def test_context_parallel_moves_what_each_layer_exchanges() -> None:
+    """One width for all layers would count keys of heads that no layer has."""
+    layers: dict[str, Any] = {"num_layers": 6, "hidden_size": 2048, "num_attention_heads": 16}
+    heads: dict[str, Any] = {"num_query_groups": 4, "kv_channels": 128}
+    shapes = {
+        "plain": ModelShape(**layers, **heads),
+        # 5 layers with a window, whose heads are as before; in the last 1 group of 512 channels
+        "global": ModelShape(
+            **layers,
+            **heads,
+            window_size=(511, 0),
+            window_attn_skip_freq=(1, 1, 1, 1, 1, 0),
+            global_kv_channels=512,
+            global_num_query_groups=1,
+        ),
+        "latent": ModelShape(
+            **layers, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128
+        ),
+        "delta net": ModelShape(
+            **layers,
+            **heads,
+            linear_attention_freq=(1, 1, 1, 1, 1, 0),
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+        ),
+    }
+
+    def channels(name: str, tp: int) -> float:
+        times = replace(TIMES, shape=shapes[name])
+        candidate = Candidate(tp=tp, cp=2, capacity=4096)
+        rate = times.device.bandwidth(2 * tp, 2 * tp)
+        # forward and backward, 2 bytes each, and half of it from the other rank
+        seconds = times._per_token(candidate)["context parallel"]
+        return seconds * rate / 2
+
+    assert channels("plain", 1) == pytest.approx(6 * 2 * 4 * 128)
+    assert channels("plain", 2) == pytest.approx(6 * 2 * 2 * 128)
+    assert channels("plain", 8) == pytest.approx(6 * 2 * 1 * 128)  # two ranks share a group
+    assert channels("global", 1) == pytest.approx(5 * 2 * 4 * 128 + 2 * 512)
+    assert channels("global", 4) == pytest.approx(5 * 2 * 1 * 128 + 2 * 512)
+    assert channels("latent", 1) == channels("latent", 2) == pytest.approx(6 * 576)
+    of_delta_net = 2 * 2048 + 2 * 4096 + 2 * 32
+    assert channels("delta net", 2) == pytest.approx(5 * of_delta_net / 4 + 2 * 2 * 128)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -224,7 +224,14 @@ class ConfigFields:
                 "above 0 and at most 1"
             )
         if default is not None:
-            return float(default if share is None else share)
+            share = float(default if share is None else share)
+            if share < 1 and _rope_type(rope) == "proportional":
+                # Its frequencies are those of the whole head, whose share would be taken twice.
+                raise ValueError(
+                    f"{self.where} has rope_type 'proportional' and partial_rotary_factor "
+                    f"{shown(share)}, which is not supported together for this model_type"
+                )
+            return share
         if share not in (None, 1) and _rope_type(rope) != "default":
             raise ValueError(
                 f"{self.where} has a partial_rotary_factor, which is not supported for this "

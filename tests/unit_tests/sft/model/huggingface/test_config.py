@@ -543,6 +543,16 @@ def test_latent_attention_that_would_be_another_is_refused(changes, named):
         options_of(config)
 
 
+def test_a_share_of_a_proportional_rope_is_refused():
+    """The share would be taken twice: of the channels, and of their frequencies."""
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.5}
+    config = {"model_type": "glm4", **SMALL, "rope_parameters": rope}
+    with pytest.raises(ValueError, match=r"'proportional' and partial_rotary_factor 0\.5"):
+        options_of(config)
+    rope["partial_rotary_factor"] = 1
+    assert options_of(config)["rotary_percent"] == 1.0
+
+
 def test_a_release_with_the_code_of_another_is_read_as_that():
     """Kimi K2's own model_type is unknown to transformers, which loads it as its maker's code."""
     config = {**SMALL, **LATENT}
