@@ -98,20 +98,34 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return whole
 
 
+def run_forward(
+    ctx: Any,
+    computed: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]],
+    query: Tensor,
+    keys_values: Tensor,
+    sinks: Tensor | None,
+    steps: Any,
+) -> Tensor:
+    """Returns the output of `computed` with sinks, or the one that `steps` have kept, and saves for
+    the backward pass what an attention in steps needs there.
+    """
+    if steps.kept is not None and steps.is_kept_already:
+        output, log_sum = steps.kept.take()
+    else:
+        output, log_sum = add_sinks(*computed(query, keys_values, steps), sinks)
+        if steps.kept is not None:
+            steps.kept.put(output, log_sum)
+    ctx.save_for_backward(query, keys_values, sinks, output, log_sum)
+    ctx.steps = steps
+    return output  # type: ignore[no-any-return]
+
+
 class _AttendByGroups(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, keys_values: Tensor, sinks: Tensor | None, steps: GroupSteps
     ) -> Tensor:
-        if steps.kept is not None and steps.is_kept_already:
-            output, log_sum = steps.kept.take()
-        else:
-            output, log_sum = add_sinks(*_computed(query, keys_values, steps), sinks)
-            if steps.kept is not None:
-                steps.kept.put(output, log_sum)
-        ctx.save_for_backward(query, keys_values, sinks, output, log_sum)
-        ctx.steps = steps
-        return output
+        return run_forward(ctx, _computed, query, keys_values, sinks, steps)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -30,10 +30,9 @@ from megatron.packing.device import to_device
 from megatron.packing.model.attention.blocks import (
     LogSumKernel,
     Segments,
-    add_sinks,
     sink_gradient,
 )
-from megatron.packing.model.attention.by_groups import KeptOutputs
+from megatron.packing.model.attention.by_groups import KeptOutputs, run_forward
 from megatron.packing.model.attention.tree_keys import PackTree, tree_places
 from megatron.packing.model.attention.zigzag import Lengths, places_seen
 
@@ -144,15 +143,7 @@ class _AttendByRanks(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, keys_values: Tensor, sinks: Tensor | None, steps: RankSteps
     ) -> Tensor:
-        if steps.kept is not None and steps.is_kept_already:
-            output, log_sum = steps.kept.take()
-        else:
-            output, log_sum = add_sinks(*_computed(query, keys_values, steps), sinks)
-            if steps.kept is not None:
-                steps.kept.put(output, log_sum)
-        ctx.save_for_backward(query, keys_values, sinks, output, log_sum)
-        ctx.steps = steps
-        return output
+        return run_forward(ctx, _computed, query, keys_values, sinks, steps)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
