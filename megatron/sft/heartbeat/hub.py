@@ -209,7 +209,8 @@ class Hub(threading.Thread):
         ranks = sorted(rank for rank, cause in self._causes.items() if cause.text == first.text)
         if len(ranks) == self._world_size:
             return first._replace(rank=0)
-        return first._replace(text=f"{ranks_text(ranks)}: {first.text}")
+        # The first of them speaks, whichever was heard first.
+        return first._replace(text=f"{ranks_text(ranks)}: {first.text}", rank=ranks[0])
 
     def _end(self, cause: Cause) -> NoReturn:
         """Ends all ranks: first the one that speaks, since torchrun ends the others then, and
