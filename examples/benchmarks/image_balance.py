@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +84,9 @@ def draw_batch(seed: int, vision: Vision) -> Batch:
     return Batch(lengths, patches)
 
 
-def request_of(batch: Batch, num_ranks: int, cost: PackCost, tower: PayloadCost) -> ScheduleRequest:
+def make_request(
+    batch: Batch, num_ranks: int, cost: PackCost, tower: PayloadCost
+) -> ScheduleRequest:
     """Returns the request of a step, as the trainer makes it."""
     return ScheduleRequest(
         lengths=batch.lengths,
@@ -98,7 +101,7 @@ def request_of(batch: Batch, num_ranks: int, cost: PackCost, tower: PayloadCost)
     )
 
 
-def time_of_own_packs(request: ScheduleRequest) -> float:
+def step_time_by_rank(request: ScheduleRequest) -> float:
     """Returns the time of a step in which each rank packs the chats that it has loaded: first fit,
     the longest first. The slowest rank counts.
     """
@@ -123,33 +126,25 @@ def balance_table(vision: Vision, cost: PackCost) -> list[str]:
         tower = tower_cost(vision, trains_tower=trains, trains_projector=trains)
         ratios, shares = [], []
         for seed in range(BATCHES):
-            request = request_of(draw_batch(seed, vision), num_ranks, cost, tower)
-            blind = ScheduleRequest(**{**vars_of(request), "payload_costs": None})
+            request = make_request(draw_batch(seed, vision), num_ranks, cost, tower)
+            without_images = replace(request, payload_costs=None)
             ratios.append(
                 [
                     request.time_of(default(request)) / request.bound,
-                    request.time_of(default(blind)) / request.bound,
-                    time_of_own_packs(request) / request.bound,
+                    request.time_of(default(without_images)) / request.bound,
+                    step_time_by_rank(request) / request.bound,
                 ]
             )
             assert request.payload_costs is not None
             shares.append(request.payload_costs.sum() / request.sequence_costs.sum())
-        ours, by_tokens, own = np.transpose(ratios)
+        by_cost, by_tokens, by_rank = np.transpose(ratios)
         rows.append(
             f"| {'trained' if trains else 'frozen'} | {np.mean(shares):.0%} | {num_ranks} | "
-            f"{ours.mean():.4f}, {ours.max():.4f} | {by_tokens.mean():.3f}, {by_tokens.max():.3f} "
-            f"| {own.mean():.3f}, {own.max():.3f} |"
+            f"{by_cost.mean():.4f}, {by_cost.max():.4f} | "
+            f"{by_tokens.mean():.3f}, {by_tokens.max():.3f} "
+            f"| {by_rank.mean():.3f}, {by_rank.max():.3f} |"
         )
     return rows
-
-
-def vars_of(request: ScheduleRequest) -> dict[str, Any]:
-    """Returns the fields that a request was made with."""
-    names = (
-        *("lengths", "source_rank", "source_fetch", "payload_costs", "num_ranks", "num_fetches"),
-        *("capacity", "cost", "model"),
-    )
-    return {name: getattr(request, name) for name in names}
 
 
 def counted_rows(config: dict[str, Any], vision: Vision, cost: PackCost) -> list[str]:
@@ -161,9 +156,9 @@ def counted_rows(config: dict[str, Any], vision: Vision, cost: PackCost) -> list
         tower.requires_grad_(trains)
         image = torch.zeros(*sides, 3, dtype=torch.uint8, device="meta")
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            made = tower([image])
+            rows_of_image = tower([image])
             if trains:
-                made.sum().backward()
+                rows_of_image.sum().backward()
         modelled = tower_cost(vision, trains_tower=trains, trains_projector=trains)
         patches = np.array([sides[0] * sides[1] // vision.patch_size**2])
         rows.append(

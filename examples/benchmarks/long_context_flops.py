@@ -99,7 +99,7 @@ def flops(layout: str, options: str, num_layers: int) -> int:
     return counter.total
 
 
-def of_all_layers(layout: str, options: str) -> int:
+def count_whole_model(layout: str, options: str) -> int:
     """Returns the FLOPs of the whole model."""
     one, two = (flops(layout, options, num_layers) for num_layers in (1, 2))
     return one + (NUM_LAYERS - 1) * (two - one)
@@ -129,7 +129,7 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: the count runs on the CPU
     lines, alone = [], 0
     for layout, name, more in rows():
-        total = of_all_layers(layout, more)
+        total = count_whole_model(layout, more)
         alone = alone if more else total
         used = f"`{more}`" if more else ""
         lines.append(f"| {layout} | {name} | {total / 1e15:.3f} | {total / alone:.4f} | {used} |")

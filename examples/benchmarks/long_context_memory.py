@@ -39,7 +39,7 @@ LAYOUTS = {
     "TP8 CP2": "--tensor-model-parallel-size 8 --context-parallel-size 2 --sequence-parallel",
 }
 PARENTS, NODES = (-1, *(0,) * 8), (524_288, *(65_536,) * 8)
-"""Of a tree of 1,048,576 tokens: a trunk, and 8 branches that continue it."""
+"""Parent and length of each node of a tree of 1,048,576 tokens: a trunk and 8 branches."""
 MLP, HOST = "--mlp-chunks-for-training 16", "--fine-grained-activation-offloading"
 GROUPS, PRODUCTS = "--query-groups-per-gather 1", "--attention-chunks-for-training 16"
 ADAM_ON_HOST = "--use-precision-aware-optimizer --optimizer-cpu-offload --main-grads-dtype bf16"

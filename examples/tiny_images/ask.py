@@ -76,7 +76,7 @@ def page(questions: list[dict[str, str]], columns: dict[str, list[str]], picture
 
 
 def is_right(said: str, asked: dict[str, str]) -> bool:
-    """Whether an answer has the words of the right one."""
+    """Returns whether an answer has the words of the right one."""
     return said.split() == asked["answer"].split()
 
 

@@ -29,8 +29,8 @@ _TEXT_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 pixels.
 """
 _PNG_BEGIN = 8
-_SHOWN = 160
-"""Most characters of a path or URL in messages; data: URLs are cut earlier."""
+_SHOWN, _SHOWN_OF_DATA = 160, 40
+"""Most characters of a path or URL in messages, and of a data: URL."""
 
 
 class ImageError(ValueError):
@@ -67,7 +67,7 @@ def source_of_text(text: str, name: str) -> ImageSource:
     Raises ImageError for other URLs, which are not read.
     """
     is_data = text.startswith("data:")
-    name = f"{name} {shown(text[: 40 if is_data else _SHOWN])}"
+    name = f"{name} {shown(text[: _SHOWN_OF_DATA if is_data else _SHOWN])}"
     if is_data:
         head, comma, data = text.partition(",")
         if not comma or not head.endswith(";base64"):

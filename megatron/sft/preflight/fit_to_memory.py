@@ -20,6 +20,9 @@ FOUND = "found"
 """Value of --fit-to-memory for the memory of the GPUs that are here."""
 _KEY = "options that fit"
 _LIMIT_SECONDS = 300.0
+"""Longest time of the estimates; half of --distributed-timeout-minutes if that is less, in which
+the other ranks wait.
+"""
 
 
 def fit_to_memory(
@@ -39,9 +42,8 @@ def fit_to_memory(
     if memory is not None:
         host = host_available()
         per_rank = None if host is None else host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        fitted = fitted_options(
-            config, vocab_size, world_size, memory, per_rank, seconds=_LIMIT_SECONDS
-        )
+        seconds = min(_LIMIT_SECONDS, 30.0 * config.parallel.distributed_timeout_minutes)
+        fitted = fitted_options(config, vocab_size, world_size, memory, per_rank, seconds=seconds)
         print(note(fitted, memory), flush=True)
         config = config if fitted.config is None else fitted.config
     if store is not None:

@@ -38,10 +38,10 @@ from megatron.packing.model.attention.zigzag import Lengths, places_seen
 
 
 class Source(NamedTuple):
-    """What this rank's queries see of one rank's tokens, besides their own piece."""
+    """Tokens of one rank that this rank's queries attend to, besides those of their own piece."""
 
     segments: Segments
-    """Of these queries and keys; without any where nothing is seen."""
+    """Lengths of the queries and keys below, piece by piece; empty where no query sees any."""
     queries: Tensor | None
     """int64: this rank's tokens that see any; None for all."""
     keys: Tensor
@@ -78,13 +78,13 @@ def sources_of(
 
 
 class RankSteps(NamedTuple):
-    """How a layer goes through the ranks."""
+    """Kernels and places with which a layer goes through the ranks."""
 
     group: dist.ProcessGroup
     own: LogSumKernel
-    """Of each piece of this rank and its own keys."""
+    """Kernel of each piece of this rank and that piece's own keys."""
     sources: tuple[tuple[Source, LogSumKernel | None], ...]
-    """By rank; without a kernel where nothing is seen."""
+    """Tokens of each rank that are seen, and their kernel; None for it where there are none."""
     kept: KeptOutputs | None = None
     """See `GroupSteps`."""
     is_kept_already: bool = False

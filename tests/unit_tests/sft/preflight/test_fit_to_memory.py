@@ -14,6 +14,7 @@ from megatron.sft.preflight.fit_to_memory import fit_to_memory, note
 from tests.unit_tests.sft.command_line import parse
 
 FULL = "--recompute-granularity full"
+FITTED = "--fit-to-memory 24GB --distributed-timeout-minutes 2"
 
 
 class Store(dict[str, Any]):
@@ -27,18 +28,18 @@ def test_ranks_take_over_what_rank_0_has_chosen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank with other options would wait in another collective for ever."""
-    config, changed = parse("--fit-to-memory 24GB"), parse(f"--fit-to-memory 24GB {FULL}")
+    config, changed = parse(FITTED), parse(f"{FITTED} {FULL}")
     asked = list[Any]()
 
-    def fitted(*arguments: Any, **_: Any) -> Fitted:
-        asked.append(arguments[3])
+    def fitted(*arguments: Any, seconds: float) -> Fitted:
+        asked.append((arguments[3], seconds))
         return Fitted(changed, FULL, 23 * GIB, 78 * GIB)
 
     monkeypatch.setattr(module, "fitted_options", fitted)
     store = Store()
     assert fit_to_memory(config, 96, 0, 2, store) == changed
     assert fit_to_memory(config, 96, 1, 2, store) == changed
-    assert asked == [24 * 10**9]
+    assert asked == [(24 * 10**9, 60.0)]  # the other rank waits for at most 120
     assert FULL in capsys.readouterr().out
 
 
