@@ -8,8 +8,8 @@
 #   a sum over the parts of a gradient shows nothing where ranks agree. The forward pass of
 #   reduce_from_tensor_model_parallel_region does the same with its input. In 0.19.2 the copy is
 #   returned.
-# Here: latent attention by heads makes such gradients contiguous before they are summed
-#   (megatron/packing/model/parts/latent_attention_module.py).
+# Here: what ranks share for their own heads gets its gradient contiguous before it is summed
+#   (shared_by_ranks of megatron/packing/model/layers/shared_inputs.py).
 set -euo pipefail
 pins=(torch==2.13.0 numpy==2.4.6 packaging==25.0 psutil==7.0.0 megatron-core==0.16.1)
 scratch=$(mktemp -d)

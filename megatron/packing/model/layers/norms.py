@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron.packing.model.layers.shared_inputs import shared_by_ranks
 
 
 class TorchNorm:
@@ -91,9 +90,10 @@ class WholeWidthNorm(torch.nn.Module):
         size, rank = self.tp_group.size(), self.tp_group.rank()
         square_sum = wide.square().sum((-2, -1), keepdim=True)
         if size > 1:  # the sum goes to all ranks, and so do gradients of their uses of it
-            square_sum = copy_to_tensor_model_parallel_region(
-                reduce_from_tensor_model_parallel_region(square_sum, self.tp_group), self.tp_group
+            square_sum = reduce_from_tensor_model_parallel_region(
+                square_sum.contiguous(), self.tp_group
             )
+            square_sum = shared_by_ranks(square_sum, self.tp_group)
         factor = torch.rsqrt(square_sum / len(self.weight) + self.eps)
         weight = self.weight.view(self.num_heads, -1).chunk(size)[rank].to(wide.dtype)
         return (wide * factor * (1 + weight if self.is_zero_centered else weight)).to(x.dtype)

@@ -22,10 +22,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    all_to_all,
-    copy_to_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -35,6 +32,7 @@ from torch.nn.functional import silu, softplus
 from megatron.packing.device import Device
 from megatron.packing.model.attention.tree_keys import tree_of
 from megatron.packing.model.attention.zigzag import Lengths, padded_lengths, sequence_order
+from megatron.packing.model.layers.shared_inputs import shared_by_ranks
 from megatron.packing.model.parts.delta_net import DeltaNet
 from megatron.packing.model.parts.delta_rule import Inputs, causal_convolution, gated_delta_rule
 from megatron.packing.model.parts.projections import column_linear, output_linear
@@ -223,7 +221,7 @@ class _GatedNorm(torch.nn.Module):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z: [t, heads, width]."""
         # each tensor-parallel rank has a part of the heads: backward, the parts are summed
-        weight = copy_to_tensor_model_parallel_region(self.weight, self.tp_group)
+        weight = shared_by_ranks(self.weight, self.tp_group)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = torch.nn.functional.rms_norm(wide, self.weight.shape, eps=self.eps)
         return (weight * normed.to(x.dtype) * silu(z.to(wide.dtype))).to(x.dtype)

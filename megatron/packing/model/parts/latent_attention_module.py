@@ -31,10 +31,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,6 +44,7 @@ from megatron.packing.model.attention.self_attention import QueryScale
 from megatron.packing.model.attention.tree_keys import PackTree, depths_of, tree_of
 from megatron.packing.model.attention.zigzag import Lengths, padded_lengths
 from megatron.packing.model.layers.norms import TorchNorm
+from megatron.packing.model.layers.shared_inputs import shared_by_ranks, with_dense_gradient
 from megatron.packing.model.parts.latent_attention import LatentAttention
 from megatron.packing.model.parts.projections import (
     column_linear,
@@ -164,7 +162,7 @@ class LatentSelfAttention(MegatronModule):
         found = _by_row(gather_from_tensor_model_parallel_region(found, group=self.tp_group))
         latent, rotated = found.tensor_split((self.part.kv_lora_rank,), dim=-1)
         # Each rank's heads use it: backward, their gradients are summed.
-        rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
+        rotated = shared_by_ranks(rotated, self.tp_group)
         return self.kv_layernorm(latent), rotated.unsqueeze(1)
 
     def _turned(self, query: Tensor, rotated: Tensor, places: Places) -> tuple[Tensor, Tensor]:
@@ -205,11 +203,10 @@ class LatentSelfAttention(MegatronModule):
         adapter: Any = getattr(up, "adapter", None)
         # Each rank's heads use them: backward, their gradients are summed.
         vectors = [
-            copy_to_tensor_model_parallel_region(latent, group=self.tp_group),
+            shared_by_ranks(latent, self.tp_group),
             rotated.squeeze(1),
-            *([] if adapter is None else [adapter.reduced(latent)]),
+            *([] if adapter is None else [with_dense_gradient(adapter.reduced(latent))]),
         ]
-        vectors = [_DenseGradient.apply(x) for x in vectors]
         widths = [x.shape[-1] for x in vectors]
         width = self.part.qk_head_dim + self.part.v_head_dim
 
@@ -241,18 +238,6 @@ class LatentSelfAttention(MegatronModule):
         key, value = made.tensor_split((self.part.qk_head_dim,), dim=-1)
         of_all_heads = rotated.unsqueeze(1).expand(-1, made.shape[1], -1)
         return torch.cat((key, of_all_heads, value), dim=-1)
-
-
-class _DenseGradient(torch.autograd.Function):
-    """Of a gradient that is not contiguous megatron-core sums a copy over ranks, which is lost."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
 
 
 def _by_row(x: Tensor) -> Tensor:
