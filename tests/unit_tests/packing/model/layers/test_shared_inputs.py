@@ -18,4 +18,5 @@ def test_a_gradient_that_is_a_view_is_summed(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: x.mul_(2))
     x = torch.zeros(2, 3, requires_grad=True)
     shared_by_ranks(x, Group()).backward(torch.arange(6.0).view(3, 2).t())
+    assert x.grad is not None
     assert x.grad.tolist() == [[0, 4, 8], [2, 6, 10]]
