@@ -45,7 +45,8 @@ class TokenBytes:
         is_ascii, form = text.isascii(), self._normal_form
         if not is_ascii and form is not None and not unicodedata.is_normalized(form, text):
             return None
-        ends = self._sizes[ids].cumsum(dtype=np.int64)
+        # A sum that changes its type as it goes takes four times as long.
+        ends = self._sizes.take(ids).astype(np.int64).cumsum()
         num_bytes = len(text) if is_ascii else len(text.encode())
         if not len(ids) or ends[-1] != num_bytes:
             return None
@@ -57,7 +58,7 @@ class TokenBytes:
         if not is_ascii:
             places = [len(text[:place].encode()) for place in places]
         found = ends.searchsorted(places)
-        if not (ends[found] == places).all():
+        if ends[found].tolist() != places:
             return None
         after = (found + 1).tolist()
         return list(zip(after[::2], after[1::2]))
