@@ -255,7 +255,7 @@ class ChatEncoder:
         loss_mask = weights[1:]
         if own_weight * weight != 1:
             loss_mask *= np.float32(own_weight * weight)  # in place: it may have millions of tokens
-        if not loss_mask.any():
+        if not np.count_nonzero(loss_mask):  # a fourth of the time of `any`
             return Dropped("no loss token")
         is_cut = len(loss_mask) > self.seq_length
         kept = within(ids, loss_mask, self.seq_length, self.over_length_policy, "sample is")

@@ -171,7 +171,7 @@ class HuggingFaceTokenizer:
         if self._segments is not None:
             return self._segments.ids(text)
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, np.int32)
+        return np.fromiter(encoding.ids, np.int32)
 
     def _tokens(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> ChatTokens:
         try:

@@ -58,7 +58,7 @@ class TextSegments:
         if self._to_leave:
             self._to_leave -= 1
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-            return np.array(encoding.ids, np.int32)
+            return np.fromiter(encoding.ids, np.int32)
         pieces = self._cut(text)
         known = {"": _NO_IDS}
         missing = []
@@ -73,7 +73,7 @@ class TextSegments:
         if missing:
             encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
             for segment, encoding in zip(missing, encodings):
-                known[segment] = np.array(encoding.ids, np.int32)
+                known[segment] = np.fromiter(encoding.ids, np.int32)
         self._remember(known)
         self._look(len(text), sum(map(len, missing)))
         # Segments and added tokens take turns, segments at both ends.

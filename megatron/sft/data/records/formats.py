@@ -64,7 +64,7 @@ from megatron.sft.data.records.content import (
 )
 from megatron.sft.data.records.images import COLUMNS as IMAGES
 from megatron.sft.data.records.images import MARK, filled, read_images, split_marks
-from megatron.sft.data.records.messages import Message, read_turns
+from megatron.sft.data.records.messages import Message, plain_turns, read_turns
 from megatron.sft.data.records.preferences import (
     check_marks,
     columns_beside_turns,
@@ -108,6 +108,11 @@ def read_record(
     columns: column of the record -> its name in the table above; "none" leaves the column out.
     takes_images: whether the caller trains images; otherwise a record with images is an error.
     """
+    if record.keys() == {"messages"} and not columns:
+        # Most of most data; the steps below find the same.
+        messages = plain_turns(record["messages"], "messages")
+        if messages:
+            return Reading(Conversation(messages), 1.0, set())
     fields = rename_fields(record, columns)
     keys = Keys(*(_column_of(name, columns) for name in ("role", "content")))
     reading = _find(fields, keys, record)

@@ -117,6 +117,32 @@ class Turns(NamedTuple):
     """Keys of the turns that have a value and were not read."""
 
 
+def plain_turns(turns: object, where: str) -> list[Message] | None:
+    """Returns the messages of a list of turns that are a role and a text each, as most of most data
+    are; None for another value, which `read_turns` reads or refuses.
+    """
+    if type(turns) is not list:
+        return None
+    messages = []
+    for number, turn in enumerate(turns):
+        message = _plain_turn(turn, where, number)
+        if message is None:
+            return None
+        messages.append(message)
+    return messages
+
+
+def _plain_turn(turn: object, where: str, number: int) -> Message | None:
+    if not isinstance(turn, dict) or turn.keys() != _PLAIN_KEYS:
+        return None
+    role, content = turn["role"], turn["content"]
+    if not type(role) is type(content) is str or role not in ROLES:
+        return None
+    if not content.isascii():
+        text_of(content, f"{where}[{number}].content")
+    return Message(ROLES[role], content)
+
+
 def read_turns(
     turns: object, where: str, role_key: str | None = None, content_key: str | None = None
 ) -> Turns:
@@ -133,16 +159,15 @@ def read_turns(
     messages: list[Message] = []
     unread: set[str] = set()
     for number, turn in enumerate(turns):
+        plain = _plain_turn(turn, where, number)
+        if plain is not None:
+            messages.append(plain)
+            continue
         place = f"{where}[{number}]"
         if not isinstance(turn, Mapping):
             raise SampleError(
                 f"{place} must be {{role, content}} or {{from, value}}, but is {shown(turn)}"
             )
-        if turn.keys() == _PLAIN_KEYS:  # most turns of most data; the steps below find the same
-            role, content = turn["role"], turn["content"]
-            if type(role) is type(content) is str and role in ROLES:
-                messages.append(Message(ROLES[role], text_of(content, f"{place}.content")))
-                continue
         turn = {
             key: value
             for key, value in turn.items()

@@ -24,6 +24,9 @@ def check_nothing_lost(conversation: Conversation, written: Written) -> None:
         _check_images(conversation, written)
     for number, message in enumerate(conversation.messages):
         places = written.turns.get(number) or [(0, len(written.text))]
+        is_plain = not message.fields and not message.images and len(places) == 1
+        if is_plain and written.text.find(message.content.strip(), *places[0]) >= 0:
+            continue  # most messages; the steps below find the same
         turn = "".join([written.text[start:end] for start, end in places])
         wanted = texts_of([message])
         if any("think>" in text for text in wanted):

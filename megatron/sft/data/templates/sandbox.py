@@ -36,6 +36,8 @@ _NO_FILTERS = frozenset("batch center pprint slice urlize wordwrap xmlattr".spli
 _MAKE_NOTHING = frozenset("count d default first last length".split())
 """Filters whose arguments need no count: they return one of them, a part or a number."""
 _OF_DICT = frozenset(dir(dict))
+_OF_LOOP = ("first", "index", "index0", "last")
+"""Attributes of Jinja's `loop` that templates read at each message."""
 _MAX_REMEMBERED = 1000
 """Largest number of attributes whose safety is remembered."""
 
@@ -70,9 +72,48 @@ LIMITS = Limits()
 
 
 class _CodeGenerator(CodeGenerator):
-    """Jinja's, which also writes calls of the sandbox's own functions (`call_of_sandbox`) as plain
-    calls. Calls in a template are checked; it has no syntax for these.
+    """Jinja's, with what most of a rendering is written as Python that calls nothing:
+
+        {{ m.role }}    t_2 if type(t_2 := (t_1["role"] if type(t_1 := m) is dict and "role" in t_1
+                            else environment.getattr(t_1, "role"))) is str
+                        else str(environment.finalize(t_2))
+
+    Also writes calls of the sandbox's own functions (`call_of_sandbox`) as plain calls. Calls in a
+    template are checked; it has no syntax for these.
     """
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self._written = self.temporary_identifier()
+        self.write(f"({self._written} if type({self._written} := ")
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(f") is str else str({finalize.src}{self._written})))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        key = node.arg.value if isinstance(node.arg, nodes.Const) else None
+        if type(key) is str:
+            self._write_item(node.node, frame, key, f"environment.getitem({{}}, {key!r})")
+        else:
+            super().visit_Getitem(node, frame)
+
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+        name, of_sandbox = node.attr, f"environment.getattr({{}}, {node.attr!r})"
+        if name in _OF_LOOP and isinstance(node.node, nodes.Name):
+            at = self.temporary_identifier()
+            self.write(f"({at}.{name} if type({at} := ")
+            self.visit(node.node, frame)
+            self.write(f") is LoopContext else {of_sandbox.format(at)})")
+        elif name not in _OF_DICT:
+            self._write_item(node.node, frame, name, of_sandbox)
+        else:
+            super().visit_Getattr(node, frame)
+
+    def _write_item(self, node: nodes.Expr, frame: Frame, key: str, otherwise: str) -> None:
+        """Writes an item of a dict, where the object is one and has it."""
+        at = self.temporary_identifier()
+        self.write(f"({at}[{key!r}] if type({at} := ")
+        self.visit(node, frame)
+        self.write(f") is dict and {key!r} in {at} else {otherwise.format(at)})")
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
         if not isinstance(node.node, nodes.EnvironmentAttribute):
@@ -113,10 +154,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         own = {"join": _join, "replace": _replace, "indent": _indent, "tojson": _to_json}
         kept = {name: function for name, function in FILTERS.items() if name not in _NO_FILTERS}
+        self._trim = self._bounded(FILTERS["trim"])
         self.filters = {
             name: function if name in _MAKE_NOTHING else self._bounded(function)
             for name, function in {**kept, **own}.items()
         }
+        self.filters["trim"] = self.trimmed
         self.globals["raise_exception"] = _raise_exception
 
     def begin(self, mark: Callable[..., None]) -> None:
@@ -174,9 +217,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def added(self, *terms: Any) -> Any:
         """Returns a sum, from the left; of texts alone it is made once."""
-        if {*map(type, terms)} == {str}:
-            return self.concat(terms)
+        size = 0
+        for term in terms:
+            if type(term) is not str:
+                break
+            size += len(term)
+        else:
+            self.make(size)
+            return "".join(terms)
         return functools.reduce(lambda left, right: self.call_binop(None, "+", left, right), terms)
+
+    def trimmed(self, value: Any, chars: Any = None) -> Any:
+        """Returns `value | trim`."""
+        if type(value) is str and chars is None:
+            self.make(len(value))
+            return value.strip()
+        return self._trim(value, chars)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):

@@ -24,6 +24,15 @@ GROWS = (
     "endfor %%}{{ n.x }}"
 )
 LONG = "{% for i in range(30) %}" + "x" * 50 + "{% endfor %}"
+
+
+class _Own(dict[str, object]):
+    """A dict with items of its own, as objects of JSON text are."""
+
+    def __missing__(self, key: str) -> str:
+        return f"no {key}"
+
+
 CHAT = Conversation([Message("user", "q"), Message("assistant", "a")], None, {})
 
 
@@ -165,10 +174,24 @@ def test_each_rendering_has_the_whole_bound():
             "{{ true }}{{ none }}{{ missing }}{{ '<&>' }}{{ 'ab'[::-1] }}{{ 'a' in 'ab' }}{{ "
             "'x'|default('y') }}",
         ),
+        # Items of dicts and attributes of loops are written as plain Python.
+        *(
+            f"{{{{ {m}.a }}}}{{{{ {m}['a'] }}}}{{{{ {m}.b }}}}{{{{ {m}['b'] }}}}{{{{ {m}['items'] "
+            f"}}}}{{{{ {m}.items()|list }}}}{{{{ {m}.first|trim }}}}{{{{ {m}.a|trim('1') }}}}"
+            for m in ("m", "own", "[m][0]")
+        ),
+        *(
+            "{% for x in 'ab' %}{{ loop.index }}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{{ "
+            "loop.length }}{{ loop['index'] }}{% endfor %}",
+            "{% set loop = m %}{{ loop.first }}{{ loop.last }}{{ 'x'['upper']() }}{{ 'x'['b'] }}",
+        ),
     ],
 )
 def test_all_else_reads_as_in_jinja(source):
-    assert MarkedTemplate(source).write([]).text == Environment().from_string(source).render()
+    m = {"a": 1, "items": "i", "first": " f "}
+    variables = {"m": m, "own": _Own(m)}
+    ours = MarkedTemplate(source).write([], **variables).text
+    assert ours == Environment().from_string(source).render(variables)
 
 
 def test_json_reads_as_chat_templates_mean_it():
