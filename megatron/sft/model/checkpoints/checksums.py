@@ -49,7 +49,7 @@ def _load() -> Callable[[int, int, int], int] | None:
     function.restype = ctypes.c_uint32  # type: ignore[attr-defined]
     # A wrong sum would be written into checkpoints, and be found years later.
     sample = np.arange(999, dtype=np.uint8)
-    is_right = function(1, sample.ctypes.data, sample.size) == zlib.crc32(sample, 1)
+    is_right = function(1, sample.ctypes.data, sample.size) == zlib.crc32(sample.data, 1)
     return function if is_right else None
 
 
