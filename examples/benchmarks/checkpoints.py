@@ -119,9 +119,8 @@ nothing. Ours compares checksums of all files before it loads, and sums what it 
   a run, which loads once, makes it once.
 - Host memory is what a rank's resident memory grew by at most, in megabytes, rank by rank. `fit`
   is what `megatron-sft fit` says of the rank before it runs, as if the device were not the host:
-  of a save it is the largest tensor, which is not copied here.
-- In the first process of a layout, tensors of other ranks come together one at a time: --save-hf
-  takes its largest tensor (here 8.4 MB), and twice that where tensor-parallel parts are joined.
+  of a save it is the largest tensor, which is copied from a device, and not here; of --save-hf two
+  copies of the largest parameter (here 8.4 MB each), of which one is that copy, too.
 """
 
 
