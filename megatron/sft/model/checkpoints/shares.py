@@ -100,9 +100,9 @@ def read_pieces_in_place(state: dict[str, Any]) -> None:
     def merged(factory: ShardedTensorFactory, pieces: Any) -> Any:
         whole = factory.data.detach()
         found = list(nested_values(pieces))
-        storages = {piece.untyped_storage().data_ptr() for piece in found}
-        is_filled = storages == {whole.untyped_storage().data_ptr()}
-        if is_filled and sum(piece.numel() for piece in found) == whole.numel():
+        memory = whole.untyped_storage().data_ptr()  # 0 of a tensor that stands for others (fp8)
+        are_views = memory and {piece.untyped_storage().data_ptr() for piece in found} == {memory}
+        if are_views and sum(piece.numel() for piece in found) == whole.numel():
             return whole
         return factory.merge_fn(pieces)
 
