@@ -30,7 +30,7 @@ from megatron.sft.images.vision import PARAMETERS
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoints.files import CheckpointError, check_sound, read_or_refused
 from megatron.sft.model.checkpoints.folder import checkpoint_path, latest_iteration
-from megatron.sft.model.checkpoints.shares import share_out
+from megatron.sft.model.checkpoints.shares import read_pieces_in_place, share_out
 from megatron.sft.model.checkpoints.unpickling import check_metadata, only_weights
 from megatron.sft.model.cpu_offload import make_adam_state
 from megatron.sft.options.images import TRAINED
@@ -299,6 +299,7 @@ def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any
             for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
                 make_adam_state(part.optimizer)
         template = _sharded_state(training, is_loading=True, with_optimizer=wanted.optimizer)
+        read_pieces_in_place(template)
         if not wanted.random_states:
             del template["random_states"]
         # Not validated: that each tensor is asked for by its first replica.

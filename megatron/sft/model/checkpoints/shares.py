@@ -16,6 +16,7 @@ shapes, and any reader of such checkpoints reads it in any layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -87,6 +88,30 @@ def share_out(state: dict[str, Any]) -> None:
         # would write that storage.
         if isinstance(shares, ShardedTensor) and shares.data.device.type == "cpu":
             shares.data = with_own_storage(shares.data.detach().contiguous())
+
+
+def read_pieces_in_place(state: dict[str, Any]) -> None:
+    """Makes tensors that checkpoints hold in pieces (gate and up projection) be loaded without a
+    copy: pieces that are views of the tensor have filled it once they are read.
+
+    megatron-core joins the pieces in new memory, and all new tensors of a state exist at once.
+    """
+
+    def merged(factory: ShardedTensorFactory, pieces: Any) -> Any:
+        whole = factory.data.detach()
+        found = list(nested_values(pieces))
+        memory = whole.untyped_storage().data_ptr()  # 0 of a tensor that stands for others (fp8)
+        are_views = memory and {piece.untyped_storage().data_ptr() for piece in found} == {memory}
+        if are_views and sum(piece.numel() for piece in found) == whole.numel():
+            return whole
+        return factory.merge_fn(pieces)
+
+    def in_place(entry: Any) -> Any:
+        if not isinstance(entry, ShardedTensorFactory):
+            return entry
+        return replace(entry, merge_fn=functools.partial(merged, entry))
+
+    dict_list_map_inplace(in_place, state)
 
 
 def _is_replicated(entry: object) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from megatron.sft.model.checkpoints.checksums import Sum
+from megatron.sft.model.checkpoints.checksums import BLOCK, Sum, crc32
 
 Part = tuple[str, str, tuple[Sequence[Any], Sequence[Any]]]
 """A file that megatron-core asks for: its path, its name in the checkpoint, and its items, as
@@ -93,12 +92,14 @@ class _SummedStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Writes all of `data`, a buffer."""
         view = memoryview(data).cast("B")
-        try:
-            self._file.write(view)
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-        self.sum = Sum(self.sum.num_bytes + len(view), zlib.crc32(view, self.sum.crc))
+        for start in range(0, len(view), BLOCK):
+            block = view[start : start + BLOCK]
+            try:
+                self._file.write(block)
+            except OSError as error:
+                self.failure = self.failure or error
+                raise
+            self.sum = Sum(self.sum.num_bytes + len(block), crc32(block, self.sum.crc))
         return len(view)
 
     def tell(self) -> int:

@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.packing.model.sections import by_section
 from megatron.sft.model.checkpoints import shares
-from megatron.sft.model.checkpoints.shares import rectangles, share_out
+from megatron.sft.model.checkpoints.shares import read_pieces_in_place, rectangles, share_out
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,21 @@ def test_copies_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     share_out(state)
     assert isinstance(state["rows"], LocalNonpersistentObject)
     assert isinstance(state["halves"], LocalNonpersistentObject)
+
+
+def test_pieces_that_were_read_in_place_are_not_copied() -> None:
+    """A run that just fits would otherwise not continue: all copies exist at once."""
+    state = a_layer(0, 0)
+    read_pieces_in_place(state)
+    assert isinstance(state["rows"], ShardedTensor)
+    factory = state["halves"]
+    pieces = [entry.data.detach() for entry in factory.build()]
+    whole = factory.merge_fn(pieces)
+    assert whole.data_ptr() == factory.data.data_ptr()
+    assert whole.shape == factory.data.shape
+    # Of pieces that are elsewhere, or of some, the tensor is not full.
+    for others in ([piece + 1 for piece in pieces], [pieces[0], pieces[1] + 1], [pieces[1]]):
+        assert torch.equal(factory.merge_fn(others), torch.cat(others))
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
