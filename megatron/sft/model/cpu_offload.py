@@ -79,15 +79,17 @@ def _move_to_parameters(self: Any) -> None:
 
 def make_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """Gives torch's Adam, on the host or not, what it makes in its first step, to load into;
-    megatron-core's own way leaves out `step`. Others are left alone.
+    megatron-core's own way leaves out `step`. A state that is there stays, and others are left
+    alone.
     """
     for adam in getattr(optimizer, "sub_optimizers", [optimizer]):
         if not isinstance(adam, torch.optim.Adam):
             continue
         for parameter in (p for group in adam.param_groups for p in group["params"]):
-            adam.state[parameter] = {
-                "step": torch.tensor(0.0),
-                **{name: torch.empty_like(parameter) for name in ADAM_STATE},
-            }
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    **{name: torch.empty_like(parameter) for name in ADAM_STATE},
+                }
     if isinstance(optimizer, HybridDeviceOptimizer):
         optimizer._sync_sub_optimizers_state_to_hdo()

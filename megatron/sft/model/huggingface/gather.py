@@ -146,10 +146,12 @@ def _stack(group: _Group, dtypes: Dtypes, values_of: ValuesOf) -> Iterator[Tenso
             yield _stacked(held, stacks[name])
             continue
         sent = held.to(device)  # the backend of a GPU's groups takes no tensors of the host
-        pieces = [torch.empty_like(sent) for _ in range(experts.size())]
-        dist.gather(sent, pieces if experts.rank() == 0 else None, group=experts, group_dst=0)
-        if experts.rank() == 0:
-            yield _stacked(torch.cat(pieces).cpu(), stacks[name])
+        if experts.rank() != 0:
+            dist.gather(sent, group=experts, group_dst=0)
+            continue
+        whole = sent.new_empty((experts.size() * num_here, *sent.shape[1:]))
+        dist.gather(sent, list(whole.split(num_here)), group=experts, group_dst=0)
+        yield _stacked(whole.cpu(), stacks[name])
 
 
 def _stacked(matrices: Tensor, stack: Stack) -> Tensor:
