@@ -70,7 +70,7 @@ SMOLLM2 = 0.1.2
 CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py routers.py \
 	run.py::test_continued_run_follows_its_own_learning_rate run.py::test_mock_data_experts_and_evaluation)
 CODE = megatron tests examples docs/generate.py docs/site_hooks.py pretrain_sft.py setup.py
-BUILT_FROM = pyproject.toml setup.py $(addsuffix /core.cpp,megatron/packing/scheduling megatron/blending/order megatron/sft/model/checkpoints)
+BUILT_FROM = pyproject.toml setup.py megatron/packing/scheduling/core.cpp megatron/blending/order/core.cpp
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.

@@ -41,7 +41,7 @@ setup(
     long_description_content_type="text/markdown",
     project_urls=project_urls(),
     # Without a C++ compiler scheduling takes plainer ways, slower and a little worse; the order of
-    # blends and the checksums of checkpoints are the same, and slower to compute.
+    # blends is the same, and slower to compute.
     ext_modules=[
         Extension(
             f"{folder.replace('/', '.')}._core",
@@ -50,10 +50,6 @@ setup(
             extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],
             optional=True,
         )
-        for folder in (
-            "megatron/packing/scheduling",
-            "megatron/blending/order",
-            "megatron/sft/model/checkpoints",
-        )
+        for folder in ("megatron/packing/scheduling", "megatron/blending/order")
     ],
 )

@@ -68,7 +68,6 @@ def test_the_source_distribution_builds_and_is_tested(built):
         "pretrain_sft.py",
         "megatron/packing/scheduling/core.cpp",
         "megatron/blending/order/core.cpp",
-        "megatron/sft/model/checkpoints/core.cpp",
     }
     assert (
         wanted | {"tests/unit_tests/test_package.py", "examples/tiny_chat/config.yaml"} <= in_sdist

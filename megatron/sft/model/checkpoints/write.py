@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.filesystem import (
     _write_item,
 )
 from torch.serialization import get_crc32_options, set_crc32_options
+from zlib_ng.zlib_ng import crc32
 
-from megatron.sft.model.checkpoints.checksums import BLOCK, Sum, crc32
+from megatron.sft.model.checkpoints.checksums import BLOCK, Sum
 
 Part = tuple[str, str, tuple[Sequence[Any], Sequence[Any]]]
 """A file that megatron-core asks for: its path, its name in the checkpoint, and its items, as
