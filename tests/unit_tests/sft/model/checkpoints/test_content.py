@@ -218,6 +218,10 @@ def test_adams_state_is_declared_once():
     adam = torch.optim.Adam([parameter])
     adam.step()
     made = {name: type(value) for name, value in adam.state[parameter].items()}
+    held = adam.state[parameter]["exp_avg"]
+    make_adam_state(adam)
+    assert adam.state[parameter]["exp_avg"] is held
+    adam.state.clear()
     make_adam_state(adam)
     assert {name: type(value) for name, value in adam.state[parameter].items()} == made
     assert set(made) == {"step", *ADAM_STATE}
