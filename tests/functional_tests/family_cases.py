@@ -174,6 +174,7 @@ TEMPLATE_OF = {
     "glm4": "GLM4",
     "olmo3": "OLMO3",
     "ministral3": "MINISTRAL3",
+    "mistral4": "MISTRAL4",
     "minimax_m2": "MINIMAX",
     "qwen2_5_vl_text": "CHATML",
     "qwen3_vl_text": "QWEN25",
