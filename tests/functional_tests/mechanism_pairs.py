@@ -332,8 +332,8 @@ TRUE_REFUSALS = {
     "a sample with payloads must be one sequence": "nothing says whose an image of a tree is",
     "--global-kv-channels is not supported with": "layers whose keys are the values have no place "
     "for it; no released model has both",
-    "--kv-lora-rank is not supported with": "latents have no place for it; no family of the trainer "
-    "has both",
+    "--kv-lora-rank is not supported with": "latents have no place for it; no family of the "
+    "trainer has both",
 }
 """Parts of the lines that may refuse a case -> why they are true."""
 
