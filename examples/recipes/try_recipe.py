@@ -99,7 +99,12 @@ def write_text_model(folder: Path, released: dict[str, Any]) -> None:
     made = transformers.CONFIG_MAPPING[kind](
         **{name: value for name, value in config.items() if name != "model_type"}
     )
-    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+    auto = transformers.AutoModelForCausalLM
+    if kind == "mistral4":  # which that does not list
+        from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+
+        auto.register(type(made), Mistral4ForCausalLM, exist_ok=True)
+    auto.from_config(made).save_pretrained(folder)
 
 
 def write_vision_model(folder: Path, config: dict[str, Any]) -> None:
