@@ -38,13 +38,18 @@ SMALL = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "query_pre_attn_scalar": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "rotary_dim": 8,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "vocab_size": 320,
+    "pad_token_id": 0,
 }
 ONE_PROCESS = {
     "tensor_model_parallel_size": 1,
@@ -67,8 +72,19 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     """
     text = config.get("text_config", config)
     small = {**text, **{name: value for name, value in SMALL.items() if name in text}}
+    small.pop("quantization_config", None)
     if "kv_lora_rank" in text:  # heads have no groups there
         small["num_key_value_heads"] = small["num_attention_heads"]
+    if text.get("n_group", 1) > 1:
+        small |= {"n_group": 2, "topk_group": 1}
+    if text.get("first_k_dense_replace"):
+        small["first_k_dense_replace"] = 1
+    if "long_factor" in (text.get("rope_scaling") or {}):  # of each pair of channels
+        pairs = int(SMALL["head_dim"] * text["partial_rotary_factor"]) // 2
+        small["rope_scaling"] = {
+            name: value[:pairs] if isinstance(value, list) else value
+            for name, value in text["rope_scaling"].items()
+        }
     if "layer_types" in text:  # of models with several kinds the last layers are of both
         small["layer_types"] = text["layer_types"][-SMALL["num_hidden_layers"] :]
     return small
@@ -83,7 +99,12 @@ def write_text_model(folder: Path, released: dict[str, Any]) -> None:
     made = transformers.CONFIG_MAPPING[kind](
         **{name: value for name, value in config.items() if name != "model_type"}
     )
-    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+    auto = transformers.AutoModelForCausalLM
+    if kind == "mistral4":  # which that does not list
+        from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+
+        auto.register(type(made), Mistral4ForCausalLM, exist_ok=True)
+    auto.from_config(made).save_pretrained(folder)
 
 
 def write_vision_model(folder: Path, config: dict[str, Any]) -> None:

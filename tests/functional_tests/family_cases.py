@@ -133,6 +133,21 @@ MORE_PEFT_CASES += (
     ("qwen3.5-moe", "ep2", 1, {"target_modules": ["q_proj", "up_proj", "down_proj"]}),
     ("qwen3.5-moe", "tp2-ep4-dp2-sp", 1, {"target_modules": [], "target_parameters": _EXPERTS}),
 )
+MORE_PEFT_CASES += tuple(
+    (model, "pp2", 1, {"target_modules": _PARTS})
+    for model in (
+        *("mistral", "qwen3", "gemma", "seed-oss", "smollm3", "ernie4.5", "granite", "olmo2"),
+        *("gemma3", "gemma4-unified", "olmo3", "exaone4", "ministral3", "qwen3.5-moe"),
+    )
+)
+MORE_PEFT_CASES += (
+    ("phi3", "pp2", 1, {"target_modules": ["qkv_proj", "down_proj"]}),
+    *(
+        (model, "pp2", 1, {"target_modules": ["q_proj", "o_proj"]})
+        for model in ("minimax-m2", "qwen3-moe", "gpt-oss")
+    ),
+    ("deepseek-v2", "pp2", 1, {"target_modules": _LATENT[2:]}),
+)
 GROWING_PEFT_CASE = ("qwen3.5", {"target_modules": [*_ATTENTION, "up_proj"]})
 """Model and options of peft's in which one rounding of a weight moves gradients by 1e-11."""
 ALONE = ("ministral3",)
@@ -174,6 +189,7 @@ TEMPLATE_OF = {
     "glm4": "GLM4",
     "olmo3": "OLMO3",
     "ministral3": "MINISTRAL3",
+    "mistral4": "MISTRAL4",
     "minimax_m2": "MINIMAX",
     "qwen2_5_vl_text": "CHATML",
     "qwen3_vl_text": "QWEN25",

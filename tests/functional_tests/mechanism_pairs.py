@@ -61,15 +61,21 @@ OF_MODELS = {
     "global attention": "--global-kv-channels 12 --global-num-query-groups 1 --window-size 7 0 "
     "--window-attn-skip-freq 1 0 1 0 --qk-layernorm --value-layernorm --layer-scalar "
     "--norm-position both --no-add-qkv-bias",
+    "latent attention": "--num-query-groups 4 --no-add-qkv-bias --q-lora-rank 12 --kv-lora-rank 8 "
+    "--qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 8",
     "LoRA": "--lora --lora-rank 3 --lora-alpha 5",
 }
 """Mechanisms -> flags. Both stages of a pipeline have each kind of layer, in pairs of them, too."""
 OF_DATA = ("trees", "fields", "images")
 MECHANISMS = (*OF_MODELS, *OF_DATA)
-OUR_LAYERS = {"shared experts", "output gate", "windows", "delta net", "global attention"}
+OUR_LAYERS = {
+    *("shared experts", "output gate", "windows", "delta net", "global attention"),
+    "latent attention",
+}
 """Mechanisms that megatron-core's own layers compute otherwise, or not at all."""
 NOT_BESIDE_GLOBAL_ATTENTION = {"MTP", "output gate", "windows", "delta net"}
 """Windows have sinks, which make the difference."""
+NOT_BESIDE_LATENT_ATTENTION = {*NOT_BESIDE_GLOBAL_ATTENTION, "global attention"}
 FULL = "--recompute-granularity full"
 PARTS = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 UNEVEN = "--decoder-first-pipeline-num-layers 1"
@@ -326,6 +332,8 @@ TRUE_REFUSALS = {
     "a sample with payloads must be one sequence": "nothing says whose an image of a tree is",
     "--global-kv-channels is not supported with": "layers whose keys are the values have no place "
     "for it; no released model has both",
+    "--kv-lora-rank is not supported with": "latents have no place for it; no family of the "
+    "trainer has both",
 }
 """Parts of the lines that may refuse a case -> why they are true."""
 
@@ -333,11 +341,13 @@ TRUE_REFUSALS = {
 def expected_refusal(case: Case) -> str | None:
     """Returns the key of `TRUE_REFUSALS` that must refuse a case; None for one that must train."""
     layout, mechanisms = LAYOUTS[case.layout][0], set(case.mechanisms)
-    sequence_parallel, lora, trees, images, global_attention = TRUE_REFUSALS
+    sequence_parallel, lora, trees, images, global_attention, latent_attention = TRUE_REFUSALS
     if case.has_experts and layout.tensor > 1 and not layout.sequence:
         return sequence_parallel
     if "global attention" in mechanisms and mechanisms & NOT_BESIDE_GLOBAL_ATTENTION:
         return global_attention
+    if "latent attention" in mechanisms and mechanisms & NOT_BESIDE_LATENT_ATTENTION:
+        return latent_attention
     if mechanisms >= {"MTP", "LoRA"}:
         return lora
     if mechanisms >= {"MTP", "trees"}:

@@ -622,6 +622,14 @@ def _random(name: str, shape: Sequence[int], numbers: Numbers, num_experts: int 
 
 MERGED = "parametrizations.weight.0."
 """Where an adapter's parameters are in `merge_adapters`' model."""
+OF_LATENTS = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "linear_kv_up_proj": "kv_b_proj",
+}
+"""Layers of latent attention -> names of their adapters, one for all rows."""
 
 
 class Merged(torch.nn.Module):
@@ -648,6 +656,7 @@ class Merged(torch.nn.Module):
             "linear_fc1": ["gate_proj"] * (shape[0] // 2) + ["up_proj"] * (shape[0] // 2),
             "linear_fc2": ["down_proj"] * shape[0],
             "out_proj": ["out_proj"] * shape[0],
+            **{layer: [module] * shape[0] for layer, module in OF_LATENTS.items()},
         }
         if config.linear_num_value_heads:
             values = config.linear_num_value_heads
@@ -699,6 +708,7 @@ def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
         (name, layer)
         for name, layer in modules
         if re.search(r"linear_(qkv?|proj|fc1|fc2)$|(in|out)_proj$", name)
+        or name.rsplit(".", 1)[-1] in OF_LATENTS
     ]
     for name, layer in layers:
         merged = Merged(name, model.config, lora, layer.weight.shape, numbers)

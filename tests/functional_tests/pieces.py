@@ -109,14 +109,16 @@ def places_of(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Place]]:
                 getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
             )
             count = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
-            sections = _sections(chunk, local_name, name)
+            sections = _sections(chunk, local_name, name) if is_cut else (1,)
             dim = parameter.partition_dim if is_cut else None
             index = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
-            yield name, parameter, Place(dim, index, count, sections if is_cut else (1,))
+            yield name, parameter, Place(dim, index, count, sections)
 
 
 def _sections(chunk: Any, local_name: str, name: str) -> tuple[int, ...]:
     """Of the parameter's rows: gates and values, or what a gated delta net projects to."""
+    if "linear_fc1.adapter" in name:  # beside gates, values, or both
+        return (1,) * chunk.get_submodule(local_name.rsplit(".", 1)[0]).num_modules
     if chunk.config.gated_linear_unit and "linear_fc1" in name:
         return (1, 1)
     if re.search(r"self_attention\.(in_proj|conv1d)\.", name):

@@ -46,7 +46,10 @@ CASES = [
         f"{LORA} --lora-target-modules k_proj o_proj gate_proj down_proj --lora-modules-to-save "
         "lm_head",
     ),
-    (Layout(tensor=4, sequence=True, model="grouped"), f"{LORA} {RECOMPUTE}"),
+    (  # of fused gates and values gates alone
+        Layout(tensor=4, sequence=True, model="grouped"),
+        f"{LORA} --lora-target-modules q_proj k_proj v_proj gate_proj down_proj {RECOMPUTE}",
+    ),
     (Layout(tensor=2, sequence=True, context=2, model="qwen3.5", optimizer="sharded"), LORA),
 ]
 

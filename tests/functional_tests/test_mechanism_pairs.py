@@ -1,6 +1,6 @@
 """Mechanisms train together as each sequence alone; `make mechanisms` has all pairs in all layouts.
 
-All mechanisms are in one of three cases, as many at once as can be trained together.
+All mechanisms are in one of four cases, as many at once as can be trained together.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ ALL_OF_SEQUENCES = (
 )
 ALL_OF_TREES = ("shared experts", "LoRA", "output gate", "windows", "trees", "fields")
 ALL_OF_GEMMA_4 = ("shared experts", "global attention", "LoRA", "trees", "fields")
+ALL_OF_DEEPSEEK = ("shared experts", "latent attention", "LoRA", "trees", "fields")
 CHOSEN = [
     Case(ALL_OF_SEQUENCES, "TP2 SP, full recomputation"),
     Case(ALL_OF_TREES, "PP2 uneven, recomputation of parts"),
     Case(ALL_OF_GEMMA_4, "TP2 SP"),
+    Case(ALL_OF_DEEPSEEK, "PP2 uneven, recomputation of parts"),
 ]
 
 

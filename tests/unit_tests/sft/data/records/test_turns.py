@@ -52,6 +52,7 @@ STRUCTURES = {
     "OLMO3": "differ",
     "ERNIE": "kept",
     "MINISTRAL3": "kept",
+    "MISTRAL4": "kept",
     "GLM4": "kept",
     "GEMMA4": "differ",
     "DEEPSEEK2": "kept",
@@ -155,6 +156,7 @@ AS_READ: dict[str, Callable[[Sequence[Message]], list[Any]]] = {
     "GPT_OSS": with_thinking,
     "SEED_OSS": with_thinking,
     "MINISTRAL3": with_blocks,
+    "MISTRAL4": with_blocks,
     "GEMMA4": with_reasoning,
     "DEEPSEEK3_SERVED": with_calls_as_text,
 }

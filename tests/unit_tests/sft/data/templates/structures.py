@@ -282,6 +282,13 @@ MINISTRAL3 = """{{- bos_token }}{% if messages[0]['role'] == 'system' %}{% set r
 {%- for call in message['tool_calls'] or [] %}
 {{- '[TOOL_CALLS]' + call['function']['name'] + '[ARGS]' + call['function']['arguments'] | tojson }}{% endfor %}{{ eos_token }}
 {%- elif message['role'] == 'tool' %}{{ '[TOOL_RESULTS]' + message['content'] | string + '[/TOOL_RESULTS]' }}{% endif %}{% endfor %}"""
+# As Ministral 3, and the prompt says behind the tools how much to think; nothing unless a variable asks.
+MISTRAL4 = MINISTRAL3.replace(
+    "{% set ns = namespace(index=0) %}",
+    """{% set effort = reasoning_effort if reasoning_effort is defined and reasoning_effort is not none else 'none' %}
+{%- if effort not in ['none', 'high'] %}{{ raise_exception('effort is none or high') }}{% endif %}
+{{- '[MODEL_SETTINGS]{"reasoning_effort": "' + effort + '"}[/MODEL_SETTINGS]' }}{% set ns = namespace(index=0) %}""",
+).replace("Think first.", "You are kind.")
 # As GLM, without thoughts.
 GLM4 = """[gMASK]<sop>{% for tool in tools or [] %}{{ '<|system|>\n' + tool.function.name }}{% endfor %}
 {%- for m in messages %}{% if m.role == 'user' %}{{ '<|user|>\n' + m.content }}
