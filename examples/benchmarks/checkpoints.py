@@ -121,8 +121,8 @@ nothing. Ours compares checksums of all files before it loads, and sums what it 
   is what `megatron-sft fit` says of the rank before it runs, as if the device were not the host:
   of a save it is the largest tensor, which is copied from a device, and not here; of --save-hf two
   copies of the largest parameter (here 8.4 MB each), of which one is that copy, too.
-- Without the compiled checksums (zlib's) a plain load took 1.39 to 1.79 of torch's, and 0.95 of ten
-  times as many weights (2026-11-29, five and two pairs).
+- Summed by zlib, not zlib-ng, a plain load took 1.39 to 1.79 of torch's, and 0.95 of ten times as
+  many weights (2026-11-29, five and two pairs).
 - Runs of 272671fa and of this code, saved in the middle by two ranks (sharded, bfloat16) and by
   one, are continued by this code to the bits of the losses and norms of gradients to which commit
   ac761bcc continues them: on as many ranks, with two pipeline stages, and with tensor parallel.
