@@ -83,37 +83,46 @@ class _CodeGenerator(CodeGenerator):
     """
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        if _may_escape(frame):
+            super()._output_child_pre(node, frame, finalize)
+            return
         self._written = self.temporary_identifier()
         self.write(f"({self._written} if type({self._written} := ")
 
     def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        if _may_escape(frame):
+            super()._output_child_post(node, frame, finalize)
+            return
         self.write(f") is str else str({finalize.src}{self._written})))")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         key = node.arg.value if isinstance(node.arg, nodes.Const) else None
         if type(key) is str:
-            self._write_item(node.node, frame, key, f"environment.getitem({{}}, {key!r})")
+            self._write_item(node.node, frame, key, "getitem")
         else:
             super().visit_Getitem(node, frame)
 
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
-        name, of_sandbox = node.attr, f"environment.getattr({{}}, {node.attr!r})"
+        name = node.attr
         if name in _OF_LOOP and isinstance(node.node, nodes.Name):
             at = self.temporary_identifier()
             self.write(f"({at}.{name} if type({at} := ")
             self.visit(node.node, frame)
-            self.write(f") is LoopContext else {of_sandbox.format(at)})")
+            self.write(f") is LoopContext else environment.getattr({at}, {name!r}))")
         elif name not in _OF_DICT:
-            self._write_item(node.node, frame, name, of_sandbox)
+            self._write_item(node.node, frame, name, "getattr")
         else:
             super().visit_Getattr(node, frame)
 
-    def _write_item(self, node: nodes.Expr, frame: Frame, key: str, otherwise: str) -> None:
-        """Writes an item of a dict, where the object is one and has it."""
+    def _write_item(self, node: nodes.Expr, frame: Frame, key: str, function: str) -> None:
+        """Writes an item of a dict, where the object is one and has it; otherwise a call of the
+        sandbox's `function`.
+        """
         at = self.temporary_identifier()
         self.write(f"({at}[{key!r}] if type({at} := ")
         self.visit(node, frame)
-        self.write(f") is dict and {key!r} in {at} else {otherwise.format(at)})")
+        otherwise = f"environment.{function}({at}, {key!r})"
+        self.write(f") is dict and {key!r} in {at} else {otherwise})")
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
         if not isinstance(node.node, nodes.EnvironmentAttribute):
@@ -125,6 +134,11 @@ class _CodeGenerator(CodeGenerator):
             self.visit(argument, frame)
             self.write(", ")
         self.write(")")
+
+
+def _may_escape(frame: Frame) -> bool:
+    """Returns whether a template asks for HTML there, by {% autoescape %}."""
+    return frame.eval_ctx.volatile or frame.eval_ctx.autoescape
 
 
 def call_of_sandbox(name: str, arguments: list[nodes.Expr]) -> nodes.Call:

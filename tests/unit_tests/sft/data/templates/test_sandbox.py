@@ -183,6 +183,9 @@ def test_each_rendering_has_the_whole_bound():
         *(
             "{% for x in 'ab' %}{{ loop.index }}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{{ "
             "loop.length }}{{ loop['index'] }}{% endfor %}",
+            "{{ m['{}'] }}{{ m['{0}{x}'] }}{{ own['}{'] }}{{ own['a{b}'].upper() }}",
+            "{% autoescape true %}{{ own['<'] }}{{ '&' }}{% endautoescape %}{{ own['<'] }}",
+            "{% autoescape m.a %}{{ own['<'] }}{{ '&'|safe }}{% endautoescape %}",
             "{% set loop = m %}{{ loop.first }}{{ loop.last }}{{ 'x'['upper']() }}{{ 'x'['b'] }}",
         ),
     ],
