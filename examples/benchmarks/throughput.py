@@ -88,6 +88,8 @@ class Case:
     """One of the trainer's, beside the others."""
     num_steps: int = 6
     is_profiled: bool = False
+    saves: bool = False
+    """Whether a checkpoint is saved and loaded behind the steps."""
 
     def __str__(self) -> str:
         names = (self.shape, self.way, self.option, self.kernel, self.data, f"{self.pack:,}")
@@ -133,7 +135,7 @@ def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
         case
         for shape in (*dense, experts, adapters)
         for case in (
-            Case(way="packed", shape=shape, is_profiled=is_profiled),
+            Case(way="packed", shape=shape, is_profiled=is_profiled, saves=shape == dense[0]),
             Case(way="transformers", shape=shape),
             Case(way="matrix products", shape=shape),
         )
@@ -292,7 +294,12 @@ def main() -> None:
         print(lines[-1], flush=True)
         if "profile" in found:
             name = f"{case.shape} {case.option}".strip()
-            profiles.append((f"{name}, packed ({found['busy']:.0%} of a step)", found["profile"]))
+            said = f"{found['busy']:.0%} of a step, {found['launches']:,.0f} launches"
+            if "checkpoint" in found:
+                said += "; {GB:.1f} GB saved in {save:.1f} s, loaded in {load:.1f} s".format(
+                    **found["checkpoint"]
+                )
+            profiles.append((f"{name}, packed ({said})", found["profile"]))
     text = document(arguments, machine, lines, left_out, profiles, time.monotonic() - start)
     if arguments.output is not None:
         arguments.output.write_text(text)

@@ -33,6 +33,9 @@ from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.stream import Share
 from megatron.sft.distributed import process_groups
 from megatron.sft.model.build import build_transformer_config, padded_vocab_size
+from megatron.sft.model.checkpoints.content import Progress, Wanted, load_checkpoint
+from megatron.sft.model.checkpoints.folder import checkpoint_path
+from megatron.sft.model.checkpoints.save import CheckpointSave
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.training import saved_run
@@ -142,7 +145,10 @@ def by_trainer(config: SFTConfig, device: torch.device, case: Any, folder: Path)
         # Profiled steps are slower than others on the host, but not on the device.
         milliseconds = 1000 * total["step_seconds"] / case.num_steps
         result["profile"] = kernels
+        result["launches"] = profiler.num_calls / PROFILED
         result["busy"] = kernels[0][2] / kernels[0][1] / milliseconds
+    if case.saves:
+        result["checkpoint"] = save_and_load(trainer, folder)
     if case.way == "packed":
         flops = sum(step["tflops_per_device"] * step["step_seconds"] for step in steps) * 1e12
         result["flops_per_token"] = flops / total["tokens"]
@@ -151,6 +157,21 @@ def by_trainer(config: SFTConfig, device: torch.device, case: Any, folder: Path)
         "data_wait": total["data_seconds"] / total["step_seconds"],
         "padding": 1 - total["tokens"] / total["padded_tokens"],
     }
+
+
+def save_and_load(trainer: Trainer, folder: Path) -> dict[str, float]:
+    """Returns the size of a checkpoint in GB, and seconds of its save and of a load."""
+    training, times = trainer._training, []
+    works: tuple[Callable[[], object], ...] = (
+        lambda: CheckpointSave(folder, training, Progress(1, 1, False), {}, {}).finish(),
+        lambda: load_checkpoint(folder, training, {}, {}, Wanted()),
+    )
+    for work in works:
+        start = time.monotonic()
+        work()
+        times.append(time.monotonic() - start)
+    sizes = (path.stat().st_size for path in checkpoint_path(folder, 1).rglob("*"))
+    return {"GB": sum(sizes) / 1e9, "save": times[0], "load": times[1]}
 
 
 class Profiler:
@@ -162,6 +183,7 @@ class Profiler:
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._is_cuda]
         )
         self._is_started = False
+        self.num_calls = 0
 
     def start(self) -> None:
         """Begin, once."""
@@ -186,6 +208,7 @@ class Profiler:
             if not self._is_cuda or event.device_type == torch.autograd.DeviceType.CUDA
         ]
         whole = sum(microseconds for _, microseconds, _ in times)
+        self.num_calls = sum(count for *_, count in times)
         first = sorted(times, key=lambda event: -event[1])[:40]
         return [
             (name, spent / whole, spent / 1000 / num_steps, calls / num_steps)
