@@ -5,7 +5,7 @@
 #   that fits can also be continued.
 # Seen: gate and up projection are read into their halves of the run's tensor, and then joined in new
 #   memory; all of a state's new tensors exist at once: weights, main weights and both moments of the
-#   largest layers, 14 bytes a weight. 0.19.2 does the same.
+#   largest layers, 14 bytes a weight.
 # Here: halves that were read in place are not joined (megatron/sft/model/checkpoints/shares.py).
 set -euo pipefail
 pins=(torch==2.13.0 numpy==2.4.6 packaging==25.0 psutil==7.0.0 megatron-core==0.16.1)

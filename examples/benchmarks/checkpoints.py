@@ -126,7 +126,8 @@ nothing. Ours compares checksums of all files before it loads, and sums what it 
 - Runs of 272671fa and of this code, saved in the middle by two ranks (sharded, bfloat16) and by
   one, are continued by this code to the bits of the losses and norms of gradients to which commit
   ac761bcc continues them: on as many ranks, with two pipeline stages, and with tensor parallel.
-  That commit continues what this code saved to the same bits, also under megatron-core 0.19.2.
+  That commit continues what this code saved to the same bits. Under megatron-core 0.19.2 two cases
+  were run: 272671fa's two ranks, and one rank of this code.
 """
 
 
