@@ -70,17 +70,17 @@ _NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class _Case(NamedTuple):
-    """What is measured in ranks of its own."""
+    """A model and its layout, and what is measured of it, in ranks of its own."""
 
     world_size: int
     flags: str
     has_torch: bool = False
-    """Whether torch saves and loads beside."""
+    """True if torch saves and loads the same tensors."""
     is_beside: bool = False
-    """Whether another commit is measured, too."""
+    """True if the other commit is measured, too."""
     num_times: int = 3
     is_stacked: bool = False
-    """Whether the folder has the experts of a layer in one tensor."""
+    """True if the folder has the experts of a layer in one tensor."""
 
 
 _CASES = {
@@ -170,7 +170,7 @@ def _train(flags: str) -> Any:
 def _measure(case: _Case, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Returns what each save and load of this rank costs, by who saves."""
     training, _ = _train(case.flags)
-    found: dict[str, list[dict[str, Any]]] = {}
+    costs_by_who: dict[str, list[dict[str, Any]]] = {}
     for number in range(1, case.num_times + 1):
         path = checkpoint_path(folder, number)
         works: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -188,11 +188,11 @@ def _measure(case: _Case, folder: Path) -> dict[str, list[dict[str, Any]]]:
         for name, (save, load) in works.items():
             costs = {"save": _seconds(save), "load": _seconds(load)}
             dist.barrier()
-            found.setdefault(name, []).append({**costs, "GB": _size(path)})
+            costs_by_who.setdefault(name, []).append({**costs, "GB": _size(path)})
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
-    return {name: times[1:] for name, times in found.items()}
+    return {name: times[1:] for name, times in costs_by_who.items()}
 
 
 def _save(folder: Path, training: Any, number: int) -> None:
@@ -239,13 +239,13 @@ def _grow(case: _Case, folder: Path) -> dict[str, float]:
         "load": partial(load_checkpoint, folder, training, {}, {}, Wanted()),
         "write": partial(write_folder, folder / "hf", chunks, weights, companions.write),
     }
-    found = {}
+    growth = {}
     for name, work in works.items():
         dist.barrier()
-        found[name] = _growth(work)
+        growth[name] = _growth(work)
     described = save_bytes(training)
     return {
-        **found,
+        **growth,
         "own": sum(p.nbytes for chunk in chunks for p in chunk.parameters()) / 1e6,
         "fit of save": described.checkpoint / 1e6,
         "fit of write": described.huggingface / 1e6,
@@ -271,7 +271,7 @@ def _serve(what: str, tree: str) -> None:
 
 
 def _run_rounds(rounds: int, beside: Path | None, results: Path) -> None:
-    """Measures trees in turn, and writes what it found into the folder `results`."""
+    """Measures trees in turn, and writes their rows into the folder `results`."""
     trees = {"here": Path.cwd()}
     if beside is not None:
         trees["beside"] = beside
@@ -291,7 +291,7 @@ def _run_rounds(rounds: int, beside: Path | None, results: Path) -> None:
         for what in ("cpu", "memory")
         for tree, path in trees.items()
     }
-    found: dict[str, list[dict[str, Any]]] = {"cpu": [], "memory": []}
+    rows_of: dict[str, list[dict[str, Any]]] = {"cpu": [], "memory": []}
     loads = []
     for what in ["cpu"] * rounds + ["memory"]:
         for tree in trees:
@@ -301,7 +301,7 @@ def _run_rounds(rounds: int, beside: Path | None, results: Path) -> None:
             process.stdin.write("\n")
             process.stdin.flush()
             rows = json.loads(process.stdout.readline())
-            found[what] += [{"tree": tree, **row} for row in rows]
+            rows_of[what] += [{"tree": tree, **row} for row in rows]
         loads.append(float(Path("/proc/loadavg").read_text().split()[0]))
     core = version("megatron-core")
     described = {
@@ -312,7 +312,7 @@ def _run_rounds(rounds: int, beside: Path | None, results: Path) -> None:
         "beside": "" if beside is None else commit(beside),
     }
     results.mkdir(parents=True, exist_ok=True)
-    (results / f"{core}.json").write_text(json.dumps(described | found))
+    (results / f"{core}.json").write_text(json.dumps(described | rows_of))
 
 
 def main() -> None:

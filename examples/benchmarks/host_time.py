@@ -117,13 +117,13 @@ def measure(rounds: int) -> dict[str, list[float]]:
             step()
             if number >= 3:
                 spent[key].append(1000 * (time.process_time() - start))
-    found = {}
+    milliseconds = {}
     for name in makers:
         few, many = (spent[name, depth] for depth in DEPTHS)
         more = [(b - a) / (DEPTHS[1] - DEPTHS[0]) / MICROBATCHES for a, b in zip(few, many)]
         best = (min(many) - min(few)) / (DEPTHS[1] - DEPTHS[0]) / MICROBATCHES
-        found[name] = [statistics.median(many), min(many), statistics.median(more), best]
-    return found
+        milliseconds[name] = [statistics.median(many), min(many), statistics.median(more), best]
+    return milliseconds
 
 
 def section(result: dict[str, object]) -> Iterator[str]:

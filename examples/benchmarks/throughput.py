@@ -89,7 +89,7 @@ class Case:
     num_steps: int = 6
     is_profiled: bool = False
     saves: bool = False
-    """Whether a checkpoint is saved and loaded behind the steps."""
+    """True if a checkpoint is saved and loaded behind the steps."""
 
     def __str__(self) -> str:
         names = (self.shape, self.way, self.option, self.kernel, self.data, f"{self.pack:,}")
@@ -294,12 +294,12 @@ def main() -> None:
         print(lines[-1], flush=True)
         if "profile" in found:
             name = f"{case.shape} {case.option}".strip()
-            said = f"{found['busy']:.0%} of a step, {found['launches']:,.0f} launches"
+            summary = f"{found['busy']:.0%} of a step, {found['launches']:,.0f} launches"
             if "checkpoint" in found:
-                said += "; {GB:.1f} GB saved in {save:.1f} s, loaded in {load:.1f} s".format(
+                summary += "; {GB:.1f} GB saved in {save:.1f} s, loaded in {load:.1f} s".format(
                     **found["checkpoint"]
                 )
-            profiles.append((f"{name}, packed ({said})", found["profile"]))
+            profiles.append((f"{name}, packed ({summary})", found["profile"]))
     text = document(arguments, machine, lines, left_out, profiles, time.monotonic() - start)
     if arguments.output is not None:
         arguments.output.write_text(text)
